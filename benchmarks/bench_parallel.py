@@ -47,8 +47,8 @@ from collegium.commands.bench import TOLERANCES, experts_error, named_layer, ran
 from collegium.commands.measure import driver_version, input_sets, measure_ceilings, random_routing, version_of
 from collegium.experts import Packed
 from collegium.ops.quantize import activation_format
-from collegium.parallel.meeting import meeting_of, timeout_seconds
 from collegium.parallel.placement import linear
+from collegium.parallel.rendezvous import meeting_of, timeout_seconds
 from collegium.pipelines import Parts
 from collegium.pipelines.mega import MOST_TOKENS
 from collegium.pipelines.split import Split

@@ -30,7 +30,7 @@ from collegium.layer import MoELayer
 from collegium.planning import plan
 from collegium.problem import Choice, Limits, Problem
 from collegium.runtime.devices import probe
-from collegium.runtime.warming import warm_up
+from collegium.runtime.warm_up import warm_up
 
 RESULTS = Path(__file__).parent / "results" / "warm_up_h200.csv"
 CASES = ("dsv3/fp8_block:fp8_group128", "qwen3_30b/mxfp4:fp8_token", "qwen3_30b/mxfp4:bf16", "qwen3_30b/bf16:bf16")

@@ -33,11 +33,11 @@ from torch import distributed
 
 from collegium import Choice, Limits, MoELayer, Placement, RankError, Routing, probe
 from collegium.balance.elastic import reader_of, regroup
-from collegium.checkpoint.opened import CheckpointLayer
+from collegium.checkpoint.layer_view import CheckpointLayer
 from collegium.checkpoint.reader import Checkpoint
 from collegium.loading import load_routed
-from collegium.parallel.meeting import timeout_seconds
 from collegium.parallel.placement import round_robin
+from collegium.parallel.rendezvous import timeout_seconds
 from collegium.testing.compare import heavy_tailed, uneven_ids
 
 RESULTS = Path(__file__).parent / "results" / "kill_rank.csv"

@@ -48,8 +48,8 @@ from collegium.balance.policy import policy_named
 from collegium.balance.slots import balancedness
 from collegium.commands.bench import named_layer, random_weights, recipe_of
 from collegium.commands.measure import driver_version, version_of
-from collegium.parallel.meeting import meeting_of, timeout_seconds
 from collegium.parallel.placement import linear
+from collegium.parallel.rendezvous import meeting_of, timeout_seconds
 
 if TYPE_CHECKING:
     from torch import Tensor

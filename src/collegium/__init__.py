@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         Refusal as Refusal,
     )
     from .runtime.devices import probe as probe
-    from .runtime.warming import warm_up as warm_up
+    from .runtime.warm_up import warm_up as warm_up
     from .types import (
         ActivationSpec as ActivationSpec,
         ExpertWeights as ExpertWeights,
@@ -70,7 +70,7 @@ _ROOMS = {
     "placement": "Placement",
     "problem": "Choice DeviceFacts Limits Problem Refusal",
     "runtime.devices": "probe",
-    "runtime.warming": "warm_up",
+    "runtime.warm_up": "warm_up",
     "types": "ActivationSpec ExpertWeights LatentWeights MoESpec RouterWeights Routing RoutingSpec SharedSpec "
     "SharedWeights",
 }

@@ -117,14 +117,14 @@ def generate(
 
     Under torchrun every rank holds a part of the experts.
     """
-    from .runtime.early import start_context
+    from .runtime.cuda_context import start_context
 
     if "RANK" not in os.environ:  # ranks of torchrun choose their device later
         start_context(device)  # while transformers is imported
     from .commands.generate import Writer, check_writable, prompt_limits
     from .integrations.transformers import layers_of, load_model
     from .parallel.torchrun import joined
-    from .runtime.warming import warm_up
+    from .runtime.warm_up import warm_up
 
     if not -(1 << 63) <= seed < 1 << 63:
         raise InputError(f"--seed: found {seed}, allowed are whole numbers of 64 bits")
@@ -209,7 +209,7 @@ def bench(
 ) -> Report:
     """Time one MoE layer on random weights, beside the least this machine could take; wrong results get no time."""
     from .commands.bench import bench
-    from .commands.picture import check_picture, draw_bench, save_picture
+    from .commands.plot import check_picture, draw_bench, save_picture
 
     if picture is not None:
         check_picture(picture)
@@ -366,9 +366,9 @@ def simulate(
     picture: Annotated[str | None, typer.Option(help="Draw balancedness before and after into this PNG.")] = None,
 ) -> Report:
     """Let a policy place experts for the first half of a trace, and judge it on both halves."""
-    from .balance.pictures import draw_simulation
+    from .balance.plots import draw_simulation
     from .balance.report import simulate_file
-    from .commands.picture import check_picture, save_picture
+    from .commands.plot import check_picture, save_picture
 
     if picture is not None:
         check_picture(picture, "--picture")
@@ -385,9 +385,9 @@ def heatmap(
 ) -> Report:
     """Draw the load of every expert of every layer, and say which are hottest and coldest."""
     from .balance.load import LoadTrace
-    from .balance.pictures import draw_load
+    from .balance.plots import draw_load
     from .balance.report import look_at_load
-    from .commands.picture import check_picture, save_picture
+    from .commands.plot import check_picture, save_picture
 
     check_picture(target, "--out")
     report = look_at_load(trace)

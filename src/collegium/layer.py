@@ -25,7 +25,7 @@ from .formats.unquantised import DTYPES
 from .ops.route_wide import widened
 from .parallel import Reaching, composed
 from .parallel.input_check import InputCheck, input_check
-from .parallel.meeting import in_turn, is_known_to_all, meeting_of
+from .parallel.rendezvous import in_turn, is_known_to_all, meeting_of
 from .pipelines import Parts, Pipeline
 from .pipelines.batched import check_batched, run_batched
 from .planning import Plan, dispatcher_named, kernel_named, plan as planned, stretches
@@ -34,8 +34,8 @@ from .runtime.devices import plain_torch
 from .runtime.memory import Memory, OwnMemory, Workspaces, captured, memory_map, part, shared_workspaces
 from .runtime.packed_module import PackedModule, check_given, held_bytes
 from .runtime.replay import Replay
-from .runtime.side import on_the_side
-from .runtime.warming import compile_batches, run_every_way, sizes_for
+from .runtime.side_stream import on_the_side
+from .runtime.warm_up import compile_batches, run_every_way, sizes_for
 from .stages.checks import check_extras, check_input, check_rows, check_weights, check_whole, output_for
 from .stages.latent import latent_of
 from .stages.router import Choose, Router, in_float32, in_full

@@ -8,9 +8,9 @@ import torch
 
 from .checkpoint.activation_scales import input_reach
 from .checkpoint.audit import check_dense_layers
-from .checkpoint.beside import check_beside, load_latent, load_router, load_shared
+from .checkpoint.layer_view import CheckpointLayer
 from .checkpoint.loader import load_experts
-from .checkpoint.opened import CheckpointLayer
+from .checkpoint.non_expert_weights import check_beside, load_latent, load_router, load_shared
 from .checkpoint.problems import refuse
 from .checkpoint.reader import Checkpoint
 from .encoding import encoded

@@ -15,7 +15,7 @@ from . import experts, parallel, pipelines
 from .errors import PlanError
 from .experts import ExpertKernel, Tiling
 from .formats import by_name
-from .formats.intake import SAFETENSORS_DTYPES
+from .formats.find_storage import SAFETENSORS_DTYPES
 from .ops import linear
 from .ops.quantize import ACTIVATION_FORMATS, activation_format
 from .ops.route import route_regions

@@ -364,7 +364,7 @@ class Back:
 
     rows: ``[N, H]`` contiguous, where this rank's own come from all ranks. places: ``[R]`` int64, where row r goes, in
     elements from the first of ``rows``, in this memory or a peer's, which may come before it;
-    ``kernels.numbers.NOWHERE``: the row is nobody's and is not stored.
+    ``kernels.enums.NOWHERE``: the row is nobody's and is not stored.
     """
 
     rows: Tensor

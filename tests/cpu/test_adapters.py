@@ -24,7 +24,7 @@ from collegium.errors import (
     TensorMismatchError,
 )
 from collegium.integrations.transformers import load_model
-from collegium.integrations.transformers.whole_model import load_model_in
+from collegium.integrations.transformers.loading import load_model_in
 from collegium.parallel.fingerprint import fingerprint
 from collegium.parallel.placement import linear
 from collegium.placement import Placement

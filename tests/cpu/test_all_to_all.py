@@ -30,8 +30,8 @@ from collegium import (
 )
 from collegium.experts import KERNELS
 from collegium.parallel import DISPATCHERS, Local
-from collegium.parallel.meeting import timeout_seconds
 from collegium.parallel.placement import linear
+from collegium.parallel.rendezvous import timeout_seconds
 from collegium.pipelines import Parts
 from collegium.pipelines.split import Split
 from collegium.runtime.memory import Region, Workspace, memory_map

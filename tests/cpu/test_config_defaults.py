@@ -21,7 +21,7 @@ from collegium.commands.bench import named_layer
 from collegium.commands.inspect import inspect_model, plan_model
 from collegium.errors import ConfigError, MissingTensorError, SpecError
 from collegium.integrations.transformers import load_model
-from collegium.integrations.transformers.whole_model import load_model_in
+from collegium.integrations.transformers.loading import load_model_in
 from collegium.models import FAMILIES, describe, family_of, moe_layers, text_of
 from family_cases import CASES, IDS, build
 from whole_models import eager

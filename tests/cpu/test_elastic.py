@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from collegium.balance.elastic import spread
-from collegium.parallel.doors import Door, is_gone, own_door
+from collegium.parallel.liveness import Door, is_gone, own_door
 from ranks import run_ranks
 from regrouping import EXPERTS, NAMES, come_and_go, copies_suffice, refused, shrink, sums_alone
 from tracked import ROOT

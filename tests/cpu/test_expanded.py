@@ -15,7 +15,7 @@ if torch.cuda.is_available():
 
 from collegium.commands.integers import nf4
 from collegium.experts.triton import layout, tiles
-from collegium.experts.triton.expanded import expanded
+from collegium.experts.triton.dequantized import expanded
 from collegium.experts.triton.lanes import pack_bnb4, pack_gguf, pack_int, pack_mx
 from collegium.experts.triton.tile_choice import TileProblem
 from collegium.experts.triton.tiles import prefill_tile

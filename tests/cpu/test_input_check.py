@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from collegium import Choice, CollegiumError, Limits, RankError, Ranks, Routing, load_layer
 from collegium.parallel.bit_hash import bit_hash, one_value
 from collegium.parallel.input_check import FIRST_PASSES, differing_ranks
-from collegium.parallel.meeting import Meeting, timeout_seconds
+from collegium.parallel.rendezvous import Meeting, timeout_seconds
 from collegium.testing.compare import heavy_tailed
 from rank_cases import FOLDERS, built
 from ranks import run_ranks

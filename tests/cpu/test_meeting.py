@@ -11,7 +11,7 @@ from torch import distributed
 
 from collegium import InputError, Placement, RankError
 from collegium.parallel.groups import check_ranks, group_named
-from collegium.parallel.meeting import Meeting, meeting_of, timeout_seconds
+from collegium.parallel.rendezvous import Meeting, meeting_of, timeout_seconds
 from ranks import run_ranks
 
 

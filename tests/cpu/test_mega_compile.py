@@ -43,7 +43,7 @@ from collegium.pipelines import Parts
 from collegium.pipelines import mega
 from collegium.pipelines.mega import CUTS, Mega
 from collegium.runtime.memory import Arena, memory_map
-from collegium.runtime.warming import sizes_for
+from collegium.runtime.warm_up import sizes_for
 
 tool = triton.__path__[0] + "/backends/nvidia/bin/cuobjdump"
 found = []

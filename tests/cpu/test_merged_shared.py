@@ -114,7 +114,7 @@ def test_a_whole_model_whose_weights_are_on_the_input(tmp_path: Path, way: Choic
     """Llama-4, whose blocks have no experts interface: the layer holds router and shared expert."""
     pytest.importorskip("transformers")
     from collegium.integrations.transformers import layers_of
-    from collegium.integrations.transformers.whole_model import load_model_in
+    from collegium.integrations.transformers.loading import load_model_in
 
     model = build(CASES["llama4_text"], tmp_path)
     ours = load_model_in("fp32", str(tmp_path), device="cpu", force=way)

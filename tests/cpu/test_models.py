@@ -305,7 +305,7 @@ def test_compressed_integers(weights: dict[str, object], wanted: tuple[object, .
 
 
 def test_blocks_and_groups_of_other_sizes(tmp_path: Path) -> None:
-    from collegium.checkpoint.stored import StoredFormat
+    from collegium.checkpoint.stored_format import StoredFormat
 
     declared = declared_format({"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 32]}}, EXPERT)
     assert declared.block == (64, 32)

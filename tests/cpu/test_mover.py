@@ -17,7 +17,7 @@ from collegium.balance.balancer import Balancer
 from collegium.balance.checksum import agreed, checksum
 from collegium.balance.mover import rounds
 from collegium.balance.slots import balancedness
-from collegium.parallel.meeting import timeout_seconds
+from collegium.parallel.rendezvous import timeout_seconds
 from moving import (
     by_policy,
     placement,

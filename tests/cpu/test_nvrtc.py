@@ -11,8 +11,8 @@ from collegium.errors import PlanError
 from collegium.planning import plan
 from collegium.problem import DeviceFacts, Problem
 from collegium.runtime import nvrtc
-from collegium.runtime.cached import cache_folder
 from collegium.runtime.machine import machine_for
+from collegium.runtime.user_cache import cache_folder
 from collegium.types import MoESpec, RoutingSpec
 
 TEXT = 'extern "C" __global__ void twice(float* x) { x[threadIdx.x] *= FACTOR; }\n'

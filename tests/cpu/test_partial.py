@@ -22,7 +22,7 @@ from collegium import (
     plan,
 )
 from collegium.checkpoint import Checkpoint
-from collegium.checkpoint.opened import CheckpointLayer
+from collegium.checkpoint.layer_view import CheckpointLayer
 from collegium.loading import load_routed
 from collegium.parallel.placement import linear, round_robin, tensor_parallel
 from collegium.runtime.devices import probe

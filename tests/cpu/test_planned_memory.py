@@ -67,7 +67,7 @@ from collegium.experts.triton.table import TritonKernel
 from collegium.formats.unquantised import DTYPES
 from collegium.planning import kernel_named
 from collegium.runtime.memory import MemoryMap, Workspaces
-from collegium.runtime.warming import sizes_for
+from collegium.runtime.warm_up import sizes_for
 
 CPU = torch.device("cpu")
 

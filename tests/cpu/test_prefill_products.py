@@ -16,7 +16,7 @@ from collegium.experts.triton import tiles
 from collegium.experts.triton.grouped import tile_list
 from collegium.experts.triton.matrix import PackedMatrix
 from collegium.experts.triton.prefill import CodeScales, prefill_gemm
-from collegium.kernels.numbers import NOWHERE
+from collegium.kernels.enums import NOWHERE
 from collegium.ops.quantize import activation_format
 from collegium.problem import DeviceFacts
 from collegium.runtime.machine import Machine

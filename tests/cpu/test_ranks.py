@@ -32,8 +32,8 @@ from collegium import (
     plan,
     probe,
 )
+from collegium.checkpoint.layer_view import CheckpointLayer
 from collegium.checkpoint.loader import load_experts
-from collegium.checkpoint.opened import CheckpointLayer
 from collegium.checkpoint.reader import Checkpoint
 from collegium.testing.compare import random_experts
 from moving import placement, split_layer, whole_weights

@@ -28,9 +28,9 @@ from collegium.experts import KERNELS
 from collegium.experts.cpu import panels
 from collegium.experts.triton import table, tiling
 from collegium.parallel import DISPATCHERS
+from collegium.parallel.expert_parallel import refuse_split
 from collegium.parallel.placement import linear, tensor_parallel
 from collegium.parallel.slices import SlicesKind
-from collegium.parallel.split import refuse_split
 from collegium.pipelines import PIPELINES, mega
 from collegium.planning import _cannot_capture  # pyright: ignore[reportPrivateUsage]
 

@@ -41,10 +41,10 @@ from collegium import (
 )
 from collegium.formats.unquantised import DTYPES, as_stored
 from collegium.ops.quantize import ACTIVATION_FORMATS, activation_format
-from collegium.parallel import meeting
-from collegium.parallel.meeting import meeting_of
+from collegium.parallel import rendezvous
 from collegium.parallel.placement import linear
-from collegium.parallel.shared_block import shared_blocks
+from collegium.parallel.rendezvous import meeting_of
+from collegium.parallel.symmetric_buffer import shared_blocks
 from collegium.runtime.memory import MemoryMap, Region, Workspaces, memory_map
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
 from ranks import run_ranks
@@ -226,9 +226,9 @@ def test_a_group_at_the_address_of_a_dead_one_has_a_meeting_of_its_own() -> None
     """Its name may be the same, as torch hashes some, and so may the store."""
     alive, store = [_Group()], distributed.HashStore()
     with (
-        patch.object(meeting, "_made", {}),
-        patch.object(meeting, "group_named", lambda _: alive[0]),
-        patch.object(meeting, "world_ranks", lambda _: (0,)),
+        patch.object(rendezvous, "_made", {}),
+        patch.object(rendezvous, "group_named", lambda _: alive[0]),
+        patch.object(rendezvous, "world_ranks", lambda _: (0,)),
         patch.object(distributed, "get_rank", lambda _: 0),
         patch.object(distributed, "get_world_size", lambda _: 1),
         patch.object(distributed.distributed_c10d, "_get_default_store", lambda: store),

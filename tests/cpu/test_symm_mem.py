@@ -14,7 +14,7 @@ from torch.nn import functional
 from collegium import Choice, DeviceFacts, MoESpec, Plan, PlanError, Problem, Routing, RoutingSpec, plan, probe
 from collegium.errors import RankError
 from collegium.ops.quantize import AS_IS, PADDED, REORDERED, activation_format
-from collegium.parallel import peers, shared_block
+from collegium.parallel import peers, symmetric_buffer
 from collegium.parallel.expert_map import ExpertMap
 from collegium.parallel.peers import HEAD_BYTES, Peers, Sent
 from collegium.parallel.placement import linear
@@ -171,10 +171,10 @@ def test_memory_that_cannot_be_shared_is_said_on_every_rank() -> None:
 
 
 def test_a_failure_found_while_a_graph_captures_is_told_without_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks: Any = object.__new__(shared_block.SharedBlocks)
+    blocks: Any = object.__new__(symmetric_buffer.SharedBlocks)
     # Of the block a capture may read the word that kernels wrote into the host's memory, and nothing else.
     blocks.device, blocks.ranks, blocks._block = torch.device("cuda"), (4, 6), SimpleNamespace(failed=[1 << 16 | 1])
-    monkeypatch.setattr(shared_block, "captured", lambda device: True)
+    monkeypatch.setattr(symmetric_buffer, "captured", lambda device: True)
     with pytest.raises(
         RankError, match=r"before this capture failed, waiting for rank 6, .* call layer.check\(\)"
     ) as error:

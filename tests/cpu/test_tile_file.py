@@ -31,7 +31,7 @@ from collegium.parallel.local import Local
 from collegium.planning import plan
 from collegium.problem import DeviceFacts, Limits, Problem
 from collegium.runtime.memory import OwnMemory
-from collegium.runtime.warming import compile_batches, sizes_for, warm_up
+from collegium.runtime.warm_up import compile_batches, sizes_for, warm_up
 from collegium.types import RouterWeights, RoutingSpec, SharedSpec, SharedWeights
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from torch import distributed
 
 from collegium import Choice, DeviceFacts, Limits, MoESpec, Problem, Routing, RoutingSpec, plan
 from collegium.parallel.expert_map import ExpertMap
-from collegium.parallel.meeting import meeting_of
 from collegium.parallel.placement import linear
+from collegium.parallel.rendezvous import meeting_of
 from collegium.parallel.traffic import Away, Traffic
 from collegium.testing.compare import heavy_tailed, uneven_ids
 from ranks import run_ranks

@@ -141,8 +141,8 @@ def test_load_model_reads_what_transformers_saved(saved):
 
 def test_experts_of_the_checkpoint_are_the_modules_own(saved):
     _, folder = saved
+    from collegium.checkpoint.layer_view import CheckpointLayer
     from collegium.checkpoint.loader import load_experts
-    from collegium.checkpoint.opened import CheckpointLayer
     from collegium.checkpoint.reader import Checkpoint
     from collegium.models import describe
     from collegium.parallel.placement import linear

@@ -24,7 +24,7 @@ import transformers
 import commands
 from collegium.errors import CheckpointError, InputError
 from collegium.integrations.transformers import layers_of, load_model
-from collegium.integrations.transformers.whole_model import load_model_in
+from collegium.integrations.transformers.loading import load_model_in
 from family_cases import CASES, IDS, build
 from quantised_matrices import KINDS, Kind, fp8_block, fp8_tensor, mxfp4, nvfp4, plain_int8, quantise
 from whole_models import eager, in_bf16, same_tensors
@@ -495,7 +495,7 @@ def test_an_older_config_does_not_outlive_its_integers(tmp_path: Path, name: str
 def test_layers_that_predict_further_tokens(tmp_path: Path, caplog: Any) -> None:
     """They are read by no whole model, whatever is in them, and copied with the experts they have."""
     from collegium.checkpoint import Checkpoint
-    from collegium.checkpoint.outside import Outside, outside_experts
+    from collegium.checkpoint.dense_weights import Outside, outside_experts
     from collegium.commands.quantize import quantize_model
 
     folder = write(tmp_path / "model")

@@ -20,8 +20,8 @@ import torch
 from torch import distributed
 
 from collegium import Routing
-from collegium.parallel.meeting import meeting_of
 from collegium.parallel.placement import linear
+from collegium.parallel.rendezvous import meeting_of
 from collegium.testing.compare import heavy_tailed, uneven_ids
 from ranks import run_ranks
 from split_layers import EXPERTS, HIDDEN, RECIPES, kept, layer_of

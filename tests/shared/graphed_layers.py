@@ -9,8 +9,8 @@ import torch
 from torch import distributed
 
 from collegium import RankError, Routing
-from collegium.parallel.meeting import meeting_of, timeout_seconds
 from collegium.parallel.placement import linear
+from collegium.parallel.rendezvous import meeting_of, timeout_seconds
 from collegium.testing.compare import heavy_tailed, uneven_ids
 from split_layers import EXPERTS, HIDDEN, RECIPES, equal, kept, layer_of
 

@@ -29,10 +29,10 @@ from collegium.experts.triton.tile_choice import TileChoice
 from collegium.parallel.expert_map import ExpertMap
 from collegium.parallel.groups import group_named
 from collegium.parallel.local import Local
-from collegium.parallel.meeting import meeting_of, timeout_seconds
 from collegium.parallel.peers import HEAD_BYTES, Peers
-from collegium.parallel.shared_block import PeerArena, shared_blocks
+from collegium.parallel.rendezvous import meeting_of, timeout_seconds
 from collegium.parallel.symm_mem import SymmMem
+from collegium.parallel.symmetric_buffer import PeerArena, shared_blocks
 from collegium.pipelines import Parts
 from collegium.pipelines.mega import COMBINE, PUBLISH, Mega
 from collegium.pipelines.split import Split

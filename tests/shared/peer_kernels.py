@@ -15,9 +15,9 @@ from collegium.ops.permute import permute
 from collegium.ops.weighted_sum import weighted_sum
 from collegium.parallel.combine import Reduced
 from collegium.parallel.expert_map import ExpertMap
-from collegium.parallel.meeting import meeting_of, timeout_seconds
 from collegium.parallel.peers import Peers, Returned, Sent, collect, post, pull, reduce
-from collegium.parallel.shared_block import SharedBlocks, shared_blocks
+from collegium.parallel.rendezvous import meeting_of, timeout_seconds
+from collegium.parallel.symmetric_buffer import SharedBlocks, shared_blocks
 from collegium.placement import Placement
 from collegium.runtime.memory import Memory, Region, memory_map
 from collegium.types import Routing

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from collegium import Choice, Limits, Ranks, Routing, load_layer
 from collegium.checkpoint.reader import Checkpoint
-from collegium.parallel.meeting import timeout_seconds
+from collegium.parallel.rendezvous import timeout_seconds
 from collegium.testing.compare import heavy_tailed
 from family_cases import CASES, build
 from ranks import error_of

@@ -30,8 +30,8 @@ from collegium import (
     probe,
 )
 from collegium.parallel import composed
-from collegium.parallel.meeting import timeout_seconds
 from collegium.parallel.placement import linear, round_robin
+from collegium.parallel.rendezvous import timeout_seconds
 from collegium.planning import dispatcher_named
 from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids
 from ranks import error_of

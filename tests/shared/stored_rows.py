@@ -16,9 +16,9 @@ from collegium.ops import permute as ordering
 from collegium.parallel import symm_mem
 from collegium.parallel.expert_map import ExpertMap
 from collegium.parallel.local import Local
-from collegium.parallel.meeting import meeting_of
-from collegium.parallel.shared_block import PeerArena, shared_blocks
+from collegium.parallel.rendezvous import meeting_of
 from collegium.parallel.symm_mem import SymmMem
+from collegium.parallel.symmetric_buffer import PeerArena, shared_blocks
 from collegium.pipelines import Parts
 from collegium.pipelines.split import Split
 from collegium.planning import kernel_named

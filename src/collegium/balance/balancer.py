@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..errors import InputError
-from ..parallel.meeting import Meeting
+from ..parallel.rendezvous import Meeting
 from .checksum import agreed, checksum
 from .mover import Arrived, Mover, Round, rounds
 

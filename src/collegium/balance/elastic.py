@@ -1,6 +1,6 @@
 """Ranks leave and join while the others' processes go on.
 
-The ranks that are left find each other at the door (``parallel/doors.py``) of the lowest of them, which is another one
+The ranks that are left find each other at the door (``parallel/liveness.py``) of the lowest of them, which is another one
 where that is gone too, form torch's default process group anew over the store behind it, say what they still hold, and
 agree on where every expert is to be. What a rank holds it keeps, bit by bit; what nobody holds any more is read from
 the checkpoint, and nothing else. Then the same layers answer again, with the bits they always had.
@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import distributed
 
+from ..checkpoint.layer_view import CheckpointLayer
 from ..checkpoint.loader import load_experts
-from ..checkpoint.opened import CheckpointLayer
 from ..checkpoint.reader import Checkpoint
 from ..encoding import encoded
 from ..errors import InputError, RankError
-from ..parallel.doors import Door, is_gone, own_door, store_behind
-from ..parallel.meeting import meeting_of, timeout_seconds
-from ..parallel.shared_block import drop_blocks
+from ..parallel.liveness import Door, is_gone, own_door, store_behind
+from ..parallel.rendezvous import meeting_of, timeout_seconds
+from ..parallel.symmetric_buffer import drop_blocks
 from ..placement import Placement
 from ..planning import kernel_named, plan
 from ..problem import Choice

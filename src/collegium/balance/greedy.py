@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..errors import InputError
-from .relief import relieved
+from .local_search import relieved
 from .slots import aligned, balancedness, checked_load, holders
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .greedy import greedy, host_of
-from .relief import relieved
+from .local_search import relieved
 from .slots import aligned, balancedness, checked_load, holders
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from torch import distributed
 
 from ..errors import InputError, RankError
 from ..parallel.groups import group_named
-from ..parallel.meeting import timeout_seconds
+from ..parallel.rendezvous import timeout_seconds
 from .checksum import checksum
 from .slots import Move, Slots
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..experts import Packed
-    from ..parallel.meeting import Meeting
+    from ..parallel.rendezvous import Meeting
 
 __all__ = ["Arrived", "Mover", "Round", "rounds"]
 

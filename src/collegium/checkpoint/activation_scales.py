@@ -15,7 +15,7 @@ from .header import FLOATS
 from .layout import Source
 from .problems import refuse
 from .reader import Checkpoint
-from .stored import ACTIVATION_SCALES, StoredFormat
+from .stored_format import ACTIVATION_SCALES, StoredFormat
 
 __all__ = ["ActivationScales", "activation_scales", "input_reach", "static_format"]
 

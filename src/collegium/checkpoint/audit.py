@@ -20,16 +20,16 @@ from ..formats.payload import Payload
 from ..models import describe, moe_layers
 from ..runtime.progress import Progress, counted
 from .activation_scales import activation_scales
-from .beside import check_beside
+from .dense_weights import matrices_of, outside_experts, outside_problems, sentences
+from .findings import Remarks
 from .header import FLOATS, TensorInfo
 from .index import index_of, router_names, single_matrices
+from .layer_view import CheckpointLayer
 from .layout import bias_names, part_name, parts_problems, read_matrix, stack_paths
-from .opened import CheckpointLayer
-from .outside import matrices_of, outside_experts, outside_problems, sentences
+from .non_expert_weights import check_beside
 from .problems import refuse
 from .reader import Checkpoint
-from .remarks import Remarks
-from .stored import ACTIVATION_SCALES, StoredFormat
+from .stored_format import ACTIVATION_SCALES, StoredFormat
 
 __all__ = [
     "AuditReport", "LayerReport", "audit", "bad_bias", "check_dense_layers", "check_layer", "check_outside_experts",

@@ -19,7 +19,7 @@ from ..models import Names, StackedNames
 from ..types import MoESpec
 from .header import FLOATS
 from .reader import Checkpoint
-from .stored import StoredFormat
+from .stored_format import StoredFormat
 
 __all__ = [
     "PROJECTIONS", "Cut", "Projection", "Source", "bias_names", "part_name", "parts_problems", "plain_shape",

@@ -22,8 +22,8 @@ from ..runtime.devices import probe
 from ..runtime.progress import Progress, counted
 from ..types import ExpertWeights, MoESpec, format_names
 from .audit import bad_bias, check_layer
+from .layer_view import CheckpointLayer
 from .layout import Cut, bias_names, projections, read_matrix
-from .opened import CheckpointLayer
 from .problems import fail, refuse
 from .reader import Checkpoint
 

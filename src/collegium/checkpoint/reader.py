@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, ConfigError, DuplicateTensorError, InputError, MissingTensorError
+from ..formats.find_storage import SAFETENSORS_DTYPES
 from ..formats.gguf import KINDS
-from ..formats.intake import SAFETENSORS_DTYPES
 from ..locate import locate
 from ..models import quantization_block
 from .gguf import read_gguf

@@ -42,7 +42,7 @@ from .measure import (
     take_turns,
     version_of,
 )
-from .room import check_room, layer_needs
+from .memory_check import check_room, layer_needs
 
 __all__ = [
     "SHAPES", "TOKENS", "BenchReport", "BenchRow", "bench", "check_output", "experts_error", "named_layer",

@@ -31,11 +31,11 @@ from ..planning import plan
 from ..problem import Choice, DeviceFacts, Limits, Problem
 from ..runtime.devices import probe
 from ..runtime.progress import Progress, counted
-from ..runtime.warming import warm_up
+from ..runtime.warm_up import warm_up
 from ..types import MoESpec, Routing
 from .bench import TOLERANCES, experts_error, random_weights, recipe_of
 from .measure import driver_version, prepare_pass, take_turns, version_of
-from .room import bytes_per_weight, check_room
+from .memory_check import bytes_per_weight, check_room
 
 __all__ = ["MODELS", "RECIPES", "ModelReport", "ModelRow", "bench_model"]
 

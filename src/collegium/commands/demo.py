@@ -10,8 +10,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from ..checkpoint.layer_view import CheckpointLayer
 from ..checkpoint.loader import describe_checkpoint, load_experts
-from ..checkpoint.opened import CheckpointLayer
 from ..checkpoint.reader import Checkpoint
 from ..functional import moe
 from ..integrations.transformers import attach, build_layers, experts_modules, layers_of, load_model
@@ -21,7 +21,7 @@ from ..planning import plan
 from ..problem import Choice, DeviceFacts, Limits, Problem
 from ..runtime.devices import probe
 from ..runtime.progress import Progress
-from ..runtime.warming import warm_up
+from ..runtime.warm_up import warm_up
 from ..types import MoESpec, Routing
 from .generate import Writer, check_writable
 

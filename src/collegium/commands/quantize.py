@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.audit import audit
+from ..checkpoint.dense_weights import outside_experts, outside_problems
 from ..checkpoint.header import TensorInfo
 from ..checkpoint.index import index_of
+from ..checkpoint.layer_view import CheckpointLayer
 from ..checkpoint.layout import projections, stack_paths
 from ..checkpoint.loader import load_experts
-from ..checkpoint.opened import CheckpointLayer
-from ..checkpoint.outside import outside_experts, outside_problems
 from ..checkpoint.problems import refuse
 from ..checkpoint.reader import INDEX, Checkpoint
 from ..checkpoint.writer import Shard, entry_of, matrix_parts, whole_folder
@@ -36,7 +36,7 @@ from ..placement import Placement
 from ..planning import expert_bytes
 from ..runtime.progress import Progress
 from ..types import format_names
-from .described import COMPRESSED, Job, described, new_config
+from .quantization_config import COMPRESSED, Job, described, new_config
 
 __all__ = ["ConvertedLayer", "QuantizeReport", "quantize_model"]
 

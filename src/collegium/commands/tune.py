@@ -24,7 +24,7 @@ from ..runtime.devices import probe
 from ..runtime.progress import Progress, counted
 from .bench import named_layer, planned_layer, random_inputs, random_weights
 from .measure import graph_pool, prepare_pass, take_turns
-from .room import check_room, layer_needs
+from .memory_check import check_room, layer_needs
 
 __all__ = ["TUNED_TOKENS", "TuneReport", "TuneRow", "measure_tiles", "packed_layer", "tile_times", "tune"]
 

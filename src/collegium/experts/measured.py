@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..problem import Problem
-from ..runtime.cached import cache_folder, write_whole
+from ..runtime.user_cache import cache_folder, write_whole
 from .base import Packed
 
 __all__ = ["tile_folder", "tile_key", "tile_path", "with_measured_tiles", "write_tiles"]

@@ -20,23 +20,23 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from . import numbers
+from . import enums
 from .activation import activate
 from .decode import decoded, divisor, finished, has_minima, in_units, is_running, is_whole, joined, look_up, words_of
 from .tiles import begun, dot, halves, store_rows, token_at
 
 __all__ = ["grouped_gemm_kernel", "grouped_tile"]
 
-PLAIN = tl.constexpr(numbers.PLAIN)
-E4M3_LANES = tl.constexpr(numbers.E4M3_LANES)
-E4M3_E4M3 = tl.constexpr(numbers.E4M3_E4M3)
-E2M1_LANES = tl.constexpr(numbers.E2M1_LANES)
-INT8_LANES = tl.constexpr(numbers.INT8_LANES)
-TABLE_LANES = tl.constexpr(numbers.TABLE_LANES)
+PLAIN = tl.constexpr(enums.PLAIN)
+E4M3_LANES = tl.constexpr(enums.E4M3_LANES)
+E4M3_E4M3 = tl.constexpr(enums.E4M3_E4M3)
+E2M1_LANES = tl.constexpr(enums.E2M1_LANES)
+INT8_LANES = tl.constexpr(enums.INT8_LANES)
+TABLE_LANES = tl.constexpr(enums.TABLE_LANES)
 
-BLOCK_SCALE = tl.constexpr(numbers.BLOCK_SCALE)
+BLOCK_SCALE = tl.constexpr(enums.BLOCK_SCALE)
 
-NO_ACTIVATION = tl.constexpr(numbers.NO_ACTIVATION)
+NO_ACTIVATION = tl.constexpr(enums.NO_ACTIVATION)
 
 
 @triton.jit

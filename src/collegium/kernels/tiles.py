@@ -8,13 +8,13 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from . import numbers
+from . import enums
 
 __all__ = [
     "NOWHERE", "begun", "dot", "follow", "halves", "place_at", "store_rows", "tile_list_kernel", "tile_of", "token_at",
 ]  # fmt: skip
 
-NOWHERE = tl.constexpr(numbers.NOWHERE)
+NOWHERE = tl.constexpr(enums.NOWHERE)
 
 
 @triton.jit

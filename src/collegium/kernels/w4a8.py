@@ -12,21 +12,21 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from . import numbers
+from . import enums
 from .activation import activate
 from .decode import finished, upper_scale
 from .tiles import begun, dot, halves, store_rows, token_at
 
 __all__ = ["w4a8_kernel", "w4a8_tile"]
 
-E2M1_E8M0 = tl.constexpr(numbers.E2M1_E8M0)
-INT4_FLOAT = tl.constexpr(numbers.INT4_FLOAT)
-E2M1_E4M3 = tl.constexpr(numbers.E2M1_E4M3)
-E2M1_SCALED = tl.constexpr(numbers.E2M1_SCALED)
-INT4_PAIRS = tl.constexpr(numbers.INT4_PAIRS)
-INT4_FLOATS = tl.constexpr(numbers.INT4_FLOATS)
+E2M1_E8M0 = tl.constexpr(enums.E2M1_E8M0)
+INT4_FLOAT = tl.constexpr(enums.INT4_FLOAT)
+E2M1_E4M3 = tl.constexpr(enums.E2M1_E4M3)
+E2M1_SCALED = tl.constexpr(enums.E2M1_SCALED)
+INT4_PAIRS = tl.constexpr(enums.INT4_PAIRS)
+INT4_FLOATS = tl.constexpr(enums.INT4_FLOATS)
 
-NO_ACTIVATION = tl.constexpr(numbers.NO_ACTIVATION)
+NO_ACTIVATION = tl.constexpr(enums.NO_ACTIVATION)
 
 # Without signs, the upper half of the codes of word $W to the lower half of n: permutations read four codes.
 _HALVES = "and.b32 m, $W, 0x77777777; shr.u32 n, m, 16; shl.b32 s, $W, 4;"

@@ -14,6 +14,7 @@ from . import (  # isort: skip
     nemotron_h, olmoe, phimoe, qwen2_moe, qwen3_moe, step3, step3p7,
 )  # fmt: skip
 from .base import NESTED, PREFIXES, Family, Names, StackedNames, is_wrapped, text_of
+from .name_variants import either_way, unpacked
 from .quantization import (
     Declared,
     declared_format,
@@ -23,7 +24,6 @@ from .quantization import (
     quantization_block,
     without_quantization,
 )  # fmt: skip
-from .spellings import either_way, unpacked
 from .unknown import dense_error, no_experts_in, unknown_error
 
 __all__ = [

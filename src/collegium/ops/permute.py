@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.numbers import NOWHERE
+from ..kernels.enums import NOWHERE
 from ..runtime.launch import dense_rows, launch, on_device, overlaps, power_at_least
 from ..runtime.memory import Memory, Regions, largest
 from ..types import TileRows

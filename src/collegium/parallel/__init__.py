@@ -6,7 +6,7 @@ from .all_gather import AllGatherKind
 from .all_to_all import AllToAllKind
 from .all_to_all_fixed import AllToAllFixedKind
 from .base import Dispatcher, DispatcherKind, Reaching
-from .composed import batch_tokens, composed
+from .compose import batch_tokens, composed
 from .local import Local, LocalKind
 from .partial import PartialKind
 from .symm_mem import SymmMemKind

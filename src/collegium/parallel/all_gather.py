@@ -15,9 +15,9 @@ import torch
 from ..ops.weighted_sum import weighted_sum
 from .collectives import exchanged, gathered, scattered
 from .combine import back_bytes, back_words
-from .split import Across, AcrossKind
+from .expert_parallel import Across, AcrossKind
+from .message_format import EMPTY, sent_words, there_bytes
 from .traffic import Away, Traffic
-from .wire import EMPTY, sent_words, there_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor

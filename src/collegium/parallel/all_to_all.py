@@ -16,9 +16,9 @@ from ..ops.permute import permute
 from ..ops.weighted_sum import weighted_sum
 from .collectives import exchanged
 from .combine import back_bytes, back_words
-from .split import Across, AcrossKind, by_rank
+from .expert_parallel import Across, AcrossKind, by_rank
+from .message_format import sent_words, there_bytes
 from .traffic import Away, Traffic
-from .wire import sent_words, there_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,10 +17,10 @@ from ..ops.weighted_sum import weighted_sum
 from ..runtime.memory import captured, take
 from .collectives import exchanged
 from .combine import back_bytes, back_words, reduced_of
-from .meeting import known_to_all, meeting_of
-from .split import Across, AcrossKind, by_rank
+from .expert_parallel import Across, AcrossKind, by_rank
+from .message_format import EMPTY, TokenWire, message_bytes, sent_words, there_bytes
+from .rendezvous import known_to_all, meeting_of
 from .traffic import Away, Traffic
-from .wire import EMPTY, TokenWire, message_bytes, sent_words, there_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor

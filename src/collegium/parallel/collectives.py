@@ -16,7 +16,7 @@ from torch import distributed
 
 from ..errors import RankError
 from .groups import group_named
-from .meeting import LOOK, meeting_of, timeout_seconds
+from .rendezvous import LOOK, meeting_of, timeout_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence

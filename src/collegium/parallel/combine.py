@@ -15,13 +15,13 @@ import torch
 from ..formats.unquantised import DTYPES
 from ..ops.quantize import QuantizedRows, activation_format, quantize_rows
 from ..ops.weighted_sum import weighted_sum
-from .wire import joined, message_bytes, parted
+from .message_format import joined, message_bytes, parted
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ..problem import Problem
-    from .wire import Columns
+    from .message_format import Columns
 
 __all__ = ["Reduced", "back_bytes", "back_words", "reduced_of"]
 

@@ -21,7 +21,7 @@ from torch import distributed
 from ..errors import InputError, RankError
 from .bit_hash import bit_hash, one_value
 from .groups import check_ranks
-from .meeting import in_turn, known_to_all, meeting_of
+from .rendezvous import in_turn, known_to_all, meeting_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

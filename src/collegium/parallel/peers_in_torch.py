@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import RankError
-from .meeting import LOOK
+from .rendezvous import LOOK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

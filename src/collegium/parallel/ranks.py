@@ -14,8 +14,8 @@ from torch import distributed
 from ..errors import InputError
 from ..placement import Placement
 from .groups import group_named, world_ranks
-from .meeting import meeting_of, timeout_seconds
 from .placement import linear, round_robin
+from .rendezvous import meeting_of, timeout_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..types import Routing
-from .around import Around, AroundHandle, Outer, check_same_tokens
 from .collectives import gathered
-from .meeting import meeting_of
+from .dispatch_wrapper import Around, AroundHandle, Outer, check_same_tokens
+from .rendezvous import meeting_of
 
 if TYPE_CHECKING:
     from collections.abc import Hashable

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .around import Around, AroundHandle, Outer, check_same_tokens
 from .collectives import gathered
+from .dispatch_wrapper import Around, AroundHandle, Outer, check_same_tokens
+from .expert_parallel import said_of
 from .groups import check_ranks
-from .meeting import meeting_of
-from .split import said_of
+from .rendezvous import meeting_of
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -22,13 +22,13 @@ from ..runtime.memory import OwnMemory, largest, part, take, under
 from ..types import Routing
 from .combine import back_bytes, back_words, reduced_of
 from .expert_map import ExpertMap
+from .expert_parallel import checked_placement, refuse_split
 from .local import Local, LocalKind
+from .message_format import sent_words
 from .partial import PartialKind, share
 from .peers import HEAD_BYTES, MOST_PEERS, Peers, Returned, Sent, collect, post, pull, reduce, send, unasked
-from .shared_block import PeerArena, SharedBlocks, shared_blocks
-from .split import checked_placement, refuse_split
+from .symmetric_buffer import PeerArena, SharedBlocks, shared_blocks
 from .traffic import Away, Traffic
-from .wire import sent_words
 
 if TYPE_CHECKING:
     from collections.abc import Hashable

@@ -11,8 +11,8 @@ import torch
 from torch import distributed
 
 from ..errors import InputError, RankError
-from .meeting import meeting_of, timeout_seconds
 from .ranks import Ranks
+from .rendezvous import meeting_of, timeout_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Generator, MutableMapping

@@ -17,7 +17,7 @@ from ..errors import InputError
 from ..experts.triton.grouped import bounds_of, kind_of
 from ..experts.triton.packed import PackedExperts
 from ..formats.unquantised import DTYPES
-from ..kernels.numbers import E2M1_E4M3, E2M1_E8M0, E4M3_E4M3
+from ..kernels.enums import E2M1_E4M3, E2M1_E8M0, E4M3_E4M3
 from ..ops.buffers import sizes, taken
 from ..ops.permute import tile_count
 from ..ops.quantize import AS_IS, REORDERED, activation_format
@@ -26,7 +26,7 @@ from ..parallel.peers import unasked
 from ..parallel.symm_mem import SymmMem
 from ..runtime.launch import dense_rows, launch, power_at_least
 from ..runtime.memory import OwnMemory, take
-from ..runtime.ranges import step
+from ..runtime.profiler_ranges import step
 from ..types import format_names
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ class Mega:
 
     @property
     def weight(self) -> int:
-        """What the weights are, a number of ``kernels/numbers.py``."""
+        """What the weights are, a number of ``kernels/enums.py``."""
         return self._experts.gate_up.layout.weight
 
     @property

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..parallel import Reaching
 from ..runtime.memory import Memory, Regions, part, under
-from ..runtime.ranges import step
+from ..runtime.profiler_ranges import step
 from ..types import Routing
 from .base import Asked, Parts, PipelineKind
 

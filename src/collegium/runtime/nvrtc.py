@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from ..errors import PlanError
-from .cached import cache_folder, write_whole
 from .launch import Step, noted
+from .user_cache import cache_folder, write_whole
 
 __all__ = ["Boxes", "CudaKernel", "compiled", "nvrtc_found", "start"]
 

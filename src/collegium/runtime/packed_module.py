@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
-from .compiled import announce
+from .custom_op import announce
 from .pickling import WithTensors
 
 __all__ = ["PackedModule", "check_given", "held_bytes", "refuse_backward", "refuse_gradient"]

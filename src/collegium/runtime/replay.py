@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .launch import STREAM, Step, recorded, watched
-from .ranges import shown
+from .profiler_ranges import shown
 
 __all__ = ["Replay"]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError
-from ...kernels.numbers import FAST_MATH, NO_ACTIVATION
+from ...kernels.enums import FAST_MATH, NO_ACTIVATION
 from ...ops.columns import RowSums
 from ...ops.permute import tile_count
 from ...runtime.launch import launch, power_at_least

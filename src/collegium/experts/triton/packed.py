@@ -24,7 +24,7 @@ from ...runtime.machine import Machine, machine_at
 from ...runtime.memory import Memory, part, take
 from ...types import ActivationSpec, Back, ContiguousBatch, ExpertWeights
 from ..base import Packed, refuse_codes
-from .expanded import in_turns
+from .dequantized import in_turns
 from .grouped import TileList, grouped_gemm, tile_list
 from .lanes import column_order, with_part
 from .matrix import PackedMatrix, RangeReport

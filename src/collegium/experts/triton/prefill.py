@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError
-from ...kernels.numbers import FAST_MATH, GROUP_CODES, GROUP_SCALE, POWER_CODES, ROWS
+from ...kernels.enums import FAST_MATH, GROUP_CODES, GROUP_SCALE, POWER_CODES, ROWS
 from ...ops.columns import RowSums
 from ...runtime.nvrtc import Boxes, CudaKernel, start
 from ...types import ActivationSpec

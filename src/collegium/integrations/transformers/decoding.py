@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError
-from ...parallel.same_text import TextRanks
+from ...parallel.generation_sync import TextRanks
 from ...runtime.devices import current_device, recording
 from ..extra import extra
 from .host_watch import HostWatch

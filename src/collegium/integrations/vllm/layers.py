@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...errors import BadScaleError, MissingTensorError, PlanError, SpecError
 from ...formats import by_name
-from ...formats.intake import find_storage
+from ...formats.find_storage import find_storage
 from ...formats.payload import Part, Payload
 from ...formats.unquantised import DTYPES, FLOAT_FORMATS
 from ...ops.quantize import formats_within

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .around import Around
+from .dispatch_wrapper import Around
 from .partial import PartialKind
 from .same_tokens import SameTokensKind
 from .slices import SlicesKind

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..checkpoint.dense_weights import Outside
 from ..checkpoint.header import TensorInfo
 from ..checkpoint.layout import stack_paths
-from ..checkpoint.outside import Outside
 from ..checkpoint.problems import refuse
 from ..checkpoint.reader import Checkpoint
 from ..errors import CheckpointError, InputError

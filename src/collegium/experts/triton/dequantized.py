@@ -41,7 +41,7 @@ def in_turns(
 
 def expanded(matrix: PackedMatrix, room: Tensor) -> PackedMatrix:
     """Return ``matrix`` with its numbers and factors in ``room``."""
-    from ...kernels.expand import expand_kernel
+    from ...kernels.dequantize import expand_kernel
 
     layout, made = matrix.layout, matrix.layout.expanded
     experts, parts, n_out, k_in = layout.shape

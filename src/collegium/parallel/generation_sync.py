@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .collectives import gathered
-from .meeting import meeting_of
+from .rendezvous import meeting_of
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...checkpoint.outside import Outside
+from ...checkpoint.dense_weights import Outside
 from ...checkpoint.reader import TORCH_DTYPES, Checkpoint
 from ...errors import CheckpointError, CollegiumError, ConfigError, MissingTensorError, TensorMismatchError
 from ...formats.unquantised import FLOAT_FORMATS

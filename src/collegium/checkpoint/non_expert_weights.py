@@ -25,13 +25,13 @@ from ..runtime.devices import probe
 from ..types import ExpertWeights, LatentWeights, RouterWeights, SharedWeights
 from .activation_scales import input_reach
 from .detect import stored_format
+from .findings import Remarks
 from .header import FLOATS, TensorInfo
 from .index import router_names
+from .layer_view import CheckpointLayer
 from .layout import Projection, Source, parts_problems, read_matrix, read_whole
-from .opened import CheckpointLayer
 from .problems import refuse
-from .remarks import Remarks
-from .stored import ACTIVATION_SCALES, StoredFormat
+from .stored_format import ACTIVATION_SCALES, StoredFormat
 
 __all__ = ["check_beside", "load_hash_table", "load_latent", "load_router", "load_shared"]
 

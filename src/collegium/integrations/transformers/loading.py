@@ -9,8 +9,8 @@ from torch import nn
 
 from ...checkpoint.adapter import with_adapter
 from ...checkpoint.audit import check_outside_experts
-from ...checkpoint.opened import CheckpointLayer
-from ...checkpoint.outside import outside_experts, outside_problems, sentences
+from ...checkpoint.dense_weights import outside_experts, outside_problems, sentences
+from ...checkpoint.layer_view import CheckpointLayer
 from ...checkpoint.problems import refuse
 from ...checkpoint.reader import Checkpoint
 from ...errors import ConfigError, InputError
@@ -26,11 +26,11 @@ from ...runtime.progress import Progress, counted
 from ..extra import extra
 from .blocks import BLOCKS, blocks_of
 from .classes import class_and_config
-from .dense import widen
+from .dense_weights import load_outside
+from .frozen_experts import seal
 from .modules import experts_modules
-from .outside import load_outside
 from .plugin import NAME, attach, make_known
-from .sealed import seal
+from .wide_linear import widen
 
 __all__ = ["build_layers", "load_model", "load_model_in"]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import distributed
 
 from .input_check import Contribution, check_contributions
-from .meeting import meeting_of
+from .rendezvous import meeting_of
 
 if TYPE_CHECKING:
     from ..placement import Placement

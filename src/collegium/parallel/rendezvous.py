@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from torch import distributed
 
 from ..errors import InputError, RankError
-from .doors import Door, is_gone, own_door
 from .groups import group_named, world_ranks
+from .liveness import Door, is_gone, own_door
 
 if TYPE_CHECKING:
     from collections.abc import Generator

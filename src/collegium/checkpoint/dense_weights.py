@@ -20,7 +20,7 @@ from .index import index_of, router_names, single_matrices
 from .layout import Source, parts_problems, read_whole
 from .problems import refuse
 from .reader import Checkpoint
-from .stored import ACTIVATION_SCALES, PART_SUFFIXES, StoredFormat
+from .stored_format import ACTIVATION_SCALES, PART_SUFFIXES, StoredFormat
 
 __all__ = ["Outside", "matrices_of", "outside_experts", "outside_problems", "sentences"]
 

@@ -20,9 +20,9 @@ from ..errors import InputError, RankError
 from ..runtime.memory import Arena, Region, captured, captures, current_stream, memory_map, wait_for
 from ..runtime.symmetric import SymmetricWorkspace
 from .groups import group_named, world_ranks
-from .meeting import LOOK, Meeting, known_to_all, meeting_of, timeout_seconds
 from .peers import HEAD_BYTES, Peers
 from .peers_in_torch import raise_status, release
+from .rendezvous import LOOK, Meeting, known_to_all, meeting_of, timeout_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Hashable

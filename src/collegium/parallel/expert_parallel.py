@@ -13,9 +13,9 @@ from .combine import reduced_of
 from .expert_map import ExpertMap
 from .groups import check_ranks
 from .local import Local, LocalKind
-from .meeting import meeting_of
+from .message_format import TokenWire
 from .partial import PartialKind, share
-from .wire import TokenWire
+from .rendezvous import meeting_of
 
 if TYPE_CHECKING:
     from torch import Tensor

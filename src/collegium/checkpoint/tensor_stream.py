@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DuplicateTensorError, InputError
-from ..formats.intake import SAFETENSORS_DTYPES
+from ..formats.find_storage import SAFETENSORS_DTYPES
 from ..models import family_of
 from ..placement import Placement
 from .header import TensorInfo, middle_of
