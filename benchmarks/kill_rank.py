@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from collegium import Choice, Limits, MoELayer, Placement, RankError, Routing, probe
+from collegium import Limits, MoELayer, Overrides, Placement, RankError, Routing, probe
 from collegium.balance.elastic import reader_of, regroup
 from collegium.checkpoint.layer_view import CheckpointLayer
 from collegium.checkpoint.reader import Checkpoint
@@ -57,7 +57,9 @@ def loaded(
 ) -> MoELayer:
     """Return a layer's routed experts: this rank's, or all."""
     opened, limits = CheckpointLayer.open(checkpoint, number), Limits(max_tokens=128)
-    return load_routed(opened, device=device, limits=limits, placement=placement, force=Choice(dispatcher=dispatcher))
+    return load_routed(
+        opened, device=device, limits=limits, placement=placement, overrides=Overrides(dispatcher=dispatcher)
+    )
 
 
 def inputs(size: int, spec: Any, device: str) -> tuple[torch.Tensor, Routing, list[int]]:

@@ -536,7 +536,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         _ROUTE,
     ),
-    Mutant("renormalise skipped", "ops/route.py", (("if spec.renormalise:", "if False:"),), _ROUTE),
+    Mutant("renormalize skipped", "ops/route.py", (("if spec.renormalize:", "if False:"),), _ROUTE),
     Mutant(
         "tie broken the other way", "ops/route.py",
         (
@@ -621,7 +621,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("the input row of another token, unsorted", "kernels/tiles.py", (("return row // TOP_K", "return row % TOP_K"),), _DIRECT),
     Mutant("ids of an unsorted batch not checked", "kernels/weighted_sum.py", (("(slot < (experts if IDS else count))", "(slot < (1 << 30 if IDS else count))"),), ("tests/cpu/test_direct.py::test_the_sum_by_ids_is_the_sum_by_slots",)),
     Mutant("bias used in the weights", "kernels/route.py", (("        if KEPT:\n            basis = key\n", "        score = choice\n        if KEPT:\n            basis = key\n"),), _SMALL),
-    Mutant("renormalise skipped", "kernels/route.py", (("tl.div_rn(weight, tl.zeros([BLOCK_K], tl.float32) + total)", "weight"),), _SMALL),
+    Mutant("renormalize skipped", "kernels/route.py", (("tl.div_rn(weight, tl.zeros([BLOCK_K], tl.float32) + total)", "weight"),), _SMALL),
     Mutant(
         "tie broken the other way", "kernels/route.py",
         (("chosen = tl.min(tl.where(key == most, expert, 0x7FFFFFFF), 0)", "chosen = tl.max(tl.where(key == most, expert, -1), 0)"),), _SMALL,

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from .placement import Placement as Placement
     from .planning import Plan as Plan, plan as plan
     from .problem import (
-        Choice as Choice,
         DeviceFacts as DeviceFacts,
         Limits as Limits,
+        Overrides as Overrides,
         Problem as Problem,
         Refusal as Refusal,
     )
@@ -68,7 +68,7 @@ _ROOMS = {
     "parallel.ranks": "Ranks",
     "planning": "Plan plan",
     "placement": "Placement",
-    "problem": "Choice DeviceFacts Limits Problem Refusal",
+    "problem": "DeviceFacts Limits Overrides Problem Refusal",
     "runtime.devices": "probe",
     "runtime.warm_up": "warm_up",
     "types": "ActivationSpec ExpertWeights LatentWeights MoESpec RouterWeights Routing RoutingSpec SharedSpec "

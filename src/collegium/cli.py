@@ -32,15 +32,15 @@ from .commands.options import (
     WholeModel,
     WrittenFormat,
     ceilings_of,
+    comma_separated_ints,
     complete_model,
     find_model,
     formats_of,
-    numbers,
 )
 from .commands.terminal import Report, asks_json, bar, complain, one_line, prints, show_anything
 from .errors import CollegiumError, InputError
 from .locate import SHIPPED
-from .problem import Choice, Limits
+from .problem import Limits, Overrides
 
 __all__ = ["app", "main"]
 
@@ -136,7 +136,7 @@ def generate(
     with joined(os.environ, device, same_tokens=True) as place:
         with bar("loading") as progress:
             wishes: Any = {"weight_format": weight_format, "limits": limits, "adapter": adapter}
-            wishes["force"] = Choice(kernel=kernel, activation_format=activations)
+            wishes["overrides"] = Overrides(kernel=kernel, activation_format=activations)
             loaded = load_model(checkpoint, device=place, progress=progress, **wishes)
         writer = Writer(loaded, checkpoint.path)
         with bar("compiling") as progress:
@@ -182,7 +182,7 @@ def plan(
     return plan_model(
         find_model(model, download, weights=False),
         device=device,
-        force=Choice(kernel=kernel, activation_format=activations),
+        overrides=Overrides(kernel=kernel, activation_format=activations),
         weight_format=weight_format,
         limits=Limits(max_tokens=max_tokens),
     )
@@ -218,7 +218,7 @@ def bench(
         report = bench(
             shape,
             [formats_of(recipe) for recipe in recipes or ["bf16"]],
-            tokens=None if tokens is None else numbers("--tokens", tokens, int),
+            tokens=None if tokens is None else comma_separated_ints("--tokens", tokens, int),
             routing=routing,
             device=device,
             ceilings=None if ceilings is None else ceilings_of(ceilings),
@@ -255,7 +255,7 @@ def bench_model(
         return bench_model(
             model,
             [formats_of(recipe) for recipe in recipes or []] or RECIPES,
-            batches=numbers("--batches", batches, int),
+            batches=comma_separated_ints("--batches", batches, int),
             layers=layers,
             device=place,
             progress=progress,
@@ -280,7 +280,7 @@ def tune(
         return tune(
             shape,
             formats_of(recipe),
-            tokens=TUNED_TOKENS if tokens is None else numbers("--tokens", tokens, int),
+            tokens=TUNED_TOKENS if tokens is None else comma_separated_ints("--tokens", tokens, int),
             most=most,
             device=device,
             progress=progress,
@@ -330,7 +330,7 @@ def verify(
             folder,
             experts=None if every else experts,
             device=place,
-            force=Choice(kernel=kernel, activation_format=activations),
+            overrides=Overrides(kernel=kernel, activation_format=activations),
             weight_format=weight_format,
             progress=progress,
         )
@@ -372,7 +372,9 @@ def simulate(
 
     if picture is not None:
         check_picture(picture, "--picture")
-    report = simulate_file(trace, ranks, numbers("--replicas", replicas, int, least=0), policy=policy, hosts=hosts)
+    report = simulate_file(
+        trace, ranks, comma_separated_ints("--replicas", replicas, int, least=0), policy=policy, hosts=hosts
+    )
     if picture is not None:
         save_picture(picture, draw_simulation, report)
     return report

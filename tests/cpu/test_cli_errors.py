@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 from collegium import cli
 from collegium.commands import generate as writing, inspect as inspecting, memory_check
 from collegium.commands.bench import bench
-from collegium.commands.memory_check import bytes_per_weight, check_room, free_bytes, layer_needs
+from collegium.commands.memory_check import bytes_per_weight, check_free_memory, free_bytes, layer_needs
 from collegium.commands.printing import print_json
 from collegium.errors import InputError
 from collegium.runtime.devices import probe
@@ -186,9 +186,9 @@ def test_room_is_counted_from_what_is_really_held():
     facts = probe("cpu")
     free = free_bytes(facts)
     assert 1e8 < free <= facts.memory
-    check_room("x", {"weights": free / 2}, facts)
+    check_free_memory("x", {"weights": free / 2}, facts)
     with pytest.raises(InputError, match=r"x: needs .* \(weights .*\), and cpu .* free"):
-        check_room("x", {"weights": 2 * facts.memory}, facts)
+        check_free_memory("x", {"weights": 2 * facts.memory}, facts)
     seen: list[dict[str, float]] = []
     true = layer_needs
     with pytest.MonkeyPatch.context() as patch:

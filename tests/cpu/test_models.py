@@ -64,7 +64,7 @@ def test_published_models_are_described() -> None:
         hidden_size=4096, intermediate_size=14336, num_experts=8, routing=RoutingSpec(top_k=2)
     )
     routing = RoutingSpec(
-        top_k=8, score="sigmoid", renormalise_eps=1e-20, groups=8, kept_groups=4, group_score="top2_sum",
+        top_k=8, score="sigmoid", renormalize_eps=1e-20, groups=8, topk_groups=4, group_score="top2_sum",
         scale=2.5, correction_bias=True,
     )  # fmt: skip
     assert describe(DEEPSEEK) == MoESpec(

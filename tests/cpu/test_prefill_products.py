@@ -132,7 +132,7 @@ def test_rows_go_to_their_places(n_out: int) -> None:
 def test_weights_that_were_decoded_once(
     name: str, group: int, sizes: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiles, "once_from", lambda *_: 1)
+    monkeypatch.setattr(tiles, "dequantize_threshold", lambda *_: 1)
     monkeypatch.setattr(tiles, "_LONG", 8)
     hopper = DeviceFacts(kind="cuda", capability=(9, 0))
     packed, batch, truth = decoded_layer(name, "fp16", group, hopper, tokens=6, sizes=sizes)

@@ -7,9 +7,9 @@ from .loader import describe_checkpoint, load_all, load_experts
 from .non_expert_weights import load_latent, load_router, load_shared
 from .reader import Checkpoint
 from .stored_format import StoredFormat
-from .tensor_stream import Arrivals
+from .tensor_stream import TensorStream
 
 __all__ = [
-    "Arrivals", "AuditReport", "Checkpoint", "CheckpointLayer", "LayerReport", "StoredFormat", "audit",
+    "TensorStream", "AuditReport", "Checkpoint", "CheckpointLayer", "LayerReport", "StoredFormat", "audit",
     "describe_checkpoint", "load_all", "load_experts", "load_latent", "load_router", "load_shared", "with_adapter",
 ]  # fmt: skip

@@ -12,7 +12,7 @@ import triton.language as tl
 from . import enums
 
 __all__ = [
-    "decoded", "divisor", "finished", "has_minima", "in_units", "is_running", "is_whole", "joined", "look_up",
+    "decoded", "divisor", "epilogue", "has_minima", "in_units", "is_running", "is_whole", "joined", "look_up",
     "upper_scale", "words_of",
 ]  # fmt: skip
 
@@ -510,7 +510,7 @@ def decoded(
 
 
 @triton.jit
-def finished(acc, ASM: tl.constexpr):
+def epilogue(acc, ASM: tl.constexpr):
     """Return ``acc`` once its products are done: before that the registers of their first operand must stay.
 
     Triton 3.6 lets the last product of a loop's step run on while the next step decodes into the registers it reads.

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from ..errors import InputError
 from ..formats.codecs import E2M1_MAX, E4M3_MAX, SMALLEST_SCALE, e2m1_codes, e4m3_codes, in_groups, pack_nibbles
-from ..runtime.launch import dense_rows, launch, on_device, power_at_least
+from ..runtime.launch import launch, on_device, power_at_least, row_contiguous
 from ..runtime.memory import Memory, Regions
 from ..types import named
 from .buffers import Buffers, sizes, taken
@@ -349,7 +349,7 @@ def quantize_rows(
         if form.across:
             made = replace(made, **{laid: functional.pad(getattr(made, laid).t(), (0, across_rows(rows) - rows))})
     else:
-        given = GivenRows(dense_rows(x), source, weights, order, x_ready, used)
+        given = GivenRows(row_contiguous(x), source, weights, order, x_ready, used)
         rows = given.shape[0]
         made = QuantizedRows(shape=(rows, wide), **taken(memory, form.buffers(rows, wide), x.device))
         if rows:

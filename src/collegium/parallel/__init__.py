@@ -5,15 +5,15 @@ from __future__ import annotations
 from .all_gather import AllGatherKind
 from .all_to_all import AllToAllKind
 from .all_to_all_fixed import AllToAllFixedKind
-from .base import Dispatcher, DispatcherKind, Reaching
-from .compose import batch_tokens, composed
+from .base import Dispatcher, DispatcherKind, SymmetricDispatcher
+from .compose import batch_tokens, wrapped_for
 from .local import Local, LocalKind
 from .partial import PartialKind
 from .symm_mem import SymmMemKind
 
 __all__ = [
     "DISPATCHERS", "AllGatherKind", "AllToAllFixedKind", "AllToAllKind", "Dispatcher", "DispatcherKind", "Local",
-    "LocalKind", "PartialKind", "Reaching", "SymmMemKind", "batch_tokens", "composed",
+    "LocalKind", "PartialKind", "SymmetricDispatcher", "SymmMemKind", "batch_tokens", "wrapped_for",
 ]  # fmt: skip
 
 DISPATCHERS: tuple[DispatcherKind, ...] = (

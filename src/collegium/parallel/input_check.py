@@ -21,7 +21,7 @@ from torch import distributed
 from ..errors import InputError, RankError
 from .bit_hash import bit_hash, one_value
 from .groups import check_ranks
-from .rendezvous import in_turn, known_to_all, meeting_of
+from .rendezvous import group_lock, known_to_all, rendezvous_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -213,9 +213,9 @@ class InputCheck:
         own = self._contribution(tokens, tensors, error)
         table = [own]
         try:
-            with in_turn(tuple({group for _, group in self.groups})):
+            with group_lock(tuple({group for _, group in self.groups})):
                 for name, group in self.groups:
-                    rows = meeting_of(group).exchange(table, f"{name} dispatch")
+                    rows = rendezvous_of(group).exchange(table, f"{name} dispatch")
                     table = [each for row in rows for each in row]
         except RankError:
             if error is None:

@@ -38,7 +38,7 @@ Integers = Int4Group | Int4Affine | Int8Affine | Int4Ordered | Int8Ordered
 
 __all__ = [
     "by_word", "column_order", "int4_scales", "pack_bnb4", "pack_fp8_block", "pack_fp8_rows", "pack_gguf",
-    "pack_int", "pack_mx", "pack_nvfp4", "pack_plain", "with_part",
+    "pack_int", "pack_mx", "pack_nvfp4", "pack_plain", "add_projection_dim",
 ]  # fmt: skip
 
 _CHUNK = 1 << 20  # codes re-laid at a time
@@ -302,7 +302,7 @@ def by_word(payload: Integers, scales: Tensor, words: int, dtype: torch.dtype) -
     return stored.unflatten(-1, (blocks, words))
 
 
-def with_part(payload: Any) -> Any:
+def add_projection_dim(payload: Any) -> Any:
     """Return a payload ``[E, N, K]`` as ``[E, 1, N, K]`` without copying."""
     experts, *matrix = payload.shape
     tensors = {name: tensor.unsqueeze(1) for name, tensor in payload.tensors().items()}
