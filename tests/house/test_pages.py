@@ -43,7 +43,7 @@ FRAME = {
     ),
     *("--json", "Print", "one", "JSON", "object", "instead", "of", "tables"),
 }
-PAGES = ["index", "quickstart", "data-flow", "planning", "troubleshooting", "glossary"]
+PAGES = ["index", "quickstart", "developer/data-flow", "planning", "troubleshooting", "glossary"]
 
 
 def test_the_fixed_pages_exist() -> None:
