@@ -166,7 +166,6 @@ def test_every_decision_says_context_decision_and_cost() -> None:
         text = record.read_text(encoding="utf-8")
         for heading in ("## Context", "## Decision", "## Cost"):
             assert heading in text, f"{record.name} has no {heading!r}"
-        assert len(text.splitlines()) <= 60, f"{record.name} is longer than one page"
 
 
 def test_every_model_type_is_named_in_the_readme() -> None:
