@@ -1,7 +1,7 @@
 """Both products of one layer with packed weights: decoded in registers for every tile, and decoded once into memory.
 
-Where the second way is the faster one is what ``dequantize_threshold`` in ``experts/triton/decoded_tiles.py`` says. A time counts
-only if both ways give the same bits. Needs a Hopper GPU.
+Where the second way is the faster one is what ``dequantize_threshold`` in ``experts/triton/decoded_tiles.py`` says.
+A time counts only if both ways give the same bits. Needs a Hopper GPU.
 
     python benchmarks/bench_expanded.py
     python benchmarks/bench_expanded.py --formats nvfp4 fp8_block --rows 512 1024

@@ -174,7 +174,8 @@ class MoELayer(PackedModule):
     def swap(self, weights: ExpertWeights[Payload] | ExpertWeights[Tensor], overrides: Overrides | None = None) -> None:
         """Go on with other routed experts of the same sizes, in the format of ``weights``; all else stays as it is.
 
-        weights: this rank's, in the order of the plan's placement, on the layer's device. overrides: as ``plan``, where the
+        weights: this rank's, in the order of the plan's placement, on the layer's device. overrides: as ``plan``,
+        where the
         activation format is the layer's own unless another one is forced; None: the dispatcher stays too. What was
         recorded is forgotten, and code that torch.compile made goes on with the new experts. Old and new ones are
         in memory together for a while. No other thread may be in the layer; ranks that share it swap at the same time.

@@ -87,7 +87,8 @@ def load_routed(
     """Load only the routed experts of an opened layer, for a caller that keeps router and shared expert.
 
     placement: the experts and the slice of them that this rank reads and holds; with
-    ``overrides=Overrides(dispatcher="partial")`` the layer gives this rank's part of the sum. None: what Ranks as ``device``
+    ``overrides=Overrides(dispatcher="partial")`` the layer gives this rank's part of the sum. None: what Ranks as
+    ``device``
     say, or all. Other arguments and errors as ``load_layer``; the layer takes a routing or logits at every call.
     """
     facts, own = _placed(layer, device, limits=limits, dtype=dtype, format=weight_format, overrides=overrides)

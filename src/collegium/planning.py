@@ -46,7 +46,8 @@ class Plan:
     """Every choice made, and what runs is exactly this.
 
     problem: the question, with activation format, combine and what tokens are sent as filled in. kernel,
-    shared_kernel, dispatcher: names of what was chosen; shared_kernel is None without a shared expert. token_ranges: which
+    shared_kernel, dispatcher: names of what was chosen; shared_kernel is None without a shared expert. token_ranges:
+    which
     pipeline and tiles run how many tokens; a layer corrects them where packing finds what a problem cannot say (groups
     of INT4, weights at odd addresses).
     wire_format: what travels between ranks. capacity: rows one pass brings to this rank's experts at most.

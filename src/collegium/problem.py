@@ -6,7 +6,7 @@ from typing import Literal
 from .placement import Placement
 from .types import ActivationSpec, MoESpec, RoutingSpec, require
 
-__all__ = ["COMBINES", "Overrides", "Combine", "DeviceFacts", "ExpertsProblem", "Limits", "Problem", "Refusal"]
+__all__ = ["COMBINES", "Combine", "DeviceFacts", "ExpertsProblem", "Limits", "Overrides", "Problem", "Refusal"]
 
 Combine = Literal["exact", "reduced", "reduced_fp8"]
 COMBINES = ("exact", "reduced", "reduced_fp8")

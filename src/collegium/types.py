@@ -19,9 +19,23 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "ActivationSpec", "RemoteOutput", "ContiguousBatch", "ExpertWeights", "LatentWeights", "MoESpec", "RouterWeights",
-    "Routing", "RoutingSpec", "SharedSpec", "SharedWeights", "TileRows", "closest", "format_names", "named", "require",
-]  # fmt: skip
+    "ActivationSpec",
+    "ContiguousBatch",
+    "ExpertWeights",
+    "LatentWeights",
+    "MoESpec",
+    "RemoteOutput",
+    "RouterWeights",
+    "Routing",
+    "RoutingSpec",
+    "SharedSpec",
+    "SharedWeights",
+    "TileRows",
+    "closest",
+    "format_names",
+    "named",
+    "require",
+]
 
 ActivationKind = Literal["swiglu", "swiglu_oai", "swiglu_step", "situ", "geglu", "geglu_tanh", "relu2", "silu", "gelu"]
 GATED_KINDS = ("swiglu", "swiglu_oai", "swiglu_step", "situ", "geglu", "geglu_tanh")

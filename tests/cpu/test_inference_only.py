@@ -222,7 +222,7 @@ def test_what_is_no_tensor_or_lies_elsewhere_is_refused_by_name(given: dict[str,
 
 
 def test_arguments_of_other_kinds_are_refused_before_anything_is_packed() -> None:
-    with pytest.raises(SpecError, match="overrides: found .reference., allowed: an Overrides"):
+    with pytest.raises(SpecError, match=r"overrides: found .reference., allowed: an Overrides"):
         load_layer(SHIPPED, 2, device="cpu", overrides="reference")
     with pytest.raises(SpecError, match=r"limits: found 16, allowed: Limits\(max_tokens"):
         load_layer(SHIPPED, 2, device="cpu", limits=16)

@@ -53,7 +53,8 @@ for weights, activations, hidden, carried, combine in json.load(sys.stdin):
         packed = layer_on(replace(spec, num_experts=4, routing=replace(rule, top_k=1)), activations).experts
         table = ExpertMap(placed, 8, "cpu")
         inner = Local(num_experts=4, weight_on_input=carried)
-        reach = SymmMem(inner=inner, map=table, limit=600, blocks=None, on_gpu=True, reduced=reduced_combine(chosen.problem))
+        reduced = reduced_combine(chosen.problem)
+        reach = SymmMem(inner=inner, map=table, limit=600, blocks=None, on_gpu=True, reduced=reduced)
         run = Split(parts=Parts(experts=packed, dispatcher=reach, top_k=top_k, num_experts=4))
         memory = Arena(torch.empty(chosen.workspace_bytes, dtype=torch.uint8), memory_map(chosen.regions))
         for tokens in (0, 1, 8, 65, 600):

@@ -78,7 +78,10 @@ ASKS: list[tuple[Problem, Overrides | None]] = [
     (asked(placement=SPLIT), Overrides(dispatcher="partial", combine="reduced")),
     (asked(replace(SPEC, shared=SharedSpec(intermediate_size=64)), placement=SPLIT), Overrides(dispatcher="partial")),
     (asked(replace(SPEC, latent_size=64, latent_norm_eps=1e-5), placement=SPLIT), Overrides(dispatcher="partial")),
-    (asked(placement=Placement(world_size=2, expert_ids=(), ranks=((), (*range(8),)))), Overrides(dispatcher="partial")),
+    (
+        asked(placement=Placement(world_size=2, expert_ids=(), ranks=((), (*range(8),)))),
+        Overrides(dispatcher="partial"),
+    ),
     (asked(placement=replace(SPLIT, ranks=())), None),
     (asked(placement=Placement(rank=0, world_size=2, expert_ids=tuple(range(8)), ranks=(tuple(range(8)), ()))), None),
     (asked(placement=Placement(rank=0, world_size=2, expert_ids=(0, 1), ranks=((0, 1), (2,)))), None),

@@ -1,7 +1,7 @@
 """Defects of the five systems that Collegium set out to replace, each as a test of what a user meets here.
 
-``docs/seeds.md`` has the list, and the tests elsewhere that rule out the rest of it. Kernels for GPUs run in Triton's
-interpreter, in workspaces of exactly the planned size.
+``docs/developer/seeds.md`` has the list, and the tests elsewhere that rule out the rest of it. Kernels for GPUs run
+in Triton's interpreter, in workspaces of exactly the planned size.
 """
 
 from __future__ import annotations

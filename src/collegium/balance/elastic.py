@@ -1,6 +1,7 @@
 """Ranks leave and join while the others' processes go on.
 
-The ranks that are left find each other at the door (``parallel/liveness.py``) of the lowest of them, which is another one
+The ranks that are left find each other at the door (``parallel/liveness.py``) of the lowest of them, which is
+another one
 where that is gone too, form torch's default process group anew over the store behind it, say what they still hold, and
 agree on where every expert is to be. What a rank holds it keeps, bit by bit; what nobody holds any more is read from
 the checkpoint, and nothing else. Then the same layers answer again, with the bits they always had.

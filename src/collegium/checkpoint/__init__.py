@@ -10,6 +10,18 @@ from .stored_format import StoredFormat
 from .tensor_stream import TensorStream
 
 __all__ = [
-    "TensorStream", "AuditReport", "Checkpoint", "CheckpointLayer", "LayerReport", "StoredFormat", "audit",
-    "describe_checkpoint", "load_all", "load_experts", "load_latent", "load_router", "load_shared", "with_adapter",
-]  # fmt: skip
+    "AuditReport",
+    "Checkpoint",
+    "CheckpointLayer",
+    "LayerReport",
+    "StoredFormat",
+    "TensorStream",
+    "audit",
+    "describe_checkpoint",
+    "load_all",
+    "load_experts",
+    "load_latent",
+    "load_router",
+    "load_shared",
+    "with_adapter",
+]

@@ -32,8 +32,14 @@ from .reader import Checkpoint
 from .stored_format import ACTIVATION_SCALES, StoredFormat
 
 __all__ = [
-    "AuditReport", "LayerReport", "audit", "bad_bias", "check_dense_layers", "check_layer", "check_outside_experts",
-]  # fmt: skip
+    "AuditReport",
+    "LayerReport",
+    "audit",
+    "bad_bias",
+    "check_dense_layers",
+    "check_layer",
+    "check_outside_experts",
+]
 
 _FACTORS = "factors of the inputs (AWQ), which no kernel applies; export it with them folded into the weights"
 _LOW_RANK = "a low-rank correction (SVDQuant), which no kernel applies; export the checkpoint in another format"

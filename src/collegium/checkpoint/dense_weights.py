@@ -22,7 +22,7 @@ from .problems import raise_first
 from .reader import Checkpoint
 from .stored_format import ACTIVATION_SCALES, PART_SUFFIXES, StoredFormat
 
-__all__ = ["DenseWeight", "matrices_of", "quantised_dense_weights", "dense_weight_problems", "sentences"]
+__all__ = ["DenseWeight", "dense_weight_problems", "matrices_of", "quantised_dense_weights", "sentences"]
 
 # Of activations and of caches of keys and values: no part of a weight, and used by nothing here.
 _STATIC = (*ACTIVATION_SCALES, ".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".output_scale")
@@ -138,9 +138,9 @@ def matrices_of(checkpoint: Checkpoint, found: Mapping[str, DenseWeight | Checkp
 def dense_weight_problems(
     checkpoint: Checkpoint, found: Mapping[str, DenseWeight | CheckpointError]
 ) -> list[CheckpointError]:
-    """Return what is wrong in the text model's layers; what ``check_non_expert_weights`` asks of layers with experts is left out.
+    """Return the problems of the text model's dense layers.
 
-    Beside the errors of ``found`` that is a plain matrix where the config declares a format in which other layers
+    ``check_non_expert_weights`` covers layers with experts. In addition to the errors in ``found``, a problem is a plain matrix where the config declares a format in which other layers
     store theirs; in GGUF files every tensor has a type of its own.
     """
     names, problems = index_of(checkpoint).names, list[CheckpointError]()

@@ -22,9 +22,20 @@ from .reader import Checkpoint
 from .stored_format import StoredFormat
 
 __all__ = [
-    "PROJECTIONS", "Cut", "Projection", "Source", "bias_names", "part_name", "parts_problems", "plain_shape",
-    "projections", "read_matrix", "read_whole", "source_of", "stack_paths",
-]  # fmt: skip
+    "PROJECTIONS",
+    "Cut",
+    "Projection",
+    "Source",
+    "bias_names",
+    "part_name",
+    "parts_problems",
+    "plain_shape",
+    "projections",
+    "read_matrix",
+    "read_whole",
+    "source_of",
+    "stack_paths",
+]
 
 Projection = Literal["gate", "up", "down"]
 PROJECTIONS: tuple[Projection, ...] = ("gate", "up", "down")

@@ -45,9 +45,19 @@ from .measure import (
 from .memory_check import check_free_memory, layer_needs
 
 __all__ = [
-    "SHAPES", "TOKENS", "BenchReport", "BenchRow", "bench", "check_output", "experts_error", "named_layer",
-    "planned_layer", "random_inputs", "random_weights", "recipe_of",
-]  # fmt: skip
+    "SHAPES",
+    "TOKENS",
+    "BenchReport",
+    "BenchRow",
+    "bench",
+    "check_output",
+    "experts_error",
+    "named_layer",
+    "planned_layer",
+    "random_inputs",
+    "random_weights",
+    "recipe_of",
+]
 
 SHAPES: dict[str, tuple[int, int, int, int]] = {  # H, I, E, top-k of the routed experts
     "dsv3": (7168, 2048, 256, 8),

@@ -17,10 +17,27 @@ if TYPE_CHECKING:
     from .measure import Ceilings
 
 __all__ = [
-    "ACTIVATIONS", "FORMATS", "HELP", "KERNELS", "Activations", "Device", "Download", "Format", "Kernel", "Model",
-    "ShapeOrModel", "Steps", "Trace", "WholeModel", "WrittenFormat", "ceilings_of",
-    "complete_model", "find_model", "formats_of", "comma_separated_ints",
-]  # fmt: skip
+    "ACTIVATIONS",
+    "FORMATS",
+    "HELP",
+    "KERNELS",
+    "Activations",
+    "Device",
+    "Download",
+    "Format",
+    "Kernel",
+    "Model",
+    "ShapeOrModel",
+    "Steps",
+    "Trace",
+    "WholeModel",
+    "WrittenFormat",
+    "ceilings_of",
+    "comma_separated_ints",
+    "complete_model",
+    "find_model",
+    "formats_of",
+]
 
 HELP = {"help_option_names": ["-h", "--help"]}
 N = TypeVar("N", int, float)

@@ -7,9 +7,20 @@ from .reference import Reference
 from .triton.table import TritonBf16, TritonFp8, TritonW4A8, TritonW4A16, TritonW8A16
 
 __all__ = [
-    "KERNELS", "CpuFused", "CpuGrouped", "ExpertKernel", "PackedWeights", "Product", "Reference", "Tiling", "TritonBf16",
-    "TritonFp8", "TritonW4A8", "TritonW4A16", "TritonW8A16",
-]  # fmt: skip
+    "KERNELS",
+    "CpuFused",
+    "CpuGrouped",
+    "ExpertKernel",
+    "PackedWeights",
+    "Product",
+    "Reference",
+    "Tiling",
+    "TritonBf16",
+    "TritonFp8",
+    "TritonW4A8",
+    "TritonW4A16",
+    "TritonW8A16",
+]
 
 KERNELS: tuple[ExpertKernel, ...] = (
     TritonFp8(),

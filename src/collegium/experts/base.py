@@ -20,7 +20,7 @@ from ..problem import ExpertsProblem
 from ..runtime.memory import Memory, Regions
 from ..types import ContiguousBatch, ExpertWeights
 
-__all__ = ["ExpertKernel", "PackedWeights", "Product", "Tiling", "refuse_codes", "map_tensors"]
+__all__ = ["ExpertKernel", "PackedWeights", "Product", "Tiling", "map_tensors", "refuse_codes"]
 
 
 class Tiling:

@@ -12,9 +12,18 @@ import triton.language as tl
 from . import enums
 
 __all__ = [
-    "decoded", "divisor", "epilogue", "has_minima", "in_units", "is_running", "is_whole", "joined", "look_up",
-    "upper_scale", "words_of",
-]  # fmt: skip
+    "decoded",
+    "divisor",
+    "epilogue",
+    "has_minima",
+    "in_units",
+    "is_running",
+    "is_whole",
+    "joined",
+    "look_up",
+    "upper_scale",
+    "words_of",
+]
 
 E4M3_LANES = tl.constexpr(enums.E4M3_LANES)
 E2M1_LANES = tl.constexpr(enums.E2M1_LANES)

@@ -11,8 +11,17 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from . import enums
 
 __all__ = [
-    "NOWHERE", "tile_prologue", "dot", "pdl_wait", "halves", "output_row_at", "store_rows", "tile_list_kernel", "tile_of", "token_at",
-]  # fmt: skip
+    "NOWHERE",
+    "dot",
+    "halves",
+    "output_row_at",
+    "pdl_wait",
+    "store_rows",
+    "tile_list_kernel",
+    "tile_of",
+    "tile_prologue",
+    "token_at",
+]
 
 NOWHERE = tl.constexpr(enums.NOWHERE)
 

@@ -27,10 +27,30 @@ from .quantization import (
 from .unknown import dense_error, no_experts_in, unknown_error
 
 __all__ = [
-    "FAMILIES", "NESTED", "PREFIXES", "Declared", "Family", "Names", "StackedNames", "declared_format", "dense_error",
-    "describe", "either_way", "experts_apart", "family_of", "is_wrapped", "method_of", "mixed_algorithms", "moe_layers",
-    "no_experts_in", "quantization_block", "text_of", "unknown_error", "unpacked", "without_quantization",
-]  # fmt: skip
+    "FAMILIES",
+    "NESTED",
+    "PREFIXES",
+    "Declared",
+    "Family",
+    "Names",
+    "StackedNames",
+    "declared_format",
+    "dense_error",
+    "describe",
+    "either_way",
+    "experts_apart",
+    "family_of",
+    "is_wrapped",
+    "method_of",
+    "mixed_algorithms",
+    "moe_layers",
+    "no_experts_in",
+    "quantization_block",
+    "text_of",
+    "unknown_error",
+    "unpacked",
+    "without_quantization",
+]
 
 FAMILIES: tuple[Family, ...] = (
     qwen3_moe.FAMILY, mixtral.FAMILY, deepseek_v3.FAMILY, gpt_oss.FAMILY, arctic.FAMILY, dbrx.FAMILY,

@@ -31,9 +31,19 @@ from .rows import GivenRows, QuantizedRows, across_rows, block_of, check_rows, p
 from .scales import e2m1_numbers, e8m0_numbers, power, quotient, spread
 
 __all__ = [
-    "ACTIVATION_FORMATS", "AS_IS", "PADDED", "REORDERED", "ActivationFormat", "QuantizedRows", "activation_format",
-    "cast_name", "formats_within", "ordered", "quantize_regions", "quantize_rows",
-]  # fmt: skip
+    "ACTIVATION_FORMATS",
+    "AS_IS",
+    "PADDED",
+    "REORDERED",
+    "ActivationFormat",
+    "QuantizedRows",
+    "activation_format",
+    "cast_name",
+    "formats_within",
+    "ordered",
+    "quantize_regions",
+    "quantize_rows",
+]
 
 # How a product reads the codes of a row: K of them; up to whole 128; the same in the order of ``ordered``.
 AS_IS, PADDED, REORDERED = range(3)

@@ -12,9 +12,20 @@ from .partial import PartialKind
 from .symm_mem import SymmMemKind
 
 __all__ = [
-    "DISPATCHERS", "AllGatherKind", "AllToAllFixedKind", "AllToAllKind", "Dispatcher", "DispatcherKind", "Local",
-    "LocalKind", "PartialKind", "SymmetricDispatcher", "SymmMemKind", "batch_tokens", "wrapped_for",
-]  # fmt: skip
+    "DISPATCHERS",
+    "AllGatherKind",
+    "AllToAllFixedKind",
+    "AllToAllKind",
+    "Dispatcher",
+    "DispatcherKind",
+    "Local",
+    "LocalKind",
+    "PartialKind",
+    "SymmMemKind",
+    "SymmetricDispatcher",
+    "batch_tokens",
+    "wrapped_for",
+]
 
 DISPATCHERS: tuple[DispatcherKind, ...] = (
     LocalKind(),

@@ -112,8 +112,8 @@ class SymmetricDispatcher(Dispatcher, Protocol):
 class DispatcherKind(Protocol):
     """One row of ``DISPATCHERS``.
 
-    collective: all ranks call at the same time, so a batch is never cut into passes, which another rank might have fewer
-    of. symmetric: it builds a ``SymmetricDispatcher``.
+    collective: all ranks call at the same time, so a batch is never cut into passes, which another rank might have
+    fewer of. symmetric: it builds a ``SymmetricDispatcher``.
     """
 
     name: str

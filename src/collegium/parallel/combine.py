@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..problem import Problem
     from .message_format import Columns
 
-__all__ = ["ReducedCombine", "return_bytes", "describe_return", "reduced_combine"]
+__all__ = ["ReducedCombine", "describe_return", "reduced_combine", "return_bytes"]
 
 _FORM = "fp8_group128"
 

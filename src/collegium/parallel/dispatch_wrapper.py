@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .expert_map import ExpertMap
     from .traffic import OutgoingTokens, Traffic
 
-__all__ = ["DispatchWrapperKind", "WrapperHandle", "DispatchWrapper", "check_same_tokens"]
+__all__ = ["DispatchWrapper", "DispatchWrapperKind", "WrapperHandle", "check_same_tokens"]
 
 
 def check_same_tokens(name: str, group: str, tokens: int, layer: int = 0) -> None:

@@ -31,9 +31,16 @@ if TYPE_CHECKING:
     from ..placement import Placement
 
 __all__ = [
-    "FIRST_PASSES", "Contribution", "Fingerprint", "InputCheck", "check_contributions", "compared_words",
-    "differing_ranks", "fingerprints", "input_check",
-]  # fmt: skip
+    "FIRST_PASSES",
+    "Contribution",
+    "Fingerprint",
+    "InputCheck",
+    "check_contributions",
+    "compared_words",
+    "differing_ranks",
+    "fingerprints",
+    "input_check",
+]
 
 # Passes of a kind that are compared when all elements of x are equal, as in a dummy batch of zeros, which every rank
 # has by chance; one is enough for any other batch. 0 turns the first comparisons off; all ranks need the same number.

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EMPTY",
-    "ReceivedTokens",
     "Columns",
+    "ReceivedTokens",
     "TokenMessage",
     "joined",
     "message_bytes",

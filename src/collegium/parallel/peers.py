@@ -26,8 +26,18 @@ if TYPE_CHECKING:
     from .expert_map import ExpertMap
 
 __all__ = [
-    "HEAD_BYTES", "MOST_PEERS", "PeerBuffers", "Returned", "Sent", "collect", "post", "pull", "reduce", "send", "prefetch_all",
-]  # fmt: skip
+    "HEAD_BYTES",
+    "MOST_PEERS",
+    "PeerBuffers",
+    "Returned",
+    "Sent",
+    "collect",
+    "post",
+    "prefetch_all",
+    "pull",
+    "reduce",
+    "send",
+]
 
 HEAD_BYTES = 2048
 MOST_PEERS = 64

@@ -22,8 +22,17 @@ if TYPE_CHECKING:
     from .peers import PeerBuffers, Sent
 
 __all__ = [
-    "EPOCH", "POSTS", "STATUS", "all_came", "lines_of", "pull_rank", "raise_status", "release", "rows_of", "tell",
-]  # fmt: skip
+    "EPOCH",
+    "POSTS",
+    "STATUS",
+    "all_came",
+    "lines_of",
+    "pull_rank",
+    "raise_status",
+    "release",
+    "rows_of",
+    "tell",
+]
 
 # Words of the head; kernels/peer.py has the same.
 POSTS, _ROWS, EPOCH, _PULL_FAILED, _COLLECT_FAILED, STATUS = 0, 64, 128, 131, 132, 133

@@ -139,7 +139,7 @@ class SymmMem:
         block_t: tuple[int, ...] = (),
         storing: tuple[int, torch.dtype] | None = None,
     ) -> tuple[ContiguousBatch, PeersHandle]:
-        """Pull the tokens of this rank's experts and sort their assignments; arguments as ``SymmetricDispatcher`` says."""
+        """Pull the tokens of this rank's experts and sort their assignments; see ``SymmetricDispatcher``."""
         memory = memory or FreshMemory(posted.sent.x.device)
         peers, sent, world = posted.peers, posted.sent, posted.peers.world
         device = sent.x.device
@@ -264,7 +264,9 @@ class SymmMemKind:
         if asked:
             return None
         if device.kind != "cuda":
-            return "asked for cpu; it is for GPUs that read each other's memory; Overrides(dispatcher='symm_mem') tries it"
+            return (
+                "asked for cpu; it is for GPUs that read each other's memory; Overrides(dispatcher='symm_mem') tries it"
+            )
         if device.peers is not None and device.peers < placed.world_size:
             return (
                 f"asked for {placed.world_size} ranks; {device.peers} GPUs of this host reach each other's memory; "

@@ -7,12 +7,12 @@ from .split import SplitKind
 
 __all__ = [
     "PIPELINES",
-    "PipelineQuery",
     "DirectKind",
     "MegaKind",
-    "PipelineParts",
     "Pipeline",
     "PipelineKind",
+    "PipelineParts",
+    "PipelineQuery",
     "SplitKind",
 ]
 

@@ -18,7 +18,7 @@ from ..problem import ExpertsProblem, Problem
 from ..runtime.memory import Memory, Regions
 from ..types import Routing
 
-__all__ = ["PipelineQuery", "PipelineParts", "Pipeline", "PipelineKind"]
+__all__ = ["Pipeline", "PipelineKind", "PipelineParts", "PipelineQuery"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -330,7 +330,8 @@ def _slower(problem: Problem) -> str | None:
         )
     if placed is not None and placed.spare:
         return (
-            f"found {placed.spare} spare slots; experts cannot move beside its kernel; Overrides(pipeline='mega') takes it"
+            f"found {placed.spare} spare slots, so experts may move, which its kernel does not expect; "
+            "Overrides(pipeline='mega') takes it"
         )
     return None
 

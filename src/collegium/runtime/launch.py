@@ -22,9 +22,19 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "STREAM", "Step", "compile_options", "row_contiguous", "launch", "noted", "on_device", "overlaps", "power_at_least",
-    "recorded", "align_rows", "watched",
-]  # fmt: skip
+    "STREAM",
+    "Step",
+    "align_rows",
+    "compile_options",
+    "launch",
+    "noted",
+    "on_device",
+    "overlaps",
+    "power_at_least",
+    "recorded",
+    "row_contiguous",
+    "watched",
+]
 
 STREAM = 3  # position of the stream in ``Step.head``
 _TESTED = ("3.6.", "3.9.")  # releases of Triton with which the kernels were run on a GPU

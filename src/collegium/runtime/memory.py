@@ -20,9 +20,25 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "Arena", "Memory", "MemoryMap", "FreshMemory", "Region", "Regions", "Workspace", "Workspaces", "is_capturing",
-    "is_stream_capturing", "current_stream", "elementwise_max", "memory_map", "part", "shared_workspaces", "alloc", "with_prefix", "wait_for",
-]  # fmt: skip
+    "Arena",
+    "FreshMemory",
+    "Memory",
+    "MemoryMap",
+    "Region",
+    "Regions",
+    "Workspace",
+    "Workspaces",
+    "alloc",
+    "current_stream",
+    "elementwise_max",
+    "is_capturing",
+    "is_stream_capturing",
+    "memory_map",
+    "part",
+    "shared_workspaces",
+    "wait_for",
+    "with_prefix",
+]
 
 ALIGN = 256  # bytes that divide the place of every region
 _KEPT = 4096  # buffers of one arena, or of one part of it, remembered

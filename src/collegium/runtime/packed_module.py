@@ -14,7 +14,7 @@ from ..errors import InputError
 from .custom_op import announce
 from .pickling import WithTensors
 
-__all__ = ["PackedModule", "check_tensors", "stored_bytes", "refuse_backward", "refuse_gradient"]
+__all__ = ["PackedModule", "check_tensors", "refuse_backward", "refuse_gradient", "stored_bytes"]
 
 _NO_STATE = (
     "a packed layer has no state_dict: its weights are laid out for one kernel. Keep the checkpoint it was loaded from "

@@ -16,7 +16,7 @@ from ..runtime.memory import Memory, alloc, part
 from ..types import MoESpec, RouterWeights, Routing
 from .checks import check_rows
 
-__all__ = ["Choose", "Router", "in_float32", "autocast_disabled"]
+__all__ = ["Choose", "Router", "autocast_disabled", "in_float32"]
 
 
 def autocast_disabled(device: torch.device) -> AbstractContextManager[object]:

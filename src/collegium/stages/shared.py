@@ -100,7 +100,7 @@ def check_shared_unchanged(before: Plan, made: Plan) -> None:
     if before.merged or made.merged:
         raise InputError(
             f"swap: the shared expert is merged, as {before.merged} of the routed experts, and was to be "
-            f"{made.merged} of the new ones; that is done when a layer is built. Load it with Overrides(shared='beside')"
+            f"{made.merged} of the new ones; which happens when a layer is built. Load with Overrides(shared='beside')"
         )
     if before.problem.spec.shared is None:
         return

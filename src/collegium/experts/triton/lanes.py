@@ -37,9 +37,19 @@ from .matrix import PackedMatrix
 Integers = Int4Group | Int4Affine | Int8Affine | Int4Ordered | Int8Ordered
 
 __all__ = [
-    "by_word", "column_order", "int4_scales", "pack_bnb4", "pack_fp8_block", "pack_fp8_rows", "pack_gguf",
-    "pack_int", "pack_mx", "pack_nvfp4", "pack_plain", "add_projection_dim",
-]  # fmt: skip
+    "add_projection_dim",
+    "by_word",
+    "column_order",
+    "int4_scales",
+    "pack_bnb4",
+    "pack_fp8_block",
+    "pack_fp8_rows",
+    "pack_gguf",
+    "pack_int",
+    "pack_mx",
+    "pack_nvfp4",
+    "pack_plain",
+]
 
 _CHUNK = 1 << 20  # codes re-laid at a time
 _LEAST = 2.0**-80

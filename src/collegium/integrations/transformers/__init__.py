@@ -16,6 +16,17 @@ from .plugin import attach, experts_forward, layers_of, refresh, register
 from .recording import Recorder, recording
 
 __all__ = [
-    "Decoder", "Recorder", "attach", "build_layers", "experts_forward", "experts_modules", "layers_of",
-    "load_model", "recording", "refresh", "register", "routed_weights", "spec_of",
-]  # fmt: skip
+    "Decoder",
+    "Recorder",
+    "attach",
+    "build_layers",
+    "experts_forward",
+    "experts_modules",
+    "layers_of",
+    "load_model",
+    "recording",
+    "refresh",
+    "register",
+    "routed_weights",
+    "spec_of",
+]

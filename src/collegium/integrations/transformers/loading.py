@@ -55,7 +55,8 @@ def load_model(  # noqa: PLR0913  every option of a model that is read from disk
     path: of a folder or GGUF file, or the open checkpoint itself; also ``fables-16m``, the shipped model, and an id of
     the Hugging Face Hub (``org/name`` or ``org/name@revision``) in the local cache. An existing path wins. download:
     fetch what the cache lacks, of the model and of the adapter; code of a repository is neither fetched nor run.
-    weight_format: encode the experts into this format instead. overrides: kernel or activation format. device: Ranks, where
+    weight_format: encode the experts into this format instead. overrides: kernel or activation format. device:
+    Ranks, where
     several ranks share the experts: each reads its own, and everything else. dtype: of the model, a name or a
     torch.dtype. adapter: folder or id of a LoRA adapter of PEFT,
     merged into what is read, as ``checkpoint.with_adapter`` does. progress: called with (done, total, what).
@@ -69,7 +70,12 @@ def load_model(  # noqa: PLR0913  every option of a model that is read from disk
     """
     refuse_others(load_model, others)
     extra("transformers")
-    asked: dict[str, Any] = {"weight_format": weight_format, "overrides": overrides, "limits": limits, "progress": progress}
+    asked: dict[str, Any] = {
+        "weight_format": weight_format,
+        "overrides": overrides,
+        "limits": limits,
+        "progress": progress,
+    }
     name = dtype_name("load_model", dtype)
     return load_model_in(name, path, device=device, adapter=adapter, download=download, **asked)
 

@@ -26,8 +26,15 @@ from .blocks import blocks_of, described_layer
 from .modules import experts_modules, is_experts, routed_weights, spec_of, write_count
 
 __all__ = [
-    "NAME", "attach", "experts_forward", "layers_of", "make_known", "refresh", "register", "transformers_experts",
-]  # fmt: skip
+    "NAME",
+    "attach",
+    "experts_forward",
+    "layers_of",
+    "make_known",
+    "refresh",
+    "register",
+    "transformers_experts",
+]
 
 NAME = "collegium"
 
