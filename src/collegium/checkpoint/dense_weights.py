@@ -140,8 +140,9 @@ def dense_weight_problems(
 ) -> list[CheckpointError]:
     """Return the problems of the text model's dense layers.
 
-    ``check_non_expert_weights`` covers layers with experts. In addition to the errors in ``found``, a problem is a plain matrix where the config declares a format in which other layers
-    store theirs; in GGUF files every tensor has a type of its own.
+    ``check_non_expert_weights`` covers layers with experts. In addition to the errors in ``found``, a plain matrix is
+    a problem where the config declares a format in which other layers store theirs; in GGUF files every tensor has its
+    type.
     """
     names, problems = index_of(checkpoint).names, list[CheckpointError]()
     beside = (*(names.shared or ()), *(names.latent or ()), *single_matrices(names))
