@@ -191,7 +191,7 @@ class Bench:
         """Measure one recipe and write its row; return whether every check passed."""
         args, layers = self.args, self.layers(text)
         named, place = dict(enumerate(layers)), policy_named(args.policy).place
-        maps: list[Any] = [layer.dispatcher.map for layer in layers]  # pyright: ignore[reportAttributeAccessIssue]
+        maps: list[Any] = [layer.dispatcher.expert_map for layer in layers]  # pyright: ignore[reportAttributeAccessIssue]
         serving = Serving(layers, args, self.rank)
         shown = itertools.count()
 

@@ -123,7 +123,7 @@ def generate(
         start_context(device)  # while transformers is imported
     from .commands.generate import Writer, check_writable, prompt_limits
     from .integrations.transformers import layers_of, load_model
-    from .parallel.torchrun import joined
+    from .parallel.torchrun import process_group
     from .runtime.warm_up import warm_up
 
     if not -(1 << 63) <= seed < 1 << 63:
@@ -133,7 +133,7 @@ def generate(
     # Bytes that the locale does not know are those of UTF-8, or nobody's.
     prompt = prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     limits = prompt_limits(checkpoint.path, prompt)
-    with joined(os.environ, device, same_tokens=True) as place:
+    with process_group(os.environ, device, same_tokens=True) as place:
         with bar("loading") as progress:
             wishes: Any = {"weight_format": weight_format, "limits": limits, "adapter": adapter}
             wishes["overrides"] = Overrides(kernel=kernel, activation_format=activations)
@@ -246,12 +246,12 @@ def bench_model(
 ) -> Report:
     """Time decode steps of a whole model with random weights, our experts beside those of transformers."""
     from .commands.bench_model import RECIPES, bench_model
-    from .parallel.torchrun import joined
+    from .parallel.torchrun import process_group
 
     if parallel not in ("same", "data"):
         raise InputError(f"--parallel {parallel!r}: allowed are same (every rank decodes the same sequences) and data")
     model = find_model(what, download, weights=False)
-    with joined(os.environ, device, same_tokens=parallel == "same") as place, bar("bench-model") as progress:
+    with process_group(os.environ, device, same_tokens=parallel == "same") as place, bar("bench-model") as progress:
         return bench_model(
             model,
             [formats_of(recipe) for recipe in recipes or []] or RECIPES,
@@ -322,10 +322,10 @@ def verify(
     Under torchrun every rank recomputes experts that it holds.
     """
     from .commands.verify import verify_model
-    from .parallel.torchrun import joined
+    from .parallel.torchrun import process_group
 
     folder = find_model(model, download)
-    with joined(os.environ, device, same_tokens=False) as place, bar("verify") as progress:
+    with process_group(os.environ, device, same_tokens=False) as place, bar("verify") as progress:
         return verify_model(
             folder,
             experts=None if every else experts,

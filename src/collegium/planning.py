@@ -248,7 +248,7 @@ def plan(problem: Problem, overrides: Overrides | None = None) -> Plan:
 
     def refuse_dispatcher(kind: Any) -> str | None:
         whole = parallel.wrapped_for(kind, asked)
-        return _cannot_capture(whole, asked) or whole.refuse(asked, asked=overrides.dispatcher == kind.name)
+        return _cannot_capture(whole, asked) or whole.refuse(asked, requested=overrides.dispatcher == kind.name)
 
     chosen = _first("dispatcher", parallel.DISPATCHERS, overrides.dispatcher, refuse_dispatcher, refusals)
     if chosen is None:
@@ -259,7 +259,7 @@ def plan(problem: Problem, overrides: Overrides | None = None) -> Plan:
     shared = shared_way(asked, kernel, chosen.name, overrides, capturable=capturable)
     inside = asked.widened(shared.merged)
     capacity = dispatcher.capacity(inside)
-    brought = replace(inside.routed, rows=capacity, tokens=parallel.batch_tokens(dispatcher, inside))
+    brought = replace(inside.routed, rows=capacity, tokens=dispatcher.batch_tokens(inside))
     parts: dict[str, Any] = {"experts": brought, "tiling": kernel.tiling(brought), "pipeline": overrides.pipeline}
     question = PipelineQuery(problem=inside, kernel=kernel, dispatcher=dispatcher, **parts)
     kinds = _pipelines(question, overrides, refusals)

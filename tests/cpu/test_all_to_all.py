@@ -58,7 +58,7 @@ def test_ranks_that_disagree_are_told_so_on_every_rank(name: str) -> None:
 
 
 ROOM = 4
-CAPTURED = "collegium.parallel.all_to_all_fixed.captured"
+CAPTURED = "collegium.parallel.all_to_all_fixed.is_capturing"
 
 
 def _to(ranks: list[list[int]], *, world: int) -> torch.Tensor:
@@ -147,7 +147,7 @@ def _planned(rank: int) -> list[str]:
                 faults.append(f"{combine} {recipe} {tokens}")
         # What is declared is what is taken: a message less and it raises.
         short = tuple(
-            Region(n, size - 1 if n in ("sent", "arrived", "returned") else size) for n, size in layer.plan.regions
+            Region(n, size - 1 if n in ("sent", "received", "returned") else size) for n, size in layer.plan.regions
         )
         try:
             layer.compute(x, None, None, None, None, None, out, space.memory(memory_map(short)))
@@ -227,7 +227,7 @@ def test_the_plan_says_what_travels_and_what_a_graph_can_capture() -> None:
     assert "all_to_all: asked for a layer that a CUDA graph can capture" in made.explain()
     sizes = {region.name: region.nbytes for region in made.regions}
     # 256 columns of two bytes and two places, in whole 64 bytes.
-    assert sizes["sent"] == sizes["arrived"] == 4 * 30 * 576
+    assert sizes["sent"] == sizes["received"] == 4 * 30 * 576
     assert sizes["returned"] == 4 * 30 * 2 * 256 * 4
     made = plan(_asked(placed), Overrides(combine="reduced"))
     assert made.problem.combine == "reduced"
@@ -237,9 +237,11 @@ def test_the_plan_says_what_travels_and_what_a_graph_can_capture() -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(PlanError, match="local: asked for the combine reduced; nothing comes back from another rank"):
+    with pytest.raises(
+        PlanError, match="local: combine reduced was requested; a single rank receives nothing from another rank"
+    ):
         plan(_asked(None), Overrides(combine="reduced"))
-    with pytest.raises(PlanError, match="all_to_all: asked for one rank; it exchanges tokens"):
+    with pytest.raises(PlanError, match="all_to_all: there is one rank; this dispatcher exchanges tokens"):
         plan(_asked(None), Overrides(dispatcher="all_to_all"))
     wrong: Any = "averaged"
     with pytest.raises(ValueError, match="combine: found 'averaged', allowed: exact, reduced, reduced_fp8"):

@@ -9,7 +9,7 @@ import torch
 from torch import distributed
 
 from collegium import RankError
-from collegium.parallel.collectives import exchanged
+from collegium.parallel.collectives import all_to_all_rows
 from ranks import run_ranks
 
 
@@ -41,7 +41,7 @@ def _ends_late(rank: int) -> list[Any]:
 
         with patch.object(distributed, "all_to_all_single", late):
             try:
-                found.append(exchanged(own, [1, 3], [1 + 2 * rank] * 2, group="", phase="rows")[:, 0].tolist())
+                found.append(all_to_all_rows(own, [1, 3], [1 + 2 * rank] * 2, group="", phase="rows")[:, 0].tolist())
             except RankError as raised:
                 found.append(str(raised))
     return found
@@ -52,4 +52,4 @@ def test_rows_that_come_as_the_wait_gives_up_are_taken_and_an_error_is_told() ->
     assert zero[0] == [0, 100]
     assert one[0] == [2, 4, 6, 102, 104, 106]
     for said in (zero[1], one[1]):
-        assert said == "rows: every rank is there, and torch.distributed says: a connection was reset"
+        assert said == "rows: every rank responds, and torch.distributed reports: a connection was reset"

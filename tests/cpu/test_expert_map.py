@@ -34,10 +34,10 @@ def test_copies_are_served_in_turn_and_every_place_holds_the_expert() -> None:
 
 
 def test_a_row_has_as_many_places_as_an_expert_can_have() -> None:
-    assert _map(0).places.shape == (5, 3)
+    assert _map(0).physical_ids.shape == (5, 3)
     for experts, ranks, spare, most in ((8, 4, 0, 1), (7, 2, 0, 2), (8, 2, 1, 2), (8, 4, 2, 4), (1, 1, 0, 1)):
         maps = [ExpertMap(replace(linear(experts, rank, ranks), spare=spare), experts, "cpu") for rank in range(ranks)]
-        assert {each.places.shape[1] for each in maps} == {most}, (experts, ranks, spare)
+        assert {each.physical_ids.shape[1] for each in maps} == {most}, (experts, ranks, spare)
         ids = torch.arange(experts)[None]
         assert all(torch.equal(each.choose(ids, rank=0), maps[0].choose(ids)) for each in maps)
 
@@ -51,13 +51,13 @@ def test_ids_of_nobody_have_no_place() -> None:
 
 def test_switching_moves_an_expert_and_keeps_the_tensors() -> None:
     own = _map(0)
-    tensors = own.places, own.copies
+    tensors = own.physical_ids, own.replica_counts
     slots = [list(each) for each in own.slots]
     slots[1][2] = 4
     own.switch(tuple(map(tuple, slots)))
-    assert own.places is tensors[0]
-    assert own.copies is tensors[1]
-    assert own.copies.tolist() == [2, 1, 3, 1, 2]
+    assert own.physical_ids is tensors[0]
+    assert own.replica_counts is tensors[1]
+    assert own.replica_counts.tolist() == [2, 1, 3, 1, 2]
     assert own.choose(torch.tensor([[4], [4]])).tolist() == [[1 * 4 + 2], [2 * 4 + 2]]
 
 
@@ -75,12 +75,12 @@ def test_switching_moves_an_expert_and_keeps_the_tensors() -> None:
 )
 def test_a_map_that_loses_an_expert_is_refused_and_changes_nothing(slots, said: str) -> None:
     own = _map(0)
-    before = own.slots, own.places.clone(), own.copies.clone()
+    before = own.slots, own.physical_ids.clone(), own.replica_counts.clone()
     with pytest.raises(InputError, match=said):
         own.switch(slots)
     assert own.slots == before[0]
-    assert torch.equal(own.places, before[1])
-    assert torch.equal(own.copies, before[2])
+    assert torch.equal(own.physical_ids, before[1])
+    assert torch.equal(own.replica_counts, before[2])
 
 
 def test_load_is_counted_only_while_recording() -> None:

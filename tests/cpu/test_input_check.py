@@ -61,7 +61,7 @@ def test_hash_by_hand(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
 def test_hash_of_views_and_blocks() -> None:
     rows = heavy_tailed(40, 50, seed=1).bfloat16()
     # Columns, odd offsets and a tensor cut into many blocks have the hash of a fresh copy.
-    with patch("collegium.parallel.bit_hash._WORDS", 7):
+    with patch("collegium.parallel.bit_hash._BLOCK_WORDS", 7):
         for view in (rows, rows.t(), rows[3:, 1:9], rows.flatten()[1:], rows[::3]):
             assert int(bit_hash(view)) == _hash_by_hand(view.clone())
 

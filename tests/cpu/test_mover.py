@@ -193,7 +193,7 @@ def _policy_that_fails(rank: int) -> Any:
         if not right():
             said.append("wrong")
         time.sleep(0.002)
-    held, switched = layer.dispatcher.map.slots, balancer.counts.switched
+    held, switched = layer.dispatcher.expert_map.slots, balancer.counts.switched
     balancer.close()
     return said, [sorted(set(own) - {-1}) for own in held], switched > 0
 

@@ -92,7 +92,7 @@ def test_only_this_ranks_weights_are_held_and_the_plan_says_so(tmp_path: Path) -
 
 def test_it_is_never_taken_unasked(tmp_path: Path) -> None:
     layer = opened(tmp_path, "qwen3_moe", "bf16")
-    with pytest.raises(PlanError, match=r"(?s)rank 1 of 3, experts 3, 4.*every expert, whole.*dispatcher='partial'"):
+    with pytest.raises(PlanError, match=r"(?s)rank 1 of 3, experts 3, 4.*all experts, unsliced.*dispatcher='partial'"):
         load_routed(layer, device="cpu", placement=replace(SPLITS["experts"][1], ranks=()))
     with pytest.raises(SpecError, match=r"placement.expert_ids: found \[9\], allowed: 0 to 6"):
         Problem(spec=layer.spec, device=probe("cpu"), placement=Placement(expert_ids=(0, 9)))
@@ -114,8 +114,8 @@ def test_weights_of_another_rank_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        ({"shared": SharedSpec(intermediate_size=64)}, "shared expert, which each rank would add"),
-        ({"latent_size": 32, "latent_norm_eps": 1e-6}, "a norm, which is of the whole sum"),
+        ({"shared": SharedSpec(intermediate_size=64)}, "shared expert, which every rank would add"),
+        ({"latent_size": 32, "latent_norm_eps": 1e-6}, "a norm, which needs the whole sum"),
     ],
 )
 def test_what_does_not_add_up_over_ranks_is_refused(more: dict[str, Any], why: str) -> None:

@@ -208,4 +208,4 @@ def test_only_what_can_be_asked_for_is_offered(more):
         said = plan(asked).explain()
     except PlanError as error:
         said = str(error)
-    assert "ask for it with Overrides(dispatcher='partial')" not in said
+    assert "request it with Overrides(dispatcher='partial')" not in said

@@ -240,10 +240,10 @@ def test_a_plan_says_what_travels_and_what_it_costs() -> None:
     assert "a row for each assignment back, with the bits of one rank, and outputs to every rank" in same.explain()
     refused = plan(replace(near, graph=False, placement=both.problem.placement))
     assert refused.dispatcher == "all_to_all"
-    assert "it brings tokens to whole experts" in refused.explain()
+    assert "symm_mem brings tokens to whole experts only" in refused.explain()
     part = made(Ranks(world_size=2, slices=2), dispatcher="partial")
     assert (part.wire_format, part.groups, part.capacity) == ("none", (), 200)
-    with pytest.raises(PlanError, match=r"local: asked for rank 0 of 2, experts 0 to 3: 4 of 8 experts"):
+    with pytest.raises(PlanError, match=r"local: rank 0 of 2, experts 0 to 3 was requested: 4 of 8 experts"):
         made(Ranks(world_size=2), dispatcher="local")
 
 

@@ -135,8 +135,8 @@ def test_the_errors_are_those_of_the_page() -> None:
     assert f"| {exact:.4f}, which is BF16 itself |" in page
     for world, (form, line) in product((2, 4, 8), ((None, "| `reduced` |"), ("fp8_group128", "| `reduced_fp8` |"))):
         owner = torch.randint(world, slots.shape, generator=torch.Generator().manual_seed(3))
-        wire = ReducedCombine(dtype=torch.bfloat16, hidden=hidden, form=form)
-        sent = torch.cat([wire.parts(rows, slots.masked_fill(owner != rank, -1), weights) for rank in range(world)])
+        wire = ReducedCombine(dtype=torch.bfloat16, hidden=hidden, code_format=form)
+        sent = torch.cat([wire.pack(rows, slots.masked_fill(owner != rank, -1), weights) for rank in range(world)])
         assert sent.shape[1] == (hidden * 2 if form is None else hidden + hidden // 128 * 4)
         places = torch.arange(tokens)[:, None] + torch.arange(world) * tokens
         error = relative_error(wire.sum(sent, places, dtype=torch.bfloat16), truth)

@@ -226,7 +226,7 @@ def test_a_group_at_the_address_of_a_dead_one_has_a_meeting_of_its_own() -> None
     """Its name may be the same, as torch hashes some, and so may the store."""
     alive, store = [_Group()], distributed.HashStore()
     with (
-        patch.object(rendezvous, "_made", {}),
+        patch.object(rendezvous, "_rendezvous", {}),
         patch.object(rendezvous, "group_named", lambda _: alive[0]),
         patch.object(rendezvous, "world_ranks", lambda _: (0,)),
         patch.object(distributed, "get_rank", lambda _: 0),

@@ -16,7 +16,7 @@ from collegium.errors import RankError
 from collegium.ops.quantize import AS_IS, PADDED, REORDERED, activation_format
 from collegium.parallel import peers, symmetric_buffer
 from collegium.parallel.expert_map import ExpertMap
-from collegium.parallel.peers import HEAD_BYTES, PeerBuffers, Sent
+from collegium.parallel.peers import HEAD_BYTES, PeerBuffers, TokenBuffers
 from collegium.parallel.placement import linear
 from collegium.testing.compare import heavy_tailed
 from peer_kernels import exchange, lose, refused
@@ -56,7 +56,7 @@ def test_few_tokens_are_written_and_posted_at_once_as_many_are(name: str, order:
             made = {
                 key: torch.full(shape, 7.0).to(kind) for key, (shape, kind) in form.buffers(tokens + 1, wide).items()
             }
-            sent = Sent(
+            sent = TokenBuffers(
                 x=made["codes"],
                 scale=made.get("scales"),
                 ids=torch.full((tokens + 1, top_k), 99, dtype=torch.int32),
@@ -64,10 +64,10 @@ def test_few_tokens_are_written_and_posted_at_once_as_many_are(name: str, order:
             )
             head, deltas = torch.zeros(HEAD_BYTES // 8, dtype=torch.int64), torch.zeros(world + 1, dtype=torch.int64)
             all_peers = PeerBuffers(
-                rank=1, ranks=(0, 1), layer=3, bound=6, seconds=1, head=head, deltas=deltas, alone=True
+                rank=1, ranks=(0, 1), layer=3, bound=6, timeout=1, head=head, deltas=deltas, alone=True
             )
             table.load.zero_()
-            with patch.object(peers, "TOGETHER", most):
+            with patch.object(peers, "FUSED_SEND_TOKENS", most):
                 if tokens or most > 0:
                     peers.send(all_peers, given, sent, routing, table, form, order)
                 else:
@@ -143,7 +143,7 @@ def test_what_it_cannot_serve_is_refused_by_name() -> None:
         assert made.dispatcher != "symm_mem"
         return next(refusal.reason for refusal in made.refusals if refusal.name == "symm_mem")
 
-    assert "asked for 4 ranks; 2 GPUs of this host reach each other's memory" in why(planned(gpu, 4))
+    assert "4 ranks were requested; 2 GPUs of this host reach each other's memory" in why(planned(gpu, 4))
     assert planned(replace(gpu, peers=None), 4).dispatcher == "symm_mem", "a laptop plans for other machines"
     assert "it is for GPUs that read each other's memory" in why(planned(probe("cpu"), 2))
     assert planned(gpu, 2, same_tokens=True).dispatcher == "symm_mem"
@@ -152,8 +152,8 @@ def test_what_it_cannot_serve_is_refused_by_name() -> None:
     assert (reduced.dispatcher, reduced.capturable) == ("symm_mem", True)
     assert "one bf16 row for each token and rank back, rounded once" in reduced.explain()
     coded = plan(problem, Overrides(combine="reduced_fp8"))
-    assert "asked for the combine reduced_fp8; sums are written as they are added, without codes" in why(coded)
-    with pytest.raises(PlanError, match="sums are written as they are added"):
+    assert "combine reduced_fp8 was requested; it writes sums unquantised" in why(coded)
+    with pytest.raises(PlanError, match="it writes sums unquantised"):
         plan(problem, Overrides(combine="reduced_fp8", dispatcher="symm_mem"))
     uneven = [
         {
@@ -168,14 +168,14 @@ def test_what_it_cannot_serve_is_refused_by_name() -> None:
 def test_memory_that_cannot_be_shared_is_said_on_every_rank() -> None:
     for error in run_ranks(refused, 2):
         assert error.startswith("symm_mem: ")
-        assert "found rank 1: the driver says no" in error
+        assert ": rank 1: the driver says no" in error
         assert "Overrides(dispatcher='all_gather')" in error
 
 
 def test_a_failure_found_while_a_graph_captures_is_told_without_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks: Any = object.__new__(symmetric_buffer.SymmetricBuffers)
     # Of the block a capture may read the word that kernels wrote into the host's memory, and nothing else.
-    blocks.device, blocks.ranks, blocks._block = torch.device("cuda"), (4, 6), SimpleNamespace(failed=[1 << 16 | 1])
+    blocks.device, blocks.ranks, blocks._block = torch.device("cuda"), (4, 6), SimpleNamespace(status=[1 << 16 | 1])
     monkeypatch.setattr(symmetric_buffer, "is_capturing", lambda device: True)
     with pytest.raises(
         RankError, match=r"before this capture failed, waiting for rank 6, .* call layer.check\(\)"

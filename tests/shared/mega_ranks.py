@@ -179,7 +179,7 @@ class Ranks:
                 ranks=tuple(range(self.world)),
                 layer=layers[rank] if layers else 5,
                 bound=max(counts),
-                seconds=seconds,
+                timeout=seconds,
                 head=self.heads[rank],
                 deltas=torch.tensor([*deltas, self.mirrors[rank].data_ptr()], device=self.device),
             )
@@ -330,7 +330,7 @@ def crowded(process: int, programs: int) -> list[str]:
             ranks=tuple(range(world)),
             layer=3,
             bound=max(counts),
-            seconds=1.0,
+            timeout=1.0,
             head=head,
             deltas=torch.tensor([*deltas, mirror.data_ptr()]),
         )

@@ -175,7 +175,7 @@ def rebalance(
         name = names[turn % 2]
         before = balancer.counts.given_up
         slots = random_slots(experts, rooms[name], chance, replicas=replicas)
-        table = layers[name].dispatcher.map
+        table = layers[name].dispatcher.expert_map
         needs = any(set(s) - set(h) for s, h in zip(slots[-1:], table.slots[-1:], strict=True))
         hurt = bool(spoil) and turn % spoil == 0 and needs
         spoiled += hurt
@@ -231,7 +231,7 @@ def served_while_moving(rank: int, *, recipes: tuple[str, ...], times: int) -> l
         wholes[name] = split_layer(name, weights, str(device), None)
         placed = placement(experts, rank, world, 2)
         layers[name] = split_layer(name, weights, str(device), placed, "symm_mem")
-    maps: dict[str, Any] = {name: layer.dispatcher.map for name, layer in layers.items()}  # type: ignore[attr-defined]
+    maps: dict[str, Any] = {name: layer.dispatcher.expert_map for name, layer in layers.items()}  # type: ignore[attr-defined]
     tokens, first = 5, wholes[recipes[0]]
     x = torch.zeros(tokens, first.spec.hidden_size, dtype=first.input_dtype, device=device)
     ids = torch.zeros(tokens, TOP_K, dtype=torch.int64, device=device)
@@ -313,7 +313,7 @@ def by_policy(rank: int, *, policy: str, dispatcher: str | None = None) -> Any:
     placed = Placement(rank=rank, world_size=world, expert_ids=ids[rank], ranks=ids, spare=2)
     layer = split_layer("whole", weights, "cpu", placed, dispatcher)
     told = Metrics()
-    table, before, faults = layer.dispatcher.map, layer.dispatcher.map.slots, list[str]()
+    table, before, faults = layer.dispatcher.expert_map, layer.dispatcher.expert_map.slots, list[str]()
     place = policy_named(policy).place
 
     def aside(load: Any, slots: Any) -> Any:

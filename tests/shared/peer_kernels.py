@@ -15,7 +15,7 @@ from collegium.ops.permute import permute
 from collegium.ops.weighted_sum import weighted_sum
 from collegium.parallel.combine import ReducedCombine
 from collegium.parallel.expert_map import ExpertMap
-from collegium.parallel.peers import PeerBuffers, Returned, Sent, collect, post, pull, reduce
+from collegium.parallel.peers import PeerBuffers, Returned, TokenBuffers, collect, post, pull, reduce
 from collegium.parallel.rendezvous import rendezvous_of, timeout_seconds
 from collegium.parallel.symmetric_buffer import SymmetricBuffers, symmetric_buffers
 from collegium.placement import Placement
@@ -66,19 +66,19 @@ def _expert(x: torch.Tensor, expert: int) -> torch.Tensor:
     return x * (expert + 1.5)
 
 
-def _taken(memory: Memory, name: str, rows: int, top_k: int) -> Sent:
+def _taken(memory: Memory, name: str, rows: int, top_k: int) -> TokenBuffers:
     own = memory.part(name)
     shapes = {"x": WIDTH, "scale": GROUPS, "ids": top_k, "weights": top_k}
     made = {
         key: own.alloc(key, (rows, size), torch.int32 if key == "ids" else torch.float32)
         for key, size in shapes.items()
     }
-    return Sent(**made)
+    return TokenBuffers(**made)
 
 
 def _pass(
     peers: PeerBuffers, memory: Memory, table: ExpertMap, x: torch.Tensor, routing: Routing, *, reduced: bool = False
-) -> tuple[Sent, torch.Tensor]:
+) -> tuple[TokenBuffers, torch.Tensor]:
     """Run one pass whose experts multiply; return what was pulled, and the sums, of parts in FP16 where reduced.
 
     The interpreter rounds to BF16 wrongly.
@@ -112,9 +112,9 @@ def _pass(
     return own, out
 
 
-def _copied(own: Sent) -> Sent:
+def _copied(own: TokenBuffers) -> TokenBuffers:
     assert own.scale is not None
-    return Sent(own.x.clone(), own.scale.clone(), own.ids.clone(), None)
+    return TokenBuffers(own.x.clone(), own.scale.clone(), own.ids.clone(), None)
 
 
 def _wanted(x: torch.Tensor, routing: Routing) -> torch.Tensor:
@@ -132,10 +132,10 @@ def _wanted_of_parts(x: torch.Tensor, routing: Routing, table: ExpertMap, world:
     if not ids.numel():
         return torch.zeros_like(x)
     rows = torch.stack([_expert(x[t], int(e)) for t, own in enumerate(ids.tolist()) for e in own])
-    wire, places = ReducedCombine(dtype=torch.float16, hidden=WIDTH, form=None), table.choose(ids)
+    wire, places = ReducedCombine(dtype=torch.float16, hidden=WIDTH, code_format=None), table.choose(ids)
     slots, line = torch.arange(ids.numel(), device=x.device).view(ids.shape), torch.arange(len(x), device=x.device)
     own = [torch.where((places >= 0) & (places // table.width == rank), slots, -1) for rank in range(world)]
-    parts = torch.cat([wire.parts(rows, each, routing.topk_weights) for each in own])
+    parts = torch.cat([wire.pack(rows, each, routing.topk_weights) for each in own])
     lost = (places < -1).any(dim=1)
     lines = [
         torch.where(lost, -2, torch.where((each >= 0).any(1), line + rank * len(x), -1))
@@ -153,7 +153,7 @@ def exchange(rank: int) -> list[str]:
         for turn, counts in enumerate(TURNS):
             tokens = counts[rank]
             x, routing = _given(turn, rank, tokens, top_k, device)
-            pulled: list[Sent] = []
+            pulled: list[TokenBuffers] = []
             wanted = _wanted(x, routing), _wanted_of_parts(x, routing, table, world)
             if tokens > 4 and same(*wanted):
                 faults.append(f"top-{top_k}, {counts}: parts are not rounded")
@@ -200,7 +200,7 @@ def lose(rank: int) -> list[str]:
         space = blocks.acquire()
         try:
             peers, _ = blocks.sync_pass(layer, 4, 2, MOST)
-            peers = replace(peers, blocks=(), seconds=seconds)
+            peers = replace(peers, blocks=(), timeout=seconds)
             return _pass(peers, space.memory(places), table, x, routing)[1]
         finally:
             blocks.release(space)

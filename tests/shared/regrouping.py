@@ -89,7 +89,7 @@ def come_and_go(rank: int, folder: str) -> Any:
     faults += _faults(layers, "two ranks")
     lost_first = {name: list(ids) for name, ids in read.asked.items()}
     balancer = Balancer(layers, every=1)
-    table = layers["first"].dispatcher.map
+    table = layers["first"].dispatcher.expert_map
     balancer.plan({"first": (table.slots[1], table.slots[0])})
     while not balancer.idle:
         balancer.step()
@@ -99,7 +99,7 @@ def come_and_go(rank: int, folder: str) -> Any:
     if rank == 0:
         distributed.destroy_process_group()
         return _back(notes / "one", faults, read)
-    holds = {name: set(layers[name].dispatcher.map.slots[1]) for name in NAMES}
+    holds = {name: set(layers[name].dispatcher.expert_map.slots[1]) for name in NAMES}
     assert regroup(layers, (0,), read=read) == (0, 1)
     for name in NAMES:
         fresh = read.asked[name][len(lost_first[name]) :]

@@ -37,7 +37,7 @@ def unmet(space: Any, ranks: tuple[int, ...], *, layer: int, seconds: float) -> 
         ranks=ranks,
         layer=layer,
         bound=4,
-        seconds=seconds,
+        timeout=seconds,
         head=space.head,
         deltas=space.deltas,
     )

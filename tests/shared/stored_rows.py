@@ -79,7 +79,7 @@ class _Layer:
         rendezvous_of().exchange(None, "no peer reads rows of the pass before")
         rows.fill_(torch.nan)
         # Kernels order the rows too, in memory that peers reach.
-        with patch.object(symm_mem, "STORED", new=stored), patch.object(ordering, "on_device", _everywhere):
+        with patch.object(symm_mem, "STORE_REMOTE", new=stored), patch.object(ordering, "on_device", _everywhere):
             self.split(x, routing, memory, dtype=torch.float32, shared=lambda: x, out=out)
         self.reach.blocks.release(space)
         self.reach.blocks.check()
@@ -126,7 +126,7 @@ def _layer(case: Case, rank: int, world: int) -> _Layer:
     places, blocks = memory_map(chosen.regions), symmetric_buffers("", torch.device("cpu"))
     reach = SymmMem(
         inner=Local(num_experts=chosen.problem.slots, weight_on_input=case.carried),
-        map=ExpertMap(placed, EXPERTS, "cpu"),
+        expert_map=ExpertMap(placed, EXPERTS, "cpu"),
         limit=MOST,
         blocks=blocks,
         on_gpu=True,

@@ -1,4 +1,4 @@
-"""Numbers by which the host tells a grouped product what its weights, scales and results are.
+"""Numbers that the host and kernels have in common: kinds of weights, scales and results, and words of a peer's head.
 
 Plain integers, without Triton: the host passes them as they are, and kernels wrap the ones they compare in
 ``tl.constexpr``, which makes them part of what is compiled.
@@ -15,14 +15,27 @@ __all__ = [
     "E4M3_SCALE",
     "E8M0_SCALE",
     "FAST_MATH",
+    "FAULT_GAVE_UP",
+    "FAULT_LATE",
+    "FAULT_OTHER_CALL",
     "GROUP_CODES",
     "GROUP_SCALE",
     "HALF_SCALE",
+    "HEAD_BYTES",
+    "HEAD_CLOCK",
+    "HEAD_COLLECT_FAILED",
+    "HEAD_EPOCH",
+    "HEAD_POSTS",
+    "HEAD_PULL_FAILED",
+    "HEAD_ROWS",
+    "HEAD_STATUS",
+    "HEAD_TICKET",
     "INT4_FLOAT",
     "INT4_FLOATS",
     "INT4_LANES",
     "INT4_PAIRS",
     "INT8_LANES",
+    "MAX_PEERS",
     "NOWHERE",
     "NO_ACTIVATION",
     "NO_SCALE",
@@ -79,3 +92,21 @@ NOWHERE = -(1 << 62)
 ROWS = 0  # as it is
 GROUP_CODES = 1  # E4M3 codes with a scale for each 128 columns
 POWER_CODES = 2  # the same with scales that are powers of two
+
+# HEAD: the 64-bit words in front of a rank's symmetric memory, in peer.py and mega.py on the device and in
+# parallel/peers_in_torch.py on the host.
+HEAD_BYTES = 2048
+MAX_PEERS = 64
+HEAD_POSTS = 0  # a flag of each peer: its tokens can be read
+HEAD_ROWS = 64  # a flag of each peer: its rows can be read
+HEAD_EPOCH = 128  # of the current pass, -1 once the rank has given up
+HEAD_TICKET = 129
+HEAD_CLOCK = 130
+HEAD_PULL_FAILED = 131
+HEAD_COLLECT_FAILED = 132
+HEAD_STATUS = 133  # three words: code, flag seen, flag expected
+
+# FAULT: the lowest byte of the code in HEAD_STATUS; above it the word of the phase that failed, then the peer.
+FAULT_LATE = 1
+FAULT_OTHER_CALL = 2
+FAULT_GAVE_UP = 3

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
 
+from . import enums
 from .quantize import load_rows, store_codes
 
 __all__ = [
@@ -49,19 +50,17 @@ __all__ = [
     "wait_for_flags",
 ]
 
-# Words of a rank's head; also in parallel/peers_in_torch.py. Flags of up to 64 peers come first, posts and then rows.
-POSTS = tl.constexpr(0)
-ROWS = tl.constexpr(64)
-EPOCH = tl.constexpr(128)  # of the pass that runs, -1 once the rank has given up
-_TICKET = tl.constexpr(129)
-_CLOCK = tl.constexpr(130)
-PULL_FAILED = tl.constexpr(131)
-COLLECT_FAILED = tl.constexpr(132)
-_STATUS = tl.constexpr(133)  # code, seen, wanted
-# What a code says in its lowest byte; then the phase and the peer.
-LATE = tl.constexpr(1)
-_OTHER_CALL = tl.constexpr(2)
-_GAVE_UP = tl.constexpr(3)
+POSTS = tl.constexpr(enums.HEAD_POSTS)
+ROWS = tl.constexpr(enums.HEAD_ROWS)
+EPOCH = tl.constexpr(enums.HEAD_EPOCH)
+_TICKET = tl.constexpr(enums.HEAD_TICKET)
+_CLOCK = tl.constexpr(enums.HEAD_CLOCK)
+PULL_FAILED = tl.constexpr(enums.HEAD_PULL_FAILED)
+COLLECT_FAILED = tl.constexpr(enums.HEAD_COLLECT_FAILED)
+_STATUS = tl.constexpr(enums.HEAD_STATUS)
+LATE = tl.constexpr(enums.FAULT_LATE)
+_OTHER_CALL = tl.constexpr(enums.FAULT_OTHER_CALL)
+_GAVE_UP = tl.constexpr(enums.FAULT_GAVE_UP)
 
 
 @triton.jit

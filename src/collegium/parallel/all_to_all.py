@@ -1,8 +1,8 @@
-"""Experts split over ranks: a token goes to each rank that has one of its experts, once, and its rows come back.
+"""Expert parallelism by all-to-all: a token goes once to each rank that has one of its experts, and its rows return.
 
-Per call every rank reads how many tokens and rows it sends to which rank, and tells the others before anything travels;
-that is the one wait of the host, and why a CUDA graph cannot capture it. Tokens arrive in the order of ranks, and of
-each rank in its own order, which is the order of a single rank that was given all of them.
+In each pass every rank computes how many tokens and rows it sends to each rank, and the ranks exchange these counts
+before anything else. This is the one wait of the host, and the reason why a CUDA graph cannot capture the pass. Tokens
+arrive in the order of ranks, and within a rank in its order: the order of a single rank that has all of them.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 
 from ..ops.permute import permute
 from ..ops.weighted_sum import weighted_sum
-from .collectives import exchanged
+from .collectives import all_to_all_rows
 from .combine import describe_return, return_bytes
-from .expert_parallel import Across, AcrossKind, by_rank
-from .message_format import sent_words, there_bytes
+from .expert_parallel import ExpertParallel, ExpertParallelKind, permute_by_rank
+from .message_format import describe_tokens, dispatch_bytes
 from .traffic import OutgoingTokens, Traffic
 
 if TYPE_CHECKING:
@@ -27,110 +27,126 @@ if TYPE_CHECKING:
     from ..runtime.memory import Memory
     from ..types import ContiguousBatch, Routing
 
-__all__ = ["AllToAll", "AllToAllKind", "SentHandle"]
+__all__ = ["AllToAll", "AllToAllHandle", "AllToAllKind"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SentHandle:
-    """here: ``[N, K]``, the row of each arrived assignment, negative for those computed elsewhere.
+class AllToAllHandle:
+    """What ``combine`` needs for T local tokens and N received ones.
 
-    sent, came: rows of the way back, to and from each rank. slots: of each own token's rows ``[T, K]`` among those that
-    come back, or of its parts ``[T, W]``. weights: of the own tokens ``[T, K]``, None where they multiplied the input;
-    arrived: of the arrived ones ``[N, K]``, None where this rank multiplies by none.
+    received_slots: ``[N, K]``, the local row of each received assignment, negative for assignments of other ranks.
+    send_counts, recv_counts: rows that return to and from each rank. slots: each local token's rows ``[T, K]`` among
+    those that return, or its partial sums ``[T, W]``. weights: of the local tokens ``[T, K]``, None where they
+    multiplied the input. received_weights: ``[N, K]``, None where this rank does not multiply by them.
     """
 
-    here: Tensor
-    sent: list[int]
-    came: list[int]
+    received_slots: Tensor
+    send_counts: list[int]
+    recv_counts: list[int]
     slots: Tensor
     weights: Tensor | None
-    arrived: Tensor | None
+    received_weights: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AllToAll(Across):
-    """Some experts are here."""
+class AllToAll(ExpertParallel):
+    """Sends each token to the ranks of its experts."""
 
     def dispatch(
         self, x: Tensor, routing: Routing, memory: Memory | None = None, *, block_t: tuple[int, ...] = ()
-    ) -> tuple[ContiguousBatch, SentHandle]:
-        """Send tokens to the ranks of their experts and sort the assignments of this rank's.
+    ) -> tuple[ContiguousBatch, AllToAllHandle]:
+        """Send tokens to the ranks of their experts and sort the received assignments of this rank's experts.
 
-        Raises InputError on every rank where one brings more than ``limit`` tokens or another top-k.
+        Raises InputError on every rank where one has more than ``limit`` tokens or another top-k.
         """
         ids = routing.topk_ids
-        self.map.record(ids)
-        places = self.map.choose(ids)
-        rank, tokens = by_rank(places, self.map.width, self.map.world_size)
-        rows = permute(rank, self.map.world_size)
+        top_k = ids.shape[1]
+        world = self.expert_map.world_size
+        self.expert_map.record(ids)
+        physical_ids = self.expert_map.choose(ids)
+        rank, tokens = permute_by_rank(physical_ids, self.expert_map.width, world)
+        rows = permute(rank, world)
         counts = torch.stack([tokens.expert_offsets.diff(), rows.expert_offsets.diff()]).tolist()
-        table = self.met(ids.shape, counts)
-        sent, returned = counts
-        came, due = ([told[which][self.map.rank] for *_, told in table] for which in (0, 1))
-        messages = self.wire_format.messages(x, places, routing.topk_weights)
-        own = messages.index_select(0, tokens.source[: sum(sent)])
-        found = exchanged(own, sent, came, group=self.group, phase="all_to_all dispatch")
-        arrived = self.wire_format.read(found, ids.shape[1])
-        own = self.wire_format.routing(arrived, self.map.local(arrived.places))
-        batch, inner = self.inner.dispatch(arrived.x, own, block_t=block_t)
-        here, weights = sum(due), batch.input_weights
-        # What is known to be elsewhere was sorted behind everything else.
+        token_send_counts, row_recv_counts = counts
+        table = self.exchange_counts(ids.shape, counts)
+        token_recv_counts, row_send_counts = (
+            [entry.extra[which][self.expert_map.rank] for entry in table] for which in (0, 1)
+        )
+        messages = self.message.pack(x, physical_ids, routing.topk_weights)
+        received = self.message.unpack(
+            all_to_all_rows(
+                messages.index_select(0, tokens.source[: sum(token_send_counts)]),
+                token_send_counts,
+                token_recv_counts,
+                group=self.group,
+                phase="all_to_all dispatch",
+            ),
+            top_k,
+        )
+        local_routing = self.message.routing(received, self.expert_map.local(received.physical_ids))
+        batch, inner = self.inner.dispatch(received.x, local_routing, block_t=block_t)
+        # Assignments of other ranks were sorted to the end.
+        local_rows = sum(row_send_counts)
+        input_weights = batch.input_weights
         batch = replace(
             batch,
-            source=batch.source[:here],
-            input_weights=None if weights is None else weights[:here],
-            rows=self.rows(max(count for count, *_ in table), ids.shape[1]),
-            scale=arrived.scale,
+            source=batch.source[:local_rows],
+            input_weights=None if input_weights is None else input_weights[:local_rows],
+            rows=self.rows(max(entry.tokens for entry in table), top_k),
+            scale=received.scale,
             dtype=x.dtype,
         )
         reduced = self.reduced is not None
-        return batch, SentHandle(
-            here=inner.slots,
-            sent=came if reduced else due,
-            came=sent if reduced else returned,
+        return batch, AllToAllHandle(
+            received_slots=inner.slots,
+            send_counts=token_recv_counts if reduced else row_send_counts,
+            recv_counts=token_send_counts if reduced else row_recv_counts,
             slots=tokens.slots if reduced else rows.slots,
             weights=None if self.inner.weight_on_input else routing.topk_weights,
-            arrived=inner.weights,
+            received_weights=inner.weights,
         )
 
     def combine(
         self,
         rows: Tensor,
-        handle: SentHandle,
+        handle: AllToAllHandle,
         memory: Memory | None = None,
         *,
         dtype: torch.dtype = torch.float32,
         shared: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return ``[T, H]`` of this rank's own tokens, with the bits of a single rank unless it is reduced."""
+        """Return ``[T, H]`` of this rank's tokens; except in a reduced combine with the bits of a single rank."""
         if self.reduced is not None:
-            own = self.reduced.parts(rows, handle.here, handle.arrived)
-            return self.reduced.sum(self._back(own, handle), handle.slots, dtype=dtype, shared=shared, out=out)
-        found = handle.here.reshape(-1)
-        # Arrived assignments are in the order of their tokens, and so are the rows their owner waits for.
-        order = torch.nonzero_static(found >= 0, size=sum(handle.sent)).squeeze(1)
-        own = rows.index_select(0, found.index_select(0, order))
-        return weighted_sum(self._back(own, handle), handle.slots, handle.weights, dtype, shared=shared, out=out)
+            sums = self.reduced.pack(rows, handle.received_slots, handle.received_weights)
+            returned = self._return_rows(sums, handle)
+            return self.reduced.sum(returned, handle.slots, dtype=dtype, shared=shared, out=out)
+        slots = handle.received_slots.reshape(-1)
+        # Received assignments are in the order of their tokens, which is the order that their rank expects.
+        order = torch.nonzero_static(slots >= 0, size=sum(handle.send_counts)).squeeze(1)
+        returned = self._return_rows(rows.index_select(0, slots.index_select(0, order)), handle)
+        return weighted_sum(returned, handle.slots, handle.weights, dtype, shared=shared, out=out)
 
-    def _back(self, own: Tensor, handle: SentHandle) -> Tensor:
-        return exchanged(own, handle.sent, handle.came, group=self.group, phase="all_to_all combine")
+    def _return_rows(self, rows: Tensor, handle: AllToAllHandle) -> Tensor:
+        return all_to_all_rows(
+            rows, handle.send_counts, handle.recv_counts, group=self.group, phase="all_to_all combine"
+        )
 
 
-class AllToAllKind(AcrossKind):
-    """The row of the table."""
+class AllToAllKind(ExpertParallelKind):
+    """The kind of ``AllToAll``."""
 
     name = "all_to_all"
 
     def wire_format(self, problem: Problem) -> str:
-        """Return what travels."""
-        return f"{sent_words(problem)} once to each rank of their experts, {describe_return(problem)},"
+        """Describe what travels."""
+        return f"{describe_tokens(problem)} once to each rank of their experts, {describe_return(problem)},"
 
     def traffic(self, problem: Problem, away: OutgoingTokens) -> Traffic:
-        """Return a message a copy, and a row an assignment or a copy."""
-        back = away.rows if problem.combine == "exact" else away.copies
-        return Traffic(away.copies * there_bytes(problem), back * return_bytes(problem))
+        """Return the bytes of a message for each copy, and of a row for each assignment or copy."""
+        returned = away.rows if problem.combine == "exact" else away.copies
+        return Traffic(away.copies * dispatch_bytes(problem), returned * return_bytes(problem))
 
     def build(self, problem: Problem) -> AllToAll:
-        """Return the dispatcher, as ``Across.of`` does."""
+        """Return the dispatcher; see ``ExpertParallel.of``."""
         return AllToAll.of(self.name, problem)

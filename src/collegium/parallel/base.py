@@ -1,7 +1,8 @@
-"""What a dispatcher is: it brings tokens to the experts of this rank, and their rows back.
+"""The dispatcher protocol: tokens to the experts of this rank, and the experts' rows back to their tokens.
 
-A row of ``DISPATCHERS`` refuses problems, says how many rows may arrive and what memory that takes, and is built for
-one problem. ``dispatch`` and ``combine`` share a frozen handle that nobody else looks into.
+A row of ``DISPATCHERS`` (a ``DispatcherKind``) refuses problems, reports how many rows may arrive and how much memory
+that needs, and builds a ``Dispatcher`` for one problem. ``dispatch`` returns a frozen handle that only ``combine`` of
+the same dispatcher reads.
 """
 
 from __future__ import annotations
@@ -17,24 +18,30 @@ if TYPE_CHECKING:
     from ..problem import Problem
     from ..runtime.memory import Memory, MemoryMap, Regions
     from ..types import ContiguousBatch, Routing
+    from .expert_map import ExpertMap
     from .traffic import OutgoingTokens, Traffic
 
 __all__ = ["Dispatcher", "DispatcherKind", "SymmetricDispatcher"]
 
 
 class Dispatcher(Protocol):
-    """Tokens to rows and back, for one problem."""
+    """Brings tokens to experts and rows back, for one problem."""
+
+    @property
+    def expert_map(self) -> ExpertMap | None:
+        """The map of experts to slots, which balancing changes; None where experts cannot move."""
+        ...
 
     def rows(self, tokens: int, top_k: int) -> int:
-        """Return how many rows ``tokens`` tokens of every rank are likely to be here; tiles are chosen for it."""
+        """Return the expected number of local rows for ``tokens`` tokens on every rank; tiles are chosen for it."""
         ...
 
     def dispatch(
         self, x: Tensor, routing: Routing, memory: Memory | None = None, *, block_t: tuple[int, ...] = ()
     ) -> tuple[ContiguousBatch, Any]:
-        """Return the rows of this rank's experts for ``x [T, H]``, and a handle; reads nothing on the host.
+        """Return the rows of this rank's experts for ``x [T, H]``, and a handle. Does not wait for the device.
 
-        block_t: row counts whose token tile lists the batch is to bring.
+        block_t: tile heights for which the batch lists token tiles.
         """
         ...
 
@@ -52,46 +59,49 @@ class Dispatcher(Protocol):
         ...
 
     def check(self) -> None:
-        """Raise what replays of a CUDA graph could only note, and forget it; all ranks ask at the same time."""
+        """Raise, and clear, errors that replays of a CUDA graph could only record; all ranks call it together."""
         ...
 
 
 @runtime_checkable
 class SymmetricDispatcher(Dispatcher, Protocol):
-    """A dispatcher whose ranks read each other's memory: passes run in a block that it shares, and it has two halves.
+    """A dispatcher whose ranks read each other's memory.
 
-    blocks: lends that block, as ``Workspaces`` lends workspaces.
+    Passes run in a memory block that the ranks share, and ``dispatch`` is split into ``send`` and ``receive``.
     """
 
     @property
     def blocks(self) -> Any:
-        """What lends the memory of passes."""
+        """The pool that lends the shared block to passes, with the interface of ``Workspaces``."""
         ...
 
-    def register_layer(self, places: MemoryMap) -> int:
-        """Make room for a layer with the regions of ``places`` and return its number; all ranks ask together."""
+    def register_layer(self, layout: MemoryMap) -> int:
+        """Reserve the regions of ``layout`` for a layer and return the layer's number; all ranks call it together."""
         ...
 
     def sync_pass(self, memory: Memory, layer: int, tokens: int, top_k: int, *, shares: int = 1) -> Hashable:
-        """Agree with the peers on a pass of ``tokens`` tokens here; return what it has in common with passes like it.
+        """Agree with the peers on a pass of ``tokens`` local tokens; return a key that equal passes have in common.
 
-        shares: above 1 every rank has the same tokens, and serves one of so many shares of them. Raises InputError on
-        every rank where they disagree, and RankError where one does not come.
+        shares: above 1, all ranks have the same tokens and each serves one of ``shares`` shares of them. Raises
+        InputError on every rank where the ranks disagree, and RankError where a rank does not respond.
         """
         ...
 
     def sync_call(self, layer: int, tokens: int, top_k: int, *, shares: int = 1) -> None:
-        """Agree as ``meet`` does, without a pass that follows; raises the same errors."""
+        """Agree as in ``sync_pass``, without a pass that follows; raises the same errors."""
         ...
 
     def expected_rows(self, posted: Any) -> int:
-        """Return how many rows are likely to be here after ``send`` returned ``posted``; tiles are chosen for it."""
+        """Return the expected number of local rows after ``send`` returned ``posted``; tiles are chosen for it."""
         ...
 
     def send(
         self, x: Tensor, routing: Routing, memory: Memory | None = None, *, codes: tuple[str, int] | None = None
     ) -> Any:
-        """Let peers read ``x [T, H]``, as codes of a format and order where given; begin no wait."""
+        """Make ``x [T, H]`` readable to the peers, without waiting for them.
+
+        codes: activation format and column order in which tokens are written; None: unquantised.
+        """
         ...
 
     def receive(
@@ -102,9 +112,10 @@ class SymmetricDispatcher(Dispatcher, Protocol):
         block_t: tuple[int, ...] = (),
         storing: tuple[int, torch.dtype] | None = None,
     ) -> tuple[ContiguousBatch, Any]:
-        """Do the rest of ``dispatch`` with what ``send`` returned.
+        """Complete ``dispatch`` with what ``send`` returned.
 
-        storing: width and dtype of the rows, where the experts can store each at its owner's (``Back``).
+        storing: width and dtype of the result rows, where the experts can write each row to the rank that owns its
+        token (``RemoteOutput``).
         """
         ...
 
@@ -112,37 +123,43 @@ class SymmetricDispatcher(Dispatcher, Protocol):
 class DispatcherKind(Protocol):
     """One row of ``DISPATCHERS``.
 
-    collective: all ranks call at the same time, so a batch is never cut into passes, which another rank might have
-    fewer of. symmetric: it builds a ``SymmetricDispatcher``.
+    collective: all ranks call the layer at the same time, so a batch is never split into passes: another rank might
+    have fewer of them. symmetric: builds a ``SymmetricDispatcher``. partial_sums: returns this rank's part of each sum,
+    which the caller adds up, so no wrapper is put around it.
     """
 
     name: str
     capturable: bool
     collective: bool
     symmetric: bool
+    partial_sums: bool
 
-    def refuse(self, problem: Problem, *, asked: bool) -> str | None:
-        """Return why it cannot serve ``problem``, or None. asked: whether a user chose it by name."""
+    def refuse(self, problem: Problem, *, requested: bool) -> str | None:
+        """Return why it cannot serve ``problem``, or None. requested: whether the user chose it by name."""
         ...
 
     def wire_format(self, problem: Problem) -> str:
-        """Return in words what travels between ranks in ``problem`` as the plan completed it, ``none`` for nothing."""
+        """Describe what travels between ranks in a planned ``problem``; ``none`` for nothing."""
         ...
 
     def rows(self, problem: Problem, tokens: int) -> int:
-        """Return what ``Dispatcher.rows`` will, before it is built."""
+        """Return the value of ``Dispatcher.rows`` before the dispatcher is built."""
         ...
 
     def capacity(self, problem: Problem) -> int:
-        """Return the most rows that one pass brings to this rank's experts."""
+        """Return the maximum number of rows that one pass brings to this rank's experts."""
+        ...
+
+    def batch_tokens(self, problem: Problem) -> int:
+        """Return the maximum number of tokens in one batch of this rank's experts."""
         ...
 
     def regions(self, problem: Problem, *, lists: bool) -> Regions:
-        """Return the memory of ``dispatch`` and ``combine`` at most. lists: whether tile lists are asked for."""
+        """Return the memory that ``dispatch`` and ``combine`` need. lists: whether batches list token tiles."""
         ...
 
     def traffic(self, problem: Problem, away: OutgoingTokens) -> Traffic:
-        """Return the bytes between a rank and the others for its tokens, of which ``away`` goes elsewhere."""
+        """Return the bytes that a rank exchanges with the others for its outgoing tokens ``away``."""
         ...
 
     def build(self, problem: Problem) -> Dispatcher:

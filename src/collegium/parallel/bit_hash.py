@@ -1,4 +1,4 @@
-"""64-bit hashes of tensors' bits, computed where the tensors are.
+"""64-bit hashes of tensors' bits, computed on the tensors' device.
 
 Equal bits give equal hashes; tensors that differ collide with a probability of 2 ** -64. Every bit counts: two NaNs
 with different payloads differ, and so do 0.0 and -0.0. Each word is mixed together with its position, so the hash
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["bit_hash", "one_value"]
 
-_WORDS = 1 << 20  # hashed together: a few buffers of 8 MiB, however large the tensor is
+_BLOCK_WORDS = 1 << 20  # hashed at once: a few buffers of 8 MiB, however large the tensor is
 _WORD_BYTES = 8
 
 
@@ -38,11 +38,11 @@ def bit_hash(tensor: Tensor) -> Tensor:
     """
     words = _words(tensor)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for start in range(0, words.numel(), _WORDS):
-        block = words[start : start + _WORDS]
+    for start in range(0, words.numel(), _BLOCK_WORDS):
+        block = words[start : start + _BLOCK_WORDS]
         position = torch.arange(start + 1, start + 1 + block.numel(), device=tensor.device)
-        # The position is mixed by itself first: were it only added, a word and its neighbour could trade a difference.
-        total = total + _mixed(block ^ _mixed(position.mul_(_STEP))).sum()
+        # Positions are mixed separately first: otherwise changes of two neighbouring words could cancel out.
+        total = total + _mix(block ^ _mix(position.mul_(_STEP))).sum()
     return total
 
 
@@ -65,13 +65,13 @@ def _words(tensor: Tensor) -> Tensor:
     return raw.view(torch.int64)
 
 
-def _mixed(words: Tensor) -> Tensor:
+def _mix(words: Tensor) -> Tensor:
     """Return ``words`` through the finalizer of SplitMix64; int64 products wrap around."""
     for shift, factor in zip((30, 27), _FACTORS, strict=True):
-        words = (words ^ _shifted(words, shift)) * factor
-    return words ^ _shifted(words, 31)
+        words = (words ^ _shift_right(words, shift)) * factor
+    return words ^ _shift_right(words, 31)
 
 
-def _shifted(words: Tensor, count: int) -> Tensor:
-    """Return a logical shift to the right; torch's keeps the sign."""
+def _shift_right(words: Tensor, count: int) -> Tensor:
+    """Return a logical shift to the right; torch's shift is arithmetic."""
     return (words >> count) & ((1 << (64 - count)) - 1)

@@ -1,6 +1,7 @@
-"""Collectives of torch.distributed over rows, on a group by name, whose failures name the rank that is gone.
+"""Collectives of torch.distributed over rows, by name of the process group, with errors that name the failed rank.
 
-A rank that dies breaks its connections, so the others fail at once; then those that are left call the roll.
+A rank that dies breaks its connections, so the others fail at once; the remaining ranks then exchange a message to find
+out which one is missing.
 """
 
 from __future__ import annotations
@@ -23,42 +24,43 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["exchanged", "gathered", "scattered"]
+__all__ = ["all_gather_rows", "all_to_all_rows", "reduce_scatter_rows"]
 
 
 @contextmanager
-def _named(group: str, phase: str) -> Generator[distributed.ProcessGroup]:
-    """Give the process group ``group``; raise RankError for what goes wrong in it."""
-    own = group_named(group)
+def _process_group(name: str, phase: str) -> Generator[distributed.ProcessGroup]:
+    """Yield the process group ``name``; turn its errors into a RankError."""
+    group = group_named(name)
     try:
-        yield own
+        yield group
     except RuntimeError as error:  # torch raises nothing narrower
-        rendezvous_of(group).exchange(None, f"the roll call after {phase} failed")
+        rendezvous_of(name).exchange(None, f"the roll call after {phase} failed")
         raise RankError(
-            f"{phase}: every rank is there, and torch.distributed says: {error}", ranks=(), phase=phase
+            f"{phase}: every rank responds, and torch.distributed reports: {error}", ranks=(), phase=phase
         ) from error
 
 
-def _done(start: Callable[..., Any], *tensors: Any, ranks: distributed.ProcessGroup, group: str) -> None:
-    """Run a collective; with gloo no longer than ``timeout_seconds()``, which is torch's own 30 minutes otherwise.
+def _run_collective(start: Callable[..., Any], *tensors: Any, ranks: distributed.ProcessGroup, group: str) -> None:
+    """Run a collective; on gloo for at most ``timeout_seconds()``, instead of torch's 30 minutes.
 
-    A rank that waits for one that waits for one that is gone is told nothing, so it looks. NCCL's wait is the device's,
-    and its watchdog bounds it.
+    gloo does not notify a rank that waits for a rank that itself waits for a dead one, so liveness is polled. NCCL
+    waits on the device, and its watchdog limits that wait.
     """
     if not _on_gloo(ranks, tensors[-1]):
         start(*tensors, group=ranks)
         return
-    work, until = start(*tensors, group=ranks, async_op=True), time.monotonic() + timeout_seconds()
+    work = start(*tensors, group=ranks, async_op=True)
+    deadline = time.monotonic() + timeout_seconds()
     while True:
-        left = until - time.monotonic()
+        remaining = deadline - time.monotonic()
         try:
-            work.wait(timedelta(seconds=max(0.001, min(left, LOOK))))
+            work.wait(timedelta(seconds=max(0.001, min(remaining, LOOK))))
         except RuntimeError:
             if work.is_completed():
-                # It may have ended well just after the wait gave up; an error of its own is raised here again.
+                # It may have succeeded right after the wait gave up; if it failed, this raises its error.
                 work.wait()
                 return
-            if left <= LOOK or rendezvous_of(group).dead_ranks():
+            if remaining <= LOOK or rendezvous_of(group).dead_ranks():
                 raise
         else:
             return
@@ -68,51 +70,55 @@ def _on_gloo(ranks: distributed.ProcessGroup, tensor: Tensor) -> bool:
     return f"{tensor.device.type}:gloo" in distributed.get_backend_config(ranks)
 
 
-def gathered(own: Tensor, most: int, fill: float, *, group: str, phase: str) -> Tensor:
-    """Return every rank's rows ``[W * most, ...]``, those of a rank with fewer than ``most`` filled up."""
-    with _named(group, phase) as ranks:
-        padded = own.new_full((most, *own.shape[1:]), fill)
-        padded[: own.shape[0]] = own
-        found = [torch.empty_like(padded) for _ in range(distributed.get_world_size(ranks))]
+def all_gather_rows(rows: Tensor, max_rows: int, fill: float, *, group: str, phase: str) -> Tensor:
+    """Return every rank's rows ``[W * max_rows, ...]``, padded with ``fill`` to ``max_rows`` for each rank."""
+    with _process_group(group, phase) as ranks:
+        padded = rows.new_full((max_rows, *rows.shape[1:]), fill)
+        padded[: rows.shape[0]] = rows
+        outputs = [torch.empty_like(padded) for _ in range(distributed.get_world_size(ranks))]
         if padded.numel():
-            _done(distributed.all_gather, found, padded, ranks=ranks, group=group)
-        return torch.cat(found)
+            _run_collective(distributed.all_gather, outputs, padded, ranks=ranks, group=group)
+        return torch.cat(outputs)
 
 
-def scattered(rows: Tensor, *, group: str, phase: str) -> Tensor:
-    """Return this rank's part of the sum over ranks of ``rows``, whose first dimension all ranks share."""
-    with _named(group, phase) as ranks:
+def reduce_scatter_rows(rows: Tensor, *, group: str, phase: str) -> Tensor:
+    """Return this rank's part of the sum over ranks of ``rows``, whose first dimension is divided among the ranks."""
+    with _process_group(group, phase) as ranks:
         world = distributed.get_world_size(ranks)
         if not rows.numel():
             return rows.chunk(world)[0]
         if _on_gloo(ranks, rows):
-            # Its reduce-scatter waits for ever, whatever bound is given.
-            found = torch.empty_like(rows)
-            _done(distributed.all_to_all_single, found, rows.contiguous(), ranks=ranks, group=group)
-            return found.view(world, -1, rows.shape[1]).sum(0, dtype=rows.dtype)
-        own = rows.new_empty(rows.shape[0] // world, rows.shape[1])
-        distributed.reduce_scatter(own, list(rows.chunk(world)), group=ranks)
-        return own
+            # gloo's reduce-scatter ignores timeouts.
+            parts = torch.empty_like(rows)
+            _run_collective(distributed.all_to_all_single, parts, rows.contiguous(), ranks=ranks, group=group)
+            return parts.view(world, -1, rows.shape[1]).sum(0, dtype=rows.dtype)
+        total = rows.new_empty(rows.shape[0] // world, rows.shape[1])
+        distributed.reduce_scatter(total, list(rows.chunk(world)), group=ranks)
+        return total
 
 
-def exchanged(
-    own: Tensor,
-    sent: Sequence[int] | None = None,
-    came: Sequence[int] | None = None,
+def all_to_all_rows(
+    rows: Tensor,
+    send_counts: Sequence[int] | None = None,
+    recv_counts: Sequence[int] | None = None,
     *,
     group: str,
     phase: str,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return the rows that every rank sends here, in the order of ranks.
+    """Return the rows that every rank sends to this one, in the order of ranks.
 
-    own: rows in the order of the ranks they go to, ``sent[r]`` of them to rank r; ``came[r]`` come from it. Without
-    these every rank sends every other as many, and nothing is read on the host. out: written instead of fresh memory.
+    rows: in the order of their destinations, ``send_counts[r]`` of them for rank r; ``recv_counts[r]`` come from it.
+    Without counts every rank sends equally many to each, and the host reads nothing. out: the result is written here.
     """
-    with _named(group, phase) as ranks:
-        rows = own.shape[0] if came is None else sum(came)
-        out = own.new_empty(rows, *own.shape[1:]) if out is None else out
-        lists = {"output_split_sizes": came, "input_split_sizes": sent}
-        splits: dict[str, Any] = {name: None if count is None else list(count) for name, count in lists.items()}
-        _done(partial(distributed.all_to_all_single, **splits), out, own.contiguous(), ranks=ranks, group=group)
+    with _process_group(group, phase) as ranks:
+        if out is None:
+            received = rows.shape[0] if recv_counts is None else sum(recv_counts)
+            out = rows.new_empty(received, *rows.shape[1:])
+        exchange = partial(
+            distributed.all_to_all_single,
+            output_split_sizes=None if recv_counts is None else list(recv_counts),
+            input_split_sizes=None if send_counts is None else list(send_counts),
+        )
+        _run_collective(exchange, out, rows.contiguous(), ranks=ranks, group=group)
         return out

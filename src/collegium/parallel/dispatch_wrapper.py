@@ -1,4 +1,9 @@
-"""A dispatcher inside another one, which asks the row of the table a smaller question than the one it was asked."""
+"""Dispatchers that wrap another dispatcher.
+
+A wrapper changes the problem (a share of the tokens, experts that are not sliced), delegates it to ``inner``, and then
+adds an exchange. There is one for ranks with the same tokens (``same_tokens.py``) and one for slices of experts
+(``slices.py``).
+"""
 
 from __future__ import annotations
 
@@ -22,20 +27,20 @@ __all__ = ["DispatchWrapper", "DispatchWrapperKind", "WrapperHandle", "check_sam
 
 
 def check_same_tokens(name: str, group: str, tokens: int, layer: int = 0) -> None:
-    """Raise InputError on every rank of ``group`` unless all bring as many ``tokens``; all ranks ask together.
+    """Raise InputError on every rank of ``group`` unless all have ``tokens`` tokens; all ranks call it together.
 
-    name: of what needs that, as ``Around`` has it. layer: its number, which has to be the same too, where nothing
-    inside compares it. Raises RankError where a rank does not come, or compares its inputs and this one does not.
+    name: of the dispatcher, for errors. layer: number of the layer, which is compared too; 0 where an inner dispatcher
+    compares it. Raises RankError where a rank does not respond, or compares its inputs while this one does not.
     """
-    # In the form of ``InputCheck``, so that a rank that compares its inputs in this pass and one that does not hear so.
-    own = Contribution(rank=distributed.get_rank(), tokens=tokens, layer=layer)
-    rows = rendezvous_of(group).exchange([own], f"{name} dispatch")
-    check_contributions(name, [each for row in rows for each in row])
+    # The same exchange as in ``InputCheck``: ranks that compare inputs in this pass and ranks that do not are detected.
+    contribution = Contribution(rank=distributed.get_rank(), tokens=tokens, layer=layer)
+    tables = rendezvous_of(group).exchange([contribution], f"{name} dispatch")
+    check_contributions(name, [entry for table in tables for entry in table])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WrapperHandle:
-    """What the inner dispatcher needs, and how many tokens there are."""
+    """The handle of the inner dispatcher, and the number of tokens of the whole batch."""
 
     inner: Any
     tokens: int
@@ -43,58 +48,69 @@ class WrapperHandle:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DispatchWrapper:
-    """Base of the dispatcher that an ``Around`` builds: what it does not say itself, ``inner`` does."""
+    """Base of wrapping dispatchers; delegates to ``inner``."""
 
     inner: Dispatcher
 
+    @property
+    def expert_map(self) -> ExpertMap | None:
+        """The map of experts to slots of ``inner``."""
+        return self.inner.expert_map
+
     def rows(self, tokens: int, top_k: int) -> int:
-        """Return those of the inner one."""
+        """Return the expected number of local rows of ``inner``."""
         return self.inner.rows(tokens, top_k)
 
-    @property
-    def map(self) -> ExpertMap:
-        """Where experts are, for the inner one."""
-        return self.inner.map  # pyright: ignore[reportAttributeAccessIssue]
-
     def check(self) -> None:
-        """Ask the inner one."""
+        """Raise the recorded errors of ``inner``."""
         self.inner.check()
 
 
 class DispatchWrapperKind:
-    """Base: everything is the answer of ``inner`` to ``inside(problem)``, but for what a subclass says."""
+    """Base of wrapping kinds: answers with what ``inner`` answers for ``inner_problem(problem)``.
+
+    does: what the wrapper does, as part of its name. adds: what it adds to the wire format of ``inner``.
+    """
 
     does: str
-    adds: str  # what travels beside what travels inside
+    adds: str
+    partial_sums = False
 
-    def __init__(self, inner: DispatcherKind, placed: Placement) -> None:
-        """Be around ``inner`` for the placement ``placed``."""
-        self.inner, self.placed = inner, placed
+    def __init__(self, inner: DispatcherKind, placement: Placement) -> None:
+        """Wrap ``inner`` for ``placement``."""
+        self.inner = inner
+        self.placement = placement
         self.name = f"{inner.name}, {self.does}"
-        self.capturable, self.collective, self.symmetric = inner.capturable, inner.collective, inner.symmetric
+        self.capturable = inner.capturable
+        self.collective = inner.collective
+        self.symmetric = inner.symmetric
 
     def inner_problem(self, problem: Problem) -> Problem:
-        """Return what ``inner`` is asked."""
+        """Return the smaller problem that ``inner`` solves."""
         raise NotImplementedError
 
-    def refuse(self, problem: Problem, *, asked: bool) -> str | None:
-        """Return why the inner one cannot serve, or None."""
-        return self.inner.refuse(self.inner_problem(problem), asked=asked)
+    def refuse(self, problem: Problem, *, requested: bool) -> str | None:
+        """Return why ``inner`` cannot serve the inner problem, or None."""
+        return self.inner.refuse(self.inner_problem(problem), requested=requested)
 
     def rows(self, problem: Problem, tokens: int) -> int:
-        """Return what ``Dispatcher.rows`` will."""
+        """Return the expected number of local rows of ``inner``."""
         return self.inner.rows(self.inner_problem(problem), tokens)
 
     def capacity(self, problem: Problem) -> int:
-        """Return the most rows that one pass brings."""
+        """Return the maximum number of local rows of ``inner``."""
         return self.inner.capacity(self.inner_problem(problem))
 
+    def batch_tokens(self, problem: Problem) -> int:
+        """Return the maximum number of tokens in one batch of ``inner``."""
+        return self.inner.batch_tokens(self.inner_problem(problem))
+
     def regions(self, problem: Problem, *, lists: bool) -> Regions:
-        """Return the memory of the inner one; what is around it takes torch's own."""
+        """Return the regions of ``inner``; the wrapper allocates with torch."""
         return self.inner.regions(self.inner_problem(problem), lists=lists)
 
     def traffic(self, problem: Problem, away: OutgoingTokens) -> Traffic:
-        """Return what travels inside alone."""
+        """Return the traffic of ``inner`` alone."""
         return self.inner.traffic(self.inner_problem(problem), away)
 
     def build(self, problem: Problem) -> Dispatcher:
@@ -102,6 +118,6 @@ class DispatchWrapperKind:
         raise NotImplementedError
 
     def wire_format(self, problem: Problem) -> str:
-        """Return what travels: what travels inside, and what this one adds."""
-        inside = self.inner.wire_format(self.inner_problem(problem))
-        return self.adds if inside == "none" else f"{inside} {self.adds}"
+        """Describe what ``inner`` and the wrapper exchange."""
+        inner = self.inner.wire_format(self.inner_problem(problem))
+        return self.adds if inner == "none" else f"{inner} {self.adds}"

@@ -1,9 +1,9 @@
-"""What all dispatchers that send tokens between ranks have in common: what they refuse, check, keep and tell."""
+"""Base of the dispatchers that send tokens between ranks with collectives: what they refuse, check and hold."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 
@@ -26,144 +26,172 @@ if TYPE_CHECKING:
     from ..runtime.memory import Regions
     from .combine import ReducedCombine
 
-__all__ = ["Across", "AcrossKind", "by_rank", "checked_placement", "refuse_split", "said_of"]
+__all__ = [
+    "ExpertParallel",
+    "ExpertParallelKind",
+    "RankCounts",
+    "agree_on_layer",
+    "layer_settings",
+    "permute_by_rank",
+    "refuse_split",
+]
 
 
 def refuse_split(problem: Problem) -> str | None:
     """Return why experts cannot be split over the ranks of ``problem``, or None.
 
-    Refused are one rank, placements that tell of no other rank, ranks without an expert, and experts that are nowhere.
+    Refused are a single rank, placements without the experts of other ranks, ranks without experts, and experts that no
+    rank holds.
     """
-    placed = problem.placement
-    if placed is None or placed.world_size == 1:
-        return "asked for one rank; it exchanges tokens between ranks"
-    if not placed.ranks:
-        return f"asked for {placed} without Placement.ranks; it has to know what every rank holds"
-    empty = [rank for rank, held in enumerate(placed.ranks) if not held]
+    placement = problem.placement
+    if placement is None or placement.world_size == 1:
+        return "there is one rank; this dispatcher exchanges tokens between ranks"
+    if not placement.ranks:
+        return f"{placement} has no Placement.ranks; it needs the experts of every rank"
+    empty = [rank for rank, ids in enumerate(placement.ranks) if not ids]
     if empty:
-        return f"asked for {problem.spec.num_experts} experts on {placed.world_size} ranks; rank {empty[0]} has none"
-    missing = set(range(problem.spec.num_experts)).difference(*placed.ranks)
+        return f"{problem.spec.num_experts} experts on {placement.world_size} ranks: rank {empty[0]} has none"
+    missing = set(range(problem.spec.num_experts)).difference(*placement.ranks)
     if missing:
-        return f"asked for ranks none of which holds experts {sorted(missing)[:8]}; each has to be somewhere"
+        return f"no rank holds experts {sorted(missing)[:8]}; every expert needs a rank"
     return None
 
 
-def said_of(problem: Problem) -> dict[str, Any]:
-    """Return by name what has to be the same on all ranks that share the layer of ``problem``."""
-    spec = {each.name: getattr(problem.spec, each.name) for each in fields(problem.spec)}
-    names = ("limits", "dtype", "activation_format", "combine", "sent_as")
-    return spec | {name: getattr(problem, name) for name in names}
+def layer_settings(problem: Problem) -> dict[str, Any]:
+    """Return, by name, the settings that all ranks of a layer must have in common."""
+    settings = {field.name: getattr(problem.spec, field.name) for field in fields(problem.spec)}
+    for name in ("limits", "dtype", "activation_format", "combine", "sent_as"):
+        settings[name] = getattr(problem, name)
+    return settings
 
 
-def checked_placement(name: str, problem: Problem) -> tuple[Placement, int]:
-    """Return the placement and the number of the layer, once all ranks have agreed that they build the same one.
+def agree_on_layer(name: str, problem: Problem) -> tuple[Placement, int]:
+    """Agree with the other ranks on the layer of ``problem``; return its placement and its number.
 
-    All ranks ask at the same time. name: of the dispatcher. Raises InputError on every rank where torch.distributed has
-    other ranks than the placement, or where the ranks were planned for different layers, and RankError where one does
-    not come.
+    All ranks call it together. name: of the dispatcher. Raises InputError on every rank where torch.distributed has
+    other ranks than the placement, or where the ranks were planned for different layers, and RankError where a rank
+    does not respond.
     """
-    placed = problem.placement
-    assert placed is not None
-    check_ranks(name, placed)
-    asked = said_of(problem) | {"ranks": placed.ranks, "spare": placed.spare}
-    return placed, rendezvous_of(placed.group).build(asked, f"{name}: building a layer")
+    placement = problem.placement
+    assert placement is not None
+    check_ranks(name, placement)
+    settings = layer_settings(problem)
+    settings["ranks"] = placement.ranks
+    settings["spare"] = placement.spare
+    return placement, rendezvous_of(placement.group).build(settings, f"{name}: building a layer")
+
+
+class RankCounts(NamedTuple):
+    """What one rank brings to a pass. extra: further counts, as the dispatcher needs them."""
+
+    tokens: int
+    top_k: int
+    extra: Any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Across:
-    """What a dispatcher over ranks keeps.
+class ExpertParallel:
+    """Base of dispatchers that send tokens to the ranks of their experts.
 
-    inner: of what arrives, to the experts that are here. limit: the most tokens a rank may bring. group: name of the
-    ranks' process group. number: of the layer, of those built over the group. reduced: None where each row comes back.
+    inner: sorts received tokens by local expert. limit: maximum number of tokens of a rank. group: name of the ranks'
+    process group. number: of the layer, among those built over the group. reduced: None where each row returns.
     """
 
     name: str
     inner: Local
-    map: ExpertMap
-    wire_format: TokenMessage
+    expert_map: ExpertMap
+    message: TokenMessage
     reduced: ReducedCombine | None
     limit: int
     group: str
     number: int
 
     @classmethod
-    def of(cls, name: str, problem: Problem, **own: Any) -> Self:
-        """Return the dispatcher ``name`` of ``problem``; all ranks ask at the same time.
+    def of(cls, name: str, problem: Problem, **extra: Any) -> Self:
+        """Return the dispatcher ``name`` of ``problem``; all ranks call it together.
 
-        Raises InputError on every rank where torch.distributed has other ranks than the placement, or where the ranks
-        were planned for different layers.
+        extra: fields of the subclass. Raises as ``agree_on_layer`` does.
         """
-        placed, number = checked_placement(name, problem)
+        placement, number = agree_on_layer(name, problem)
         return cls(
             name=name,
             inner=Local(num_experts=problem.slots, weight_on_input=problem.spec.routing.weight_on_input),
-            map=ExpertMap(placed, problem.spec.num_experts, problem.device.place),
-            wire_format=TokenMessage.of(problem),
+            expert_map=ExpertMap(placement, problem.spec.num_experts, problem.device.place),
+            message=TokenMessage.of(problem),
             reduced=reduced_combine(problem),
             limit=problem.limits.max_tokens,
-            group=placed.group,
+            group=placement.group,
             number=number,
-            **own,
+            **extra,
         )
 
     def rows(self, tokens: int, top_k: int) -> int:
-        """Return this rank's share of the assignments of as many tokens on every rank."""
-        return share(tokens * self.map.world_size * top_k, self.inner.num_experts, self.map.num_experts)
+        """Return this rank's share of the assignments of ``tokens`` tokens on every rank."""
+        assignments = tokens * self.expert_map.world_size * top_k
+        return share(assignments, self.inner.num_experts, self.expert_map.num_experts)
 
     def check(self) -> None:
-        """Do nothing: whatever goes wrong is raised by the call."""
+        """Do nothing: passes raise their errors themselves."""
 
-    def met(self, shape: tuple[int, ...], told: Any = None) -> list[tuple[int, int, Any]]:
-        """Return what every rank brings to a call: the ``shape`` of its ids, and whatever else it tells.
+    def exchange_counts(self, shape: tuple[int, ...], extra: Any = None) -> list[RankCounts]:
+        """Exchange the ``shape [T, K]`` of this rank's ids and ``extra`` counts; return those of every rank.
 
-        Raises InputError on every rank where one brings more than ``limit`` tokens or another top-k, or calls another
-        layer, and RankError where one does not come.
+        Raises InputError on every rank where one has more than ``limit`` tokens or another top-k, or calls another
+        layer, and RankError where a rank does not respond.
         """
-        table = rendezvous_of(self.group).exchange((*shape, self.number, told), f"{self.name} dispatch")
-        if any(count > self.limit or (k, own) != (shape[1], self.number) for count, k, own, _ in table):
-            said = "; ".join(
-                f"rank {rank}: {count} tokens, top-{k}, layer {own}" for rank, (count, k, own, _) in enumerate(table)
+        table = rendezvous_of(self.group).exchange((*shape, self.number, extra), f"{self.name} dispatch")
+        expected = (shape[1], self.number)
+        if any(tokens > self.limit or (top_k, layer) != expected for tokens, top_k, layer, _ in table):
+            brought = "; ".join(
+                f"rank {rank}: {tokens} tokens, top-{top_k}, layer {layer}"
+                for rank, (tokens, top_k, layer, _) in enumerate(table)
             )
             raise InputError(
                 f"{self.name}: every rank needs the same layer (numbered as they were built) and top-k and at most "
-                f"max_tokens={self.limit} tokens, found {said}; call layers in the same order on every rank, plan for "
-                "more tokens, or call with fewer on every rank"
+                f"max_tokens={self.limit} tokens, found {brought}; call layers in the same order on every rank, plan "
+                "for more tokens, or call with fewer on every rank"
             )
-        return [(count, k, told) for count, k, _, told in table]
+        return [RankCounts(tokens, top_k, counts) for tokens, top_k, _, counts in table]
 
 
-class AcrossKind:
-    """What the rows of the table over ranks share: any backend of torch.distributed, over all of its ranks."""
+class ExpertParallelKind:
+    """Base of the kinds of ``ExpertParallel`` dispatchers; works with any backend of torch.distributed."""
 
     capturable = False
     collective = True
     symmetric = False
+    partial_sums = False
 
-    def refuse(self, problem: Problem, *, asked: bool) -> str | None:
-        """Refuse what ``refuse_split`` does."""
+    def refuse(self, problem: Problem, *, requested: bool) -> str | None:
+        """Refuse what ``refuse_split`` refuses."""
         return refuse_split(problem)
 
     def rows(self, problem: Problem, tokens: int) -> int:
-        """Return this rank's share of the assignments of as many tokens on every rank."""
+        """Return this rank's share of the assignments of ``tokens`` tokens on every rank."""
         return PartialKind().rows(problem, tokens * problem.world_size)
 
     def capacity(self, problem: Problem) -> int:
-        """Return the assignments of ``max_tokens`` tokens on every rank: all may fall on this rank's experts."""
+        """Return the number of assignments of ``max_tokens`` tokens on every rank: all may fall on this rank."""
         return LocalKind().capacity(problem) * problem.world_size
 
+    def batch_tokens(self, problem: Problem) -> int:
+        """Return ``max_tokens`` tokens of every rank."""
+        return problem.limits.max_tokens * problem.world_size
+
     def regions(self, problem: Problem, *, lists: bool) -> Regions:
-        """Return none: sizes differ from call to call, so memory is torch's own."""
+        """Return none: sizes differ between passes, so torch allocates."""
         return {}
 
 
-def by_rank(places: Tensor, width: int, world: int) -> tuple[Tensor, Permutation]:
-    """Return the rank of each assignment ``[T, K]``, and the tokens by the ranks they go to, each once a rank.
+def permute_by_rank(physical_ids: Tensor, width: int, world: int) -> tuple[Tensor, Permutation]:
+    """Return the rank of each assignment ``[T, K]``, and the permutation of tokens by destination rank.
 
-    places: ``[T, K]`` int64 of ``ExpertMap.choose``; negative ones are no rank and stay as they are. Of the
-    permutation of ``[T, W]``, W being ``world``, column r is rank r; where a token does not go its slot is -1, or -2 if
-    it has an id of nobody. Reads nothing on the host.
+    physical_ids: ``[T, K]`` int64 of ``ExpertMap.choose``; negative ones stay as they are. The permutation is over
+    ``[T, W]``, with W = ``world`` and a column for each rank: a token occurs once for each rank that has one of its
+    experts; for other ranks its slot is -1, or -2 if it has an invalid id. Does not wait for the device.
     """
-    rank = torch.where(places < 0, places, places // width)
-    every = torch.arange(world, device=places.device)
-    goes = (rank[:, :, None] == every).any(dim=1)
-    return rank, permute(torch.where(goes, every, rank.amin(dim=1, keepdim=True).clamp(max=-1)), world)
+    rank = torch.where(physical_ids < 0, physical_ids, physical_ids // width)
+    ranks = torch.arange(world, device=physical_ids.device)
+    is_sent = (rank[:, :, None] == ranks).any(dim=1)
+    fallback = rank.amin(dim=1, keepdim=True).clamp(max=-1)
+    return rank, permute(torch.where(is_sent, ranks, fallback), world)

@@ -1,4 +1,4 @@
-"""Do several ranks read the same checkpoint? A digest that costs no more than a few small reads."""
+"""A digest that tells whether several ranks read the same checkpoint, for the cost of a few small reads."""
 
 import hashlib
 import json
@@ -7,11 +7,12 @@ from typing import Any, Protocol
 
 __all__ = ["fingerprint"]
 
-_TENSORS, _OF_LAYER = 32, 8
+_SAMPLED_TENSORS = 32
+_SAMPLED_OF_LAYER = 8
 
 
 class _Info(Protocol):
-    """What a checkpoint says of a tensor."""
+    """A tensor of a checkpoint."""
 
     @property
     def name(self) -> str: ...
@@ -23,7 +24,7 @@ class _Info(Protocol):
 
 
 class _Checkpoint(Protocol):
-    """What is asked of a checkpoint."""
+    """The parts of a checkpoint that are hashed."""
 
     @property
     def config(self) -> Mapping[str, object]: ...
@@ -33,31 +34,33 @@ class _Checkpoint(Protocol):
     def merged(self) -> str: ...
 
 
-_known: dict[int, tuple[_Checkpoint, str]] = {}  # of the checkpoint asked for last
+_last: dict[int, tuple[_Checkpoint, str]] = {}  # digest of the last checkpoint, by its address
 
 
 def fingerprint(checkpoint: _Checkpoint, layer: Iterable[_Info]) -> str:
     """Return a digest of the config, all headers, a merged adapter, and some bytes of tensors.
 
-    layer: the experts of the layer that is loaded; tensors of it and of the others are looked at.
+    layer: the experts of the layer that is loaded; tensors of it and of other layers are sampled.
 
-    Another training run differs in every tensor, so a few of them tell.
+    Another training run differs in every tensor, so a sample is enough.
     """
-    if id(checkpoint) not in _known:
-        whole = hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True, default=str).encode())
-        whole.update(checkpoint.merged.encode())
+    if id(checkpoint) not in _last:
+        digest = hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True, default=str).encode())
+        digest.update(checkpoint.merged.encode())
         infos = sorted(checkpoint.tensors.values(), key=lambda info: info.name)
         for info in infos:
-            whole.update(f"{info.name} {info.dtype} {info.shape}\n".encode())
-        _known.clear()
-        _known[id(checkpoint)] = checkpoint, whole.hexdigest() + _sampled(infos, _TENSORS)
-    own = sorted(layer, key=lambda info: info.name)
-    return hashlib.sha256((_known[id(checkpoint)][1] + _sampled(own, _OF_LAYER)).encode()).hexdigest()[:16]
+            digest.update(f"{info.name} {info.dtype} {info.shape}\n".encode())
+        _last.clear()
+        _last[id(checkpoint)] = checkpoint, digest.hexdigest() + _sample(infos, _SAMPLED_TENSORS)
+    layer_infos = sorted(layer, key=lambda info: info.name)
+    _, checkpoint_digest = _last[id(checkpoint)]
+    combined = checkpoint_digest + _sample(layer_infos, _SAMPLED_OF_LAYER)
+    return hashlib.sha256(combined.encode()).hexdigest()[:16]
 
 
-def _sampled(infos: Sequence[_Info], most: int) -> str:
-    """Return a digest of bytes from the middle of some of ``infos``."""
-    seen = hashlib.sha256()
-    for info in infos[:: max(1, len(infos) // most)]:
-        seen.update(info.middle())
-    return seen.hexdigest()
+def _sample(infos: Sequence[_Info], count: int) -> str:
+    """Return a digest of bytes from the middle of about ``count`` of ``infos``."""
+    digest = hashlib.sha256()
+    for info in infos[:: max(1, len(infos) // count)]:
+        digest.update(info.middle())
+    return digest.hexdigest()

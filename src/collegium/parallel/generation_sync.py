@@ -1,10 +1,13 @@
-"""Ranks that share a model's experts while it writes: the same text on all of them, or texts that end together."""
+"""Synchronise text generation between the ranks that share a model's experts.
+
+Ranks either generate the same text, or different texts that end in the same step.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .collectives import gathered
+from .collectives import all_gather_rows
 from .rendezvous import rendezvous_of
 
 if TYPE_CHECKING:
@@ -16,28 +19,37 @@ __all__ = ["GenerationSync"]
 
 
 class GenerationSync:
-    """The ranks that share the experts of a model with this one; none, as a rule."""
+    """The ranks that share the experts of a model with this one, if any.
 
-    def __init__(self, placed: Placement | None, asked: tuple[int, bool]) -> None:
-        """Agree on what is asked: the number of tokens and whether any stops. placed: of the model's experts."""
-        self.same: tuple[str, ...] = () if placed is None else placed.groups
-        self.apart: str | None = None
-        if placed is not None and placed.world_size > 1 and not placed.same_tokens:
-            self.apart, self.same = placed.groups[0], placed.groups[1:]
-            rendezvous_of(self.apart).agree(asked, "generate: number of tokens, and whether any stops")
+    same_groups: process groups whose ranks generate the same text. apart_group: group whose ranks generate different
+    texts, or None.
+    """
+
+    def __init__(self, placement: Placement | None, settings: tuple[int, bool]) -> None:
+        """Agree on ``settings``: the number of tokens, and whether any token stops.
+
+        placement: of the model's experts.
+        """
+        self.same_groups: tuple[str, ...] = () if placement is None else placement.groups
+        self.apart_group: str | None = None
+        if placement is not None and placement.world_size > 1 and not placement.same_tokens:
+            self.apart_group = placement.groups[0]
+            self.same_groups = placement.groups[1:]
+            rendezvous_of(self.apart_group).agree(settings, "generate: number of tokens, and whether any stops")
 
     def choice(self, chosen: Tensor) -> Tensor:
-        """Return the first rank's ``chosen [B]`` where all write the same text.
+        """Return the first rank's ``chosen [B]`` where all generate the same text.
 
-        Each rank has made the same choice, unless a driver, a seed or a kernel of one of them gives another bit; then
-        texts would drift apart without an error.
+        All ranks have made the same choice, unless a driver, a seed or a kernel of one of them gives another bit; then
+        texts would diverge without an error.
         """
-        for group in self.same:
-            chosen = gathered(chosen, chosen.shape[0], 0, group=group, phase="generate")[: chosen.shape[0]]
+        for group in self.same_groups:
+            gathered = all_gather_rows(chosen, chosen.shape[0], 0, group=group, phase="generate")
+            chosen = gathered[: chosen.shape[0]]
         return chosen
 
     def ended(self, ended: Tensor) -> bool:
-        """Return whether all sequences have ended, also those of other ranks, whose experts need this one."""
-        if self.apart is None:
+        """Return whether all sequences have ended, also those of other ranks, which need this rank's experts."""
+        if self.apart_group is None:
             return bool(ended.all())
-        return all(rendezvous_of(self.apart).exchange(bool(ended.all()), "generate: has it ended"))
+        return all(rendezvous_of(self.apart_group).exchange(bool(ended.all()), "generate: has it ended"))

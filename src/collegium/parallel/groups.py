@@ -1,6 +1,6 @@
 """Process groups of torch.distributed by name.
 
-A layer keeps names and never groups: a process that still holds a group when it ends aborts.
+A layer holds names and never groups: a process that still holds a group at exit aborts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["check_ranks", "group_named", "world_ranks"]
 
 
 def group_named(name: str) -> distributed.ProcessGroup:
-    """Return the process group ``name``, torch's default one for an empty name; raises InputError without any."""
+    """Return the process group ``name``, torch's default group for an empty name; raises InputError if none exists."""
     if not (distributed.is_available() and distributed.is_initialized()):
         raise InputError(
             "several ranks were asked for, and torch.distributed is not initialised in this process; launch with "
@@ -26,7 +26,7 @@ def group_named(name: str) -> distributed.ProcessGroup:
         )
     if not name:
         return distributed.group.WORLD  # pyright: ignore[reportReturnType]
-    resolve: Any = getattr(distributed.distributed_c10d, "_resolve_process_group")  # noqa: B009 - torch's own, unexported
+    resolve: Any = getattr(distributed.distributed_c10d, "_resolve_process_group")  # noqa: B009 - not exported by torch
     try:
         return resolve(name)
     except (RuntimeError, ValueError) as error:
@@ -37,23 +37,25 @@ def group_named(name: str) -> distributed.ProcessGroup:
 
 
 def world_ranks(name: str) -> tuple[int, ...]:
-    """Return the ranks of the group ``name`` as the default group numbers them."""
+    """Return the ranks of the group ``name``, as numbered in the default group."""
     return tuple(distributed.get_process_group_ranks(group_named(name)))
 
 
-def check_ranks(what: str, placed: Placement) -> None:
-    """Raise InputError unless the groups of torch.distributed are those of ``placed``. what: who needs them."""
-    for name, rank, size in (
-        (placed.group, placed.rank, placed.world_size),
-        (placed.slice_group, placed.tp_rank, placed.tp_size),
-    ):
+def check_ranks(caller: str, placement: Placement) -> None:
+    """Raise InputError unless the groups of torch.distributed match ``placement``. caller: for the error."""
+    expected_groups = (
+        (placement.group, placement.rank, placement.world_size),
+        (placement.slice_group, placement.tp_rank, placement.tp_size),
+    )
+    for name, rank, size in expected_groups:
         if size == 1:
             continue
         group = group_named(name)
-        found = distributed.get_rank(group), distributed.get_world_size(group)
-        if found != (rank, size):
-            called = f"process group {name}" if name else "torch.distributed"
+        actual_rank = distributed.get_rank(group)
+        actual_size = distributed.get_world_size(group)
+        if (actual_rank, actual_size) != (rank, size):
+            label = f"process group {name}" if name else "torch.distributed"
             raise InputError(
-                f"{what}: asked for {placed}, {called} has rank {found[0]} of {found[1]}; make the placement for the "
-                "ranks there are (Ranks does), or launch with as many ranks"
+                f"{caller}: asked for {placement}, {label} has rank {actual_rank} of {actual_size}; make the placement "
+                "for the ranks there are (Ranks does), or launch with as many ranks"
             )

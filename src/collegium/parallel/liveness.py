@@ -1,7 +1,7 @@
-"""Whether another process still lives: each keeps a port open for as long as it runs, and others knock.
+"""Whether another process is alive: each listens on a port as long as it runs, and others connect to it.
 
-A process that was killed refuses at once, long before a wait for it would end. Behind the door is a store of its own,
-through which the processes that are left find each other when the group's store died with its host.
+A killed process refuses connections at once, long before a wait for it would time out. The port belongs to a store,
+through which the remaining processes meet when the group's store has died with its host process.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import distributed
 
 __all__ = ["Endpoint", "is_dead", "local_endpoint", "store_at"]
 
-_KNOCK = 1.0  # seconds
-_TCP: Any = distributed.TCPStore  # pyright: ignore[reportPrivateImportUsage] - torch documents it
+_CONNECT_TIMEOUT = 1.0  # seconds
+_TCP_STORE: Any = distributed.TCPStore  # pyright: ignore[reportPrivateImportUsage] - torch documents it
 
 
 class Endpoint(NamedTuple):
@@ -30,27 +30,29 @@ class Endpoint(NamedTuple):
     @property
     def host_and_port(self) -> tuple[str, int]:
         """Address and port for this process."""
-        return ("127.0.0.1" if self.host == socket.gethostname() else self.address), self.port
+        address = "127.0.0.1" if self.host == socket.gethostname() else self.address
+        return address, self.port
 
 
 @cache
-def _store() -> Any:
-    return _TCP("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+def _local_store() -> Any:
+    return _TCP_STORE("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 @cache
 def local_endpoint() -> Endpoint:
-    """Return where this process listens, opening its port at the first call."""
-    name, address = socket.gethostname(), "127.0.0.1"
+    """Return where this process listens; the first call opens the port."""
+    name = socket.gethostname()
+    address = "127.0.0.1"
     with suppress(OSError):
         address = socket.gethostbyname(name)
-    return Endpoint(name, address, _store().port)
+    return Endpoint(name, address, _local_store().port)
 
 
-def is_dead(door: Endpoint) -> bool:
-    """Return whether nobody listens there any more; False where that cannot be said, as when a host does not answer."""
+def is_dead(endpoint: Endpoint) -> bool:
+    """Return whether connections to ``endpoint`` are refused; False if unknown, as when a host does not answer."""
     try:
-        socket.create_connection(door.host_and_port, timeout=_KNOCK).close()
+        socket.create_connection(endpoint.host_and_port, timeout=_CONNECT_TIMEOUT).close()
     except ConnectionError:
         return True
     except OSError:
@@ -58,11 +60,11 @@ def is_dead(door: Endpoint) -> bool:
     return False
 
 
-def store_at(door: Endpoint, seconds: float) -> Any:
-    """Return the store of the process at ``door``; raises RuntimeError where there is none within ``seconds``."""
-    if door == local_endpoint():
-        return _store()
-    if is_dead(door):  # torch would try for as long as it may
-        raise RuntimeError(f"nobody listens at {door.host_and_port}")
-    host, port = door.host_and_port
-    return _TCP(host, port, is_master=False, timeout=timedelta(seconds=seconds))
+def store_at(endpoint: Endpoint, timeout: float) -> Any:
+    """Return the store of the process at ``endpoint``; raises RuntimeError without one within ``timeout`` seconds."""
+    if endpoint == local_endpoint():
+        return _local_store()
+    if is_dead(endpoint):  # torch would retry until the timeout
+        raise RuntimeError(f"nobody listens at {endpoint.host_and_port}")
+    host, port = endpoint.host_and_port
+    return _TCP_STORE(host, port, is_master=False, timeout=timedelta(seconds=timeout))

@@ -1,4 +1,4 @@
-"""All experts are here: sort the assignments by expert, and weight and sum the rows back in slot order."""
+"""The dispatcher of one rank: sort assignments by expert, then weight the rows and sum them in slot order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ __all__ = ["Local", "LocalHandle", "LocalKind"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalHandle:
-    """What ``combine`` needs: the row of each assignment ``[T, K]`` and the weights it is multiplied by, or None."""
+    """What ``combine`` needs.
+
+    slots: the row of each assignment ``[T, K]``. weights: the factor of each row ``[T, K]``, or None.
+    """
 
     slots: Tensor
     weights: Tensor | None
@@ -39,8 +42,12 @@ class Local:
     num_experts: int
     weight_on_input: bool = False
 
+    @property
+    def expert_map(self) -> None:
+        """None: experts do not move."""
+
     def rows(self, tokens: int, top_k: int) -> int:
-        """Return the assignments of ``tokens`` tokens: each is a row here."""
+        """Return the number of assignments of ``tokens`` tokens: each is a local row."""
         return tokens * top_k
 
     def dispatch(
@@ -52,25 +59,31 @@ class Local:
         block_t: tuple[int, ...] = (),
         owners: Owners | None = None,
     ) -> tuple[ContiguousBatch, LocalHandle]:
-        """Sort the assignments of ``x [T, H]`` by expert; arguments as ``Dispatcher`` says.
+        """Sort the assignments of ``x [T, H]`` by expert; for arguments see ``Dispatcher``.
 
-        owners: of the assignments; the rows are to be stored at them.
+        owners: ranks of the assignments, to which the experts write their rows.
         """
-        carried = routing.topk_weights if self.weight_on_input else None
+        input_weights = routing.topk_weights if self.weight_on_input else None
         order = permute(
-            routing.topk_ids, self.num_experts, input_weights=carried, block_t=block_t, owners=owners, memory=memory
+            routing.topk_ids,
+            self.num_experts,
+            input_weights=input_weights,
+            block_t=block_t,
+            owners=owners,
+            memory=memory,
         )
+        remote = None
+        if owners is not None and order.places is not None:
+            remote = RemoteOutput(rows=owners.rows, offsets=order.places)
         batch = ContiguousBatch(
             x=x,
             source=order.source,
             expert_offsets=order.expert_offsets,
             input_weights=order.weights_by_row,
             tiles=order.tiles,
-            # Outside a pass with memory of its own, what the order was made from may already be somebody else's.
+            # Without the memory of a pass, the inputs of ``permute`` may already have been reused.
             x_ready=memory is not None,
-            remote=None
-            if owners is None or order.places is None
-            else RemoteOutput(rows=owners.rows, offsets=order.places),
+            remote=remote,
         )
         return batch, LocalHandle(slots=order.slots, weights=None if self.weight_on_input else routing.topk_weights)
 
@@ -88,49 +101,59 @@ class Local:
         return weighted_sum(rows, handle.slots, handle.weights, dtype, shared=shared, out=out, memory=memory)
 
     def check(self) -> None:
-        """Do nothing: there is no other rank."""
+        """Do nothing: a single rank has no errors to report."""
 
 
 class LocalKind:
-    """The row of the table: one rank, nothing to exchange."""
+    """The dispatcher of one rank, which exchanges nothing."""
 
     name = "local"
     capturable = True
     collective = False
     symmetric = False
+    partial_sums = False
 
-    def refuse(self, problem: Problem, *, asked: bool) -> str | None:
-        """Refuse a placement that leaves experts, or slices of them, to other ranks."""
+    def refuse(self, problem: Problem, *, requested: bool) -> str | None:
+        """Refuse placements that leave experts, or slices of experts, to other ranks."""
         if problem.combine != "exact":
-            return f"asked for the combine {problem.combine}; nothing comes back from another rank"
+            return f"combine {problem.combine} was requested; a single rank receives nothing from another rank"
         if problem.alone:
             return None
-        held = len(problem.local_experts)
+        count = len(problem.local_experts)
         return (
-            f"asked for {problem.placement}: {held} of {problem.spec.num_experts} experts; it exchanges nothing and "
-            "needs every expert, whole, on this rank"
+            f"{problem.placement} was requested: {count} of {problem.spec.num_experts} experts; local exchanges "
+            "nothing and needs all experts, unsliced, on this rank"
         )
 
     def wire_format(self, problem: Problem) -> str:
-        """Return none."""
+        """Return ``none``."""
         return "none"
 
     def rows(self, problem: Problem, tokens: int) -> int:
-        """Return the assignments of ``tokens`` tokens."""
+        """Return the number of assignments of ``tokens`` tokens."""
         return tokens * problem.spec.routing.top_k
 
     def capacity(self, problem: Problem) -> int:
-        """Return the assignments of ``max_tokens`` tokens."""
+        """Return the number of assignments of ``max_tokens`` tokens."""
         return problem.limits.max_tokens * problem.spec.routing.top_k
 
+    def batch_tokens(self, problem: Problem) -> int:
+        """Return ``max_tokens``."""
+        return problem.limits.max_tokens
+
     def regions(self, problem: Problem, *, lists: bool) -> Regions:
-        """Return those of the order, and of the sum where it is not written to the caller's tensor."""
-        rule, tokens, hidden = problem.spec.routing, problem.limits.max_tokens, problem.spec.expert_hidden_size
-        smallest = (16, 16) if lists else ()
-        rows = tokens * rule.top_k
-        order = permute_regions(rows, problem.slots, block_t=smallest, weights=rule.weight_on_input)
-        inside = problem.spec.latent_size is not None
-        return order | (weighted_sum_regions(tokens, hidden, torch.float32) if inside else {})
+        """Return the regions of the permutation, and of the sum unless it is written to the caller's tensor."""
+        routing = problem.spec.routing
+        tokens = problem.limits.max_tokens
+        regions = permute_regions(
+            tokens * routing.top_k,
+            problem.slots,
+            block_t=(16, 16) if lists else (),
+            weights=routing.weight_on_input,
+        )
+        if problem.spec.latent_size is not None:
+            regions |= weighted_sum_regions(tokens, problem.spec.expert_hidden_size, torch.float32)
+        return regions
 
     def traffic(self, problem: Problem, away: OutgoingTokens) -> Traffic:
         """Return nothing."""

@@ -1,6 +1,6 @@
-"""The steps between ranks in torch, for a CPU whose processes map the same files, and what goes wrong in any of them.
+"""The steps of ``peers.py`` in torch, for a CPU whose processes map the same files; and errors of all devices.
 
-Letters as in ``peers.py``. The words of a rank's head are those of ``kernels/peer.py``.
+Shape letters as in ``peers.py``. Flags and words of a rank's head are those of ``kernels/enums.py``.
 """
 
 from __future__ import annotations
@@ -11,166 +11,226 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import RankError
+from ..kernels.enums import (
+    FAULT_GAVE_UP,
+    FAULT_LATE,
+    FAULT_OTHER_CALL,
+    HEAD_COLLECT_FAILED,
+    HEAD_EPOCH,
+    HEAD_POSTS,
+    HEAD_PULL_FAILED,
+    HEAD_ROWS,
+    HEAD_STATUS,
+)
+from ..ops.weighted_sum import weighted_sum
 from .rendezvous import LOOK
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
+    from ..types import Routing
     from .expert_map import ExpertMap
-    from .peers import PeerBuffers, Sent
+    from .peers import PeerBuffers, Returned, TokenBuffers
 
-__all__ = [
-    "EPOCH",
-    "POSTS",
-    "STATUS",
-    "all_came",
-    "lines_of",
-    "pull_rank",
-    "raise_status",
-    "release",
-    "rows_of",
-    "tell",
-]
+__all__ = ["abort_waiting_kernels", "collect", "post", "pull", "raise_status", "reduce"]
 
-# Words of the head; kernels/peer.py has the same.
-POSTS, _ROWS, EPOCH, _PULL_FAILED, _COLLECT_FAILED, STATUS = 0, 64, 128, 131, 132, 133
-_PHASES = {_PULL_FAILED: "dispatch", _COLLECT_FAILED: "combine"}
-_LATE, _OTHER_CALL, _GAVE_UP = 1, 2, 3
+_PHASES = {HEAD_PULL_FAILED: "dispatch", HEAD_COLLECT_FAILED: "combine"}
 
 
 def raise_status(
-    heads: Sequence[Tensor], ranks: tuple[int, ...], own: int, ask: Callable[[], tuple[int, ...]] = tuple
+    heads: Sequence[Tensor], ranks: tuple[int, ...], rank: int, dead_ranks: Callable[[], tuple[int, ...]] = tuple
 ) -> None:
-    """Raise the RankError that the head of rank ``own`` of ``heads`` notes; return where it notes none.
+    """Raise the RankError that the head of group rank ``rank`` records; return if it records none.
 
-    Where a peer gave up before, for another rank, its head says why. ask: for the places of those whose process has
-    ended, who are named whatever was noted.
+    If a peer had given up before, because of another rank, its head holds the cause. dead_ranks: returns the group
+    ranks whose process has ended; these are named whatever was recorded.
     """
-    code, seen, wanted = heads[own][STATUS : STATUS + 3].tolist()
+    code, seen, expected = heads[rank][HEAD_STATUS : HEAD_STATUS + 3].tolist()
     if not code:
         return
-    gone = ask()
+    dead = dead_ranks()
     for _ in ranks:
-        if gone or code & 255 != _GAVE_UP:
+        if dead or code & 255 != FAULT_GAVE_UP:
             break
-        why = heads[code >> 16][STATUS : STATUS + 3].tolist()
-        if not why[0] or why[0] >> 16 == own:
+        cause = heads[code >> 16][HEAD_STATUS : HEAD_STATUS + 3].tolist()
+        if not cause[0] or cause[0] >> 16 == rank:
             break
-        own, (code, seen, wanted) = code >> 16, why
-    what, phase, peer = code & 255, _PHASES[code >> 8 & 255], ranks[code >> 16]
-    lost = tuple(ranks[place] for place in gone) or (peer,)
-    said = (
-        f"rank {', '.join(map(str, lost))} has ended"
-        if gone
-        else {
-            _LATE: f"rank {peer} did not come within the time a rank waits; it ended, hangs or makes other calls",
-            _OTHER_CALL: (
-                f"rank {peer} is in another call: it brings {seen & 0xFFFFFF} tokens, top-{seen >> 24 & 255}, to layer "
-                f"{seen >> 32 & 0xFFF}, while this rank is in layer {wanted >> 8 & 0xFFF}, top-{wanted & 255}; every "
-                "rank makes the same calls in the same order, and replays graphs that were captured together"
-            ),
-            _GAVE_UP: f"rank {peer} gave up before this rank did, and says why",
-        }[what]
-    )
+        rank = code >> 16
+        code, seen, expected = cause
+    phase = _PHASES[code >> 8 & 255]
+    peer = ranks[code >> 16]
+    lost = tuple(ranks[index] for index in dead) or (peer,)
+    if dead:
+        reason = f"rank {', '.join(map(str, lost))} has ended"
+    else:
+        reason = _describe_fault(code & 255, peer, seen, expected)
     raise RankError(
-        f"symm_mem {phase} on rank {ranks[own]}: {said}. Output since then is NaN. Ranks that are left may plan anew "
-        "(collegium.balance.elastic), or all call renew() of layer.workspaces and go on",
+        f"symm_mem {phase} on rank {ranks[rank]}: {reason}. Output since then is NaN. Ranks that are left may plan "
+        "anew (collegium.balance.elastic), or all call renew() of layer.workspaces and go on",
         ranks=lost,
         phase=f"symm_mem {phase}",
     )
 
 
-def release(head: Tensor, places: Sequence[int], word: Tensor, side: torch.cuda.Stream) -> None:
-    """Let kernels of this rank that wait for the ranks at ``places`` give up now.
+def _describe_fault(fault: int, peer: int, seen: int, expected: int) -> str:
+    if fault == FAULT_LATE:
+        return f"rank {peer} did not come within the time a rank waits; it ended, hangs or makes other calls"
+    if fault == FAULT_OTHER_CALL:
+        return (
+            f"rank {peer} is in another call: it brings {seen & 0xFFFFFF} tokens, top-{seen >> 24 & 255}, to layer "
+            f"{seen >> 32 & 0xFFF}, while this rank is in layer {expected >> 8 & 0xFFF}, top-{expected & 255}; every "
+            "rank makes the same calls in the same order, and replays graphs that were captured together"
+        )
+    return f"rank {peer} gave up before this rank did, and reports the reason"
 
-    The copy engines write ``word``, -1 in pinned memory, to the flags on the stream ``side``: kernels that wait may
-    hold every multiprocessor, and giving out pinned memory may wait for them.
+
+def abort_waiting_kernels(head: Tensor, ranks: Sequence[int], minus_one: Tensor, stream: torch.cuda.Stream) -> None:
+    """Make kernels of this rank that wait for the group ranks ``ranks`` give up now.
+
+    minus_one: a pinned int64 of -1, which the copy engines write to the flags on ``stream``. Kernels that wait may
+    occupy every multiprocessor, and allocating pinned memory may wait for them.
     """
-    with torch.cuda.stream(side):
-        for flag in (flags + place for flags in (POSTS, _ROWS) for place in places):
-            head[flag : flag + 1].copy_(word, non_blocking=True)
+    with torch.cuda.stream(stream):
+        for flags in (HEAD_POSTS, HEAD_ROWS):
+            for rank in ranks:
+                head[flags + rank : flags + rank + 1].copy_(minus_one, non_blocking=True)
 
 
-def tell(peers: PeerBuffers, flags: int, word: int) -> None:
+def _write_flags(peers: PeerBuffers, flags: int, word: int) -> None:
     """Write ``word`` to the flag of this rank at every peer."""
     for rank in range(peers.world):
         peers.at(peers.head, rank)[flags + peers.rank] = word
 
 
-def _seen(peers: PeerBuffers, flags: int, rank: int, phase: str) -> int:
-    """Return the flag of ``rank`` once it is of this pass; RankError, which every peer is told, where it never is."""
-    epoch, started = int(peers.head[EPOCH]), time.monotonic()
-    look = started + LOOK
+def _wait_for_flag(peers: PeerBuffers, flags: int, rank: int, phase: str) -> int:
+    """Return the flag of ``rank`` once it is of this pass; raise RankError, on every rank, if it never is."""
+    epoch = int(peers.head[HEAD_EPOCH])
+    started = time.monotonic()
+    next_check = started + LOOK
     while True:
-        seen, now = int(peers.head[flags + rank]), time.monotonic()
-        late = now - started > peers.seconds
-        if now > look:
-            look, late = now + LOOK, late or rank in peers.gone()
-        if epoch < 0 or seen < 0 or seen >> 44 == epoch or late:
+        flag = int(peers.head[flags + rank])
+        now = time.monotonic()
+        late = now - started > peers.timeout
+        if now > next_check:
+            next_check = now + LOOK
+            late = late or rank in peers.dead_ranks()
+        if epoch < 0 or flag < 0 or flag >> 44 == epoch or late:
             break
         time.sleep(2e-5)
-    if epoch >= 0 and seen >= 0 and seen >> 44 == epoch:
-        return seen
-    _give_up(peers, _GAVE_UP if seen < 0 else _LATE, phase, rank, seen)
+    if epoch >= 0 and flag >= 0 and flag >> 44 == epoch:
+        return flag
+    _give_up(peers, FAULT_GAVE_UP if flag < 0 else FAULT_LATE, phase, rank, flag)
     raise AssertionError
 
 
-def _give_up(peers: PeerBuffers, what: int, phase: str, rank: int, seen: int, wanted: int = 0) -> None:
-    peers.head[EPOCH] = -1
-    number = next(key for key, name in _PHASES.items() if name == phase)
-    peers.head[STATUS : STATUS + 3] = torch.tensor([what | number << 8 | rank << 16, seen, wanted])
-    for flags in (POSTS, _ROWS):
-        tell(peers, flags, -1)
-    heads = [peers.at(peers.head, place) for place in range(peers.world)]
-    raise_status(heads, peers.ranks, peers.rank, peers.gone)
+def _give_up(peers: PeerBuffers, fault: int, phase: str, rank: int, seen: int, expected: int = 0) -> None:
+    """Record the fault, notify every peer, and raise the RankError."""
+    peers.head[HEAD_EPOCH] = -1
+    failed_word = next(word for word, name in _PHASES.items() if name == phase)
+    status = [fault | failed_word << 8 | rank << 16, seen, expected]
+    peers.head[HEAD_STATUS : HEAD_STATUS + 3] = torch.tensor(status)
+    for flags in (HEAD_POSTS, HEAD_ROWS):
+        _write_flags(peers, flags, -1)
+    heads = [peers.at(peers.head, index) for index in range(peers.world)]
+    raise_status(heads, peers.ranks, peers.rank, peers.dead_ranks)
 
 
-def pull_rank(peers: PeerBuffers, rank: int, sent: Sent, own: Sent, table: ExpertMap) -> None:
-    """Do what ``pull`` says for the tokens of one rank."""
+def post(peers: PeerBuffers, sent: TokenBuffers, routing: Routing, table: ExpertMap) -> None:
+    """Perform ``peers.post``."""
+    tokens, top_k = routing.topk_ids.shape
+    sent.ids[:tokens] = table.choose(routing.topk_ids).to(torch.int32)
+    if sent.weights is not None:
+        sent.weights[:tokens] = routing.topk_weights
+    table.record(routing.topk_ids)
+    epoch = int(peers.head[HEAD_EPOCH])
+    if epoch < 0:
+        peers.head[HEAD_EPOCH] = -1
+        _write_flags(peers, HEAD_POSTS, -1)
+        return
+    epoch = (epoch + 1) & 0x7FFFF
+    peers.head[HEAD_EPOCH] = epoch
+    _write_flags(peers, HEAD_POSTS, epoch << 44 | peers.layer << 32 | top_k << 24 | tokens)
+
+
+def pull(peers: PeerBuffers, sent: TokenBuffers, pulled: TokenBuffers, table: ExpertMap) -> None:
+    """Perform ``peers.pull``."""
+    for rank in range(peers.world):
+        _pull_rank(peers, rank, sent, pulled, table)
+
+
+def _pull_rank(peers: PeerBuffers, rank: int, sent: TokenBuffers, pulled: TokenBuffers, table: ExpertMap) -> None:
     top_k = sent.ids.shape[1]
-    seen, tag = _seen(peers, POSTS, rank, "dispatch"), peers.layer << 8 | top_k
-    tokens = seen & 0xFFFFFF
-    if seen >> 24 & 0xFFFFF != tag or tokens > peers.bound:
-        _give_up(peers, _OTHER_CALL, "dispatch", rank, seen, tag)
+    flag = _wait_for_flag(peers, HEAD_POSTS, rank, "dispatch")
+    expected = peers.layer << 8 | top_k
+    tokens = flag & 0xFFFFFF
+    if flag >> 24 & 0xFFFFF != expected or tokens > peers.bound:
+        _give_up(peers, FAULT_OTHER_CALL, "dispatch", rank, flag, expected)
     slots = peers.at(sent.ids, rank)[:tokens] - peers.rank * table.width
     slots = torch.where((slots >= 0) & (slots < table.width), slots, -1)
     first = rank * peers.bound
-    own.ids[first : first + peers.bound] = -1
-    own.ids[first : first + tokens] = slots
-    used = (slots >= 0).any(dim=1).nonzero().squeeze(1)
-    parts: Mapping[str, tuple[Tensor | None, Tensor | None]] = {
-        name: (getattr(sent, name), getattr(own, name)) for name in ("x", "scale", "weights")
-    }
-    for theirs, ours in parts.values():
-        if theirs is not None and ours is not None:
-            ours[first + used] = peers.at(theirs, rank)[used]
+    pulled.ids[first : first + peers.bound] = -1
+    pulled.ids[first : first + tokens] = slots
+    needed = (slots >= 0).any(dim=1).nonzero().squeeze(1)
+    for source, target in ((sent.x, pulled.x), (sent.scale, pulled.scale), (sent.weights, pulled.weights)):
+        if source is not None and target is not None:
+            target[first + needed] = peers.at(source, rank)[needed]
 
 
-def all_came(peers: PeerBuffers) -> None:
-    """Tell every peer that what it is to have is there, and wait until all told this rank."""
-    tell(peers, _ROWS, int(peers.head[EPOCH]) << 44)
+def reduce(peers: PeerBuffers, rows: Tensor, slots: Tensor, weights: Tensor | None, sums: Tensor) -> None:
+    """Perform ``peers.reduce``."""
     for rank in range(peers.world):
-        _seen(peers, _ROWS, rank, "combine")
+        tokens = slice(rank * peers.bound, (rank + 1) * peers.bound)
+        rank_weights = None if weights is None else weights[tokens]
+        partial = weighted_sum(rows, slots[tokens], rank_weights, sums.dtype)
+        peers.at(sums, rank)[peers.rank * peers.bound : (peers.rank + 1) * peers.bound] = partial
 
 
-def rows_of(peers: PeerBuffers, places: Tensor, rows: Tensor, slots: Tensor, table: ExpertMap) -> Tensor:
-    """Return the row of each of this rank's assignments ``[T * K, H]``; what no rank computed is not written."""
-    first, tokens = peers.rank * peers.bound, places.shape[0]
-    places = places.reshape(-1)
-    made = rows.new_empty(places.numel(), rows.shape[1])
+def collect(
+    peers: PeerBuffers,
+    sent: TokenBuffers,
+    returned: Returned,
+    weights: Tensor | None,
+    table: ExpertMap,
+    out: Tensor,
+    shared: Tensor | None,
+) -> Tensor:
+    """Perform ``peers.collect``."""
+    physical_ids = sent.ids[: out.shape[0]]
+    _wait_for_all(peers)
+    if returned.slots is None:
+        slots = _sum_slots(peers, physical_ids, table)
+        return weighted_sum(returned.rows, slots, None, out.dtype, shared=shared, out=out)
+    rows = _read_rows(peers, physical_ids, returned.rows, returned.slots, table)
+    experts = table.width * peers.world
+    return weighted_sum(rows, physical_ids, weights, out.dtype, shared=shared, out=out, experts=experts)
+
+
+def _wait_for_all(peers: PeerBuffers) -> None:
+    """Notify every peer that its rows are complete, and wait for the same of every peer."""
+    _write_flags(peers, HEAD_ROWS, int(peers.head[HEAD_EPOCH]) << 44)
     for rank in range(peers.world):
-        asked = (places >= 0).logical_and(places // table.width == rank).nonzero().squeeze(1)
-        own = peers.at(slots, rank)[first : first + tokens].reshape(-1)[asked]
-        made[asked] = peers.at(rows, rank)[own]
-    return made
+        _wait_for_flag(peers, HEAD_ROWS, rank, "combine")
 
 
-def lines_of(peers: PeerBuffers, places: Tensor, table: ExpertMap) -> Tensor:
-    """Return ``[T, W]``, the line of each rank's sum of this rank's tokens; -1 for none, -2 for ids of nobody."""
-    rank = torch.arange(peers.world, device=places.device)
-    goes = ((places // table.width)[:, :, None] == rank).any(dim=1)
-    line = torch.arange(places.shape[0], device=places.device)[:, None] + rank * peers.bound
-    lost = (places < -1).any(dim=1, keepdim=True)
-    return torch.where(lost, -2, torch.where(goes, line, -1))
+def _read_rows(peers: PeerBuffers, physical_ids: Tensor, rows: Tensor, slots: Tensor, table: ExpertMap) -> Tensor:
+    """Return the row of each of this rank's assignments ``[T * K, H]``; rows that no rank computed are undefined."""
+    first = peers.rank * peers.bound
+    last = first + physical_ids.shape[0]
+    ids = physical_ids.reshape(-1)
+    collected = rows.new_empty(ids.numel(), rows.shape[1])
+    for rank in range(peers.world):
+        computed = (ids >= 0).logical_and(ids // table.width == rank).nonzero().squeeze(1)
+        row = peers.at(slots, rank)[first:last].reshape(-1)[computed]
+        collected[computed] = peers.at(rows, rank)[row]
+    return collected
+
+
+def _sum_slots(peers: PeerBuffers, physical_ids: Tensor, table: ExpertMap) -> Tensor:
+    """Return ``[T, W]``, the row of each rank's partial sum; -1 for none, -2 for tokens with invalid ids."""
+    rank = torch.arange(peers.world, device=physical_ids.device)
+    contributes = ((physical_ids // table.width)[:, :, None] == rank).any(dim=1)
+    row = torch.arange(physical_ids.shape[0], device=physical_ids.device)[:, None] + rank * peers.bound
+    invalid = (physical_ids < -1).any(dim=1, keepdim=True)
+    return torch.where(invalid, -2, torch.where(contributes, row, -1))

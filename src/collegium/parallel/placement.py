@@ -1,4 +1,4 @@
-"""Which rank holds which experts: pure functions that make a ``Placement``, and the experts of one."""
+"""Functions that create a ``Placement``, and select the experts of one; all pure."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def _check(num_experts: int, rank: int, world_size: int) -> None:
 
 
 def linear(num_experts: int, rank: int = 0, world_size: int = 1) -> Placement:
-    """Return consecutive experts a rank; the first ``num_experts % world_size`` ranks hold one more.
+    """Return consecutive experts for each rank; the first ``num_experts % world_size`` ranks hold one more.
 
     Raises InputError for a rank that does not exist.
     """
     _check(num_experts, rank, world_size)
-    each, more = divmod(num_experts, world_size)
-    starts = [r * each + min(r, more) for r in range(world_size + 1)]
+    size, remainder = divmod(num_experts, world_size)
+    starts = [r * size + min(r, remainder) for r in range(world_size + 1)]
     ranks = tuple(tuple(range(start, stop)) for start, stop in pairwise(starts))
     return Placement(rank=rank, world_size=world_size, expert_ids=ranks[rank], ranks=ranks)
 
@@ -51,19 +51,20 @@ def tensor_parallel(num_experts: int, tp_rank: int, tp_size: int) -> Placement:
     return Placement(expert_ids=ids, ranks=(ids,), tp_rank=tp_rank, tp_size=tp_size)
 
 
-def expert_ids_of(weights: ExpertWeights[Payload], held: tuple[int, ...]) -> ExpertWeights[Payload]:
-    """Return the experts ``held`` alone, in that order."""
-    ids = list(held)
+def expert_ids_of(weights: ExpertWeights[Payload], expert_ids: tuple[int, ...]) -> ExpertWeights[Payload]:
+    """Return the weights of ``expert_ids``, in that order."""
+    ids = list(expert_ids)
 
     def rows(payload: Payload) -> Payload:
-        found = {name: tensor[ids] for name, tensor in payload.tensors().items()}
-        return replace(payload, shape=(len(ids), *payload.shape[1:]), **found)
+        tensors = {name: tensor[ids] for name, tensor in payload.tensors().items()}
+        return replace(payload, shape=(len(ids), *payload.shape[1:]), **tensors)
 
-    up, down = weights.gate_up_bias, weights.down_bias
+    gate_up_bias = weights.gate_up_bias
+    down_bias = weights.down_bias
     return replace(
         weights,
         gate_up=rows(weights.gate_up),
         down=rows(weights.down),
-        gate_up_bias=None if up is None else up[ids],
-        down_bias=None if down is None else down[ids],
+        gate_up_bias=None if gate_up_bias is None else gate_up_bias[ids],
+        down_bias=None if down_bias is None else down_bias[ids],
     )

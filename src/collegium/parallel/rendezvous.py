@@ -1,7 +1,7 @@
-"""Small values that ranks tell each other on the host, with a bound on every wait.
+"""Small values that ranks exchange on the host, with a timeout for every wait.
 
-Through torch's store, not through a collective: a rank that does not come is named, the others go on, and nothing is
-queued on a device, so ranks can also meet while a CUDA graph is captured.
+Through torch's store instead of a collective: a rank that does not respond is named, the others go on, and nothing is
+queued on a device, so ranks can also exchange values while a CUDA graph is captured.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import distributed
 
@@ -24,163 +24,188 @@ if TYPE_CHECKING:
 
 __all__ = ["LOOK", "Rendezvous", "group_lock", "is_known_to_all", "known_to_all", "rendezvous_of", "timeout_seconds"]
 
-LOOK = 0.5  # seconds between looks whether those who are waited for still live
-_KEPT = 2  # meetings whose values stay in the store: a rank that is late may still read the one before
-_LONGEST = 10**9  # seconds; torch counts waits in 64 bits of nanoseconds
-_seconds = 10.0
-_made: dict[str, tuple[weakref.ref[distributed.ProcessGroup], Rendezvous]] = {}
-_lock = threading.Lock()
-_turns: dict[str, threading.RLock] = {}
+LOOK = 0.5  # seconds between checks whether the awaited processes are alive
+_STORED_EXCHANGES = 2  # exchanges whose values stay in the store: a late rank may still read the previous one
+_MAX_TIMEOUT = 10**9  # seconds; torch counts waits in 64 bits of nanoseconds
+_timeout = 10.0
+
+
+class _Message(NamedTuple):
+    """What a rank stores for an exchange. endpoint: of its process, in the first exchange alone."""
+
+    phase: str
+    value: Any
+    endpoint: Endpoint | None
 
 
 def timeout_seconds(seconds: float | None = None) -> float:
-    """Return how long a rank waits for another one; ``seconds`` sets it.
+    """Return how long a rank waits for another one, after setting it to ``seconds`` if given.
 
     Raises InputError unless it is positive and finite.
     """
-    global _seconds
+    global _timeout
     if seconds is not None:
-        _seconds = _checked(seconds)
-    return _seconds
+        _timeout = _check_timeout(seconds)
+    return _timeout
+
+
+def _check_timeout(seconds: object) -> float:
+    if not isinstance(seconds, int | float) or not 0 < seconds < _MAX_TIMEOUT:
+        raise InputError(
+            f"timeout_seconds: found {seconds!r}, allowed: a positive number of seconds, below {_MAX_TIMEOUT:,}"
+        )
+    return float(seconds)
 
 
 class Rendezvous:
-    """The ranks of one process group, who exchange values in the order of their calls.
+    """Exchanges of values between the ranks of one process group, in the order of their calls.
 
-    Every rank makes the same calls; ``phase`` is compared, so a rank that is somewhere else is found and named. After a
-    RankError the ranks no longer agree on how often they met: make a new group of those that are left.
-    built: how many layers were built over the group, as whoever builds one counts.
+    Every rank makes the same calls; ``phase`` is compared, so a rank that makes another call is detected and named.
+    After a RankError the ranks no longer agree on the number of exchanges: create a new group of the remaining ranks.
+    built: number of layers built over the group.
     """
 
     def __init__(self, group: str = "") -> None:
-        """Meet the ranks of the process group ``group``, of torch's default one for an empty name."""
-        own = group_named(group)
+        """Use the process group ``group``, torch's default one for an empty name."""
+        process_group = group_named(group)
         self.ranks = world_ranks(group)
-        self.rank, self.size = distributed.get_rank(own), distributed.get_world_size(own)
-        # Held, so that no other store is ever taken for it.
+        self.rank = distributed.get_rank(process_group)
+        self.size = distributed.get_world_size(process_group)
+        # A reference, so that no other store can get the same identity.
         self.store: Any = distributed.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
-        named = f"collegium/{group}/{'.'.join(map(str, self.ranks))}"
-        # A group made again over the same store would otherwise read what the one before left there.
-        self._prefix = f"{named}/{self.store.add(f'{named}/made by {self.rank}', 1)}"
-        self._count = self.built = 0
-        self._doors: tuple[Endpoint, ...] = ()
-        self._turn = threading.RLock()
+        prefix = f"collegium/{group}/{'.'.join(map(str, self.ranks))}"
+        # A counter: a group created again over the same store must not read values of the previous one.
+        self._prefix = f"{prefix}/{self.store.add(f'{prefix}/made by {self.rank}', 1)}"
+        self._count = 0
+        self.built = 0
+        self._endpoints: tuple[Endpoint, ...] = ()
+        self._lock = threading.RLock()
 
     def exchange(self, value: Any, phase: str) -> list[Any]:
-        """Return what every rank gave, in the order of ranks. value: whatever pickle takes; phase: what it is for.
+        """Return the values of all ranks, in the order of ranks. value: any picklable object; phase: its purpose.
 
-        Raises RankError where a rank does not come within ``timeout_seconds()``, or comes for something else.
+        Raises RankError where a rank does not respond within ``timeout_seconds()``, or makes another call.
         """
-        with self._turn:
+        with self._lock:
             return self.wait(self.post(value, phase), phase)
 
     def post(self, value: Any, phase: str) -> int:
-        """Come to the next meeting without waiting for others; ``collect`` takes the number returned, before the next.
+        """Store this rank's value for the next exchange without waiting; pass the returned number to ``wait``.
 
-        Raises RankError where the store that ranks meet in is gone.
+        ``wait`` has to be called before the next ``post``. Raises RankError where the store is gone.
         """
-        with self._turn:
-            number, self._count = self._count, self._count + 1
-            said = pickle.dumps((phase, value, local_endpoint() if number == 0 else None))
+        with self._lock:
+            number = self._count
+            self._count += 1
+            message = _Message(phase, value, local_endpoint() if number == 0 else None)
             try:
-                self.store.set(self._key(number, self.rank), said)
+                self.store.set(self._key(number, self.rank), pickle.dumps(tuple(message)))
             except RuntimeError as error:
-                raise self._lost(phase, self._without_store()) from error
+                raise self._lost(phase, self._ranks_without_store()) from error
             return number
 
     def wait(self, number: int, phase: str) -> list[Any]:
-        """Return what every rank gave to meeting ``number``; errors as ``exchange``."""
-        found = self._values(number, phase)
-        if number >= _KEPT:
-            # Whoever came to this meeting has read the one before it. If the store's host ended since, the next tells.
+        """Return the values of all ranks in exchange ``number``; raises as ``exchange`` does."""
+        stored = self._values(number, phase)
+        if number >= _STORED_EXCHANGES:
+            # All ranks that take part in this exchange have read the previous one. If the process that hosts the store
+            # has ended since, the next exchange reports it.
             with suppress(RuntimeError):
-                self.store.delete_key(self._key(number - _KEPT, self.rank))
-        said = [pickle.loads(each) for each in found]
+                self.store.delete_key(self._key(number - _STORED_EXCHANGES, self.rank))
+        messages = [_Message(*pickle.loads(raw)) for raw in stored]
         if number == 0:
-            self._doors = tuple(door for _, _, door in said)
-        others = tuple(rank for rank, (there, *_) in zip(self.ranks, said, strict=True) if there != phase)
-        if others:
-            where = said[self.ranks.index(others[0])][0]
+            self._endpoints = tuple(message.endpoint for message in messages if message.endpoint is not None)
+        elsewhere = [index for index, message in enumerate(messages) if message.phase != phase]
+        if elsewhere:
+            ranks = tuple(self.ranks[index] for index in elsewhere)
             raise RankError(
-                f"rank {_listed(others)} is at {where!r} while this rank is at {phase!r}: every rank makes the same "
-                "calls in the same order",
-                ranks=others,
+                f"rank {_join(ranks)} is at {messages[elsewhere[0]].phase!r} while this rank is at {phase!r}: every "
+                "rank makes the same calls in the same order",
+                ranks=ranks,
                 phase=phase,
             )
-        return [own for _, own, _ in said]
+        return [message.value for message in messages]
 
     def dead_ranks(self) -> tuple[int, ...]:
-        """Return the places of those whose process has ended, as far as that is known."""
-        return tuple(place for place, door in enumerate(self._doors) if place != self.rank and is_dead(door))
+        """Return the group ranks whose process is known to have ended."""
+        return tuple(
+            index for index, endpoint in enumerate(self._endpoints) if index != self.rank and is_dead(endpoint)
+        )
 
     @property
     def endpoints(self) -> tuple[Endpoint, ...]:
-        """Where each rank's process listens; empty before the first meeting."""
-        return self._doors
+        """Where each rank's process listens; empty before the first exchange."""
+        return self._endpoints
 
     def build(self, value: Any, phase: str) -> int:
-        """Return the number of a layer that all ranks build together, the first one's being 1; errors as ``agree``."""
+        """Return the number, from 1, of a layer that all ranks build together; raises as ``agree`` does."""
         self.agree(value, phase)
         self.built += 1
         return self.built
 
     def agree(self, value: Any, phase: str) -> None:
-        """Raise InputError on every rank unless all ranks give the same ``value``; of a dict it names what differs."""
-        found = self.exchange(value, phase)
-        other = next((place for place, own in enumerate(found) if own != found[0]), None)
-        if other is not None:
-            one, two = found[0], found[other]
-            said = f"{one} and {two}"
-            if isinstance(value, dict):
-                names = [name for name in {**one, **two} if one.get(name) != two.get(name)]
-                said = "; ".join(f"{name} {one.get(name)} and {two.get(name)}" for name in names)
-            text = (
-                f"{phase}: ranks {self.ranks[0]} and {self.ranks[other]} differ: {said}; every rank has to ask for the "
-                "same"
-            )
-            raise known_to_all(InputError(text))
+        """Raise InputError on every rank unless all ranks have the same ``value``; for a dict it names the entries."""
+        values = self.exchange(value, phase)
+        other = next((index for index, entry in enumerate(values) if entry != values[0]), None)
+        if other is None:
+            return
+        first, second = values[0], values[other]
+        difference = f"{first} and {second}"
+        if isinstance(value, dict):
+            names = [name for name in {**first, **second} if first.get(name) != second.get(name)]
+            difference = "; ".join(f"{name} {first.get(name)} and {second.get(name)}" for name in names)
+        text = (
+            f"{phase}: ranks {self.ranks[0]} and {self.ranks[other]} differ: {difference}; every rank has to ask for "
+            "the same"
+        )
+        raise known_to_all(InputError(text))
 
     def _values(self, number: int, phase: str) -> list[bytes]:
-        store, keys = self.store, [self._key(number, rank) for rank in range(self.size)]
+        keys = [self._key(number, rank) for rank in range(self.size)]
         started = time.monotonic()
-        missing = tuple(rank for rank, key in enumerate(keys) if not self._came(key, started, phase))
+        missing = tuple(rank for rank, key in enumerate(keys) if not self._wait_for_key(key, started, phase))
         if missing:
             raise self._lost(phase, missing)
         try:
-            return store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
+            if self.store.has_extended_api():
+                return self.store.multi_get(keys)
+            return [self.store.get(key) for key in keys]
         except RuntimeError as error:
-            raise self._lost(phase, self._without_store()) from error
+            raise self._lost(phase, self._ranks_without_store()) from error
 
-    def _without_store(self) -> tuple[int, ...]:
-        """Return the places of those who ended with the store, of all ranks where nobody can be said to have."""
-        until = time.monotonic() + LOOK
-        # The store's connection may break a moment before its host's door does.
-        while not (ended := self.dead_ranks()) and time.monotonic() < until:
+    def _ranks_without_store(self) -> tuple[int, ...]:
+        """Return the group ranks that ended together with the store, or all ranks if none is known to have ended."""
+        deadline = time.monotonic() + LOOK
+        # The connection to the store may break a moment before the port of its host process closes.
+        while not (dead := self.dead_ranks()) and time.monotonic() < deadline:
             time.sleep(0.01)
-        return ended or tuple(range(self.size))
+        return dead or tuple(range(self.size))
 
-    def _came(self, key: str, started: float, phase: str) -> bool:
-        """Return whether ``key`` is there in time; raise for a rank that is known to have ended meanwhile."""
-        until, looked, pause = started + timeout_seconds(), time.monotonic(), 1e-4
-        # Looks, and no wait of the store: torch prints a warning for each wait that ends in vain.
+    def _wait_for_key(self, key: str, started: float, phase: str) -> bool:
+        """Return whether ``key`` appears in time; raise RankError for a rank that ends meanwhile."""
+        deadline = started + timeout_seconds()
+        last_check = time.monotonic()
+        pause = 1e-4
+        # Polls instead of waiting in the store: torch prints a warning for each wait that times out.
         while True:
             with suppress(RuntimeError):
                 if self.store.check([key]):
                     return True
             now = time.monotonic()
-            if now - looked > LOOK:
-                looked, ended = now, self.dead_ranks()
-                if ended:
-                    raise self._lost(phase, ended)
-            if now > until:
+            if now - last_check > LOOK:
+                last_check = now
+                dead = self.dead_ranks()
+                if dead:
+                    raise self._lost(phase, dead)
+            if now > deadline:
                 return False
             time.sleep(pause)
             pause = min(2 * pause, 0.01)
 
     def _lost(self, phase: str, missing: tuple[int, ...]) -> RankError:
-        ranks = tuple(self.ranks[place] for place in missing)
+        ranks = tuple(self.ranks[index] for index in missing)
         return RankError(
-            f"rank {_listed(ranks)} did not come to {phase!r} within {timeout_seconds():g} s; it ended, hangs or makes "
+            f"rank {_join(ranks)} did not come to {phase!r} within {timeout_seconds():g} s; it ended, hangs or makes "
             "other calls. The ranks that are left may plan anew without it (collegium.balance.elastic)",
             ranks=ranks,
             phase=phase,
@@ -190,52 +215,52 @@ class Rendezvous:
         return f"{self._prefix}/{number}/{rank}"
 
 
+# By name, with the process group that the rendezvous was made for.
+_rendezvous: dict[str, tuple[weakref.ref[distributed.ProcessGroup], Rendezvous]] = {}
+_rendezvous_lock = threading.Lock()
+
+
 def rendezvous_of(group: str = "") -> Rendezvous:
-    """Return the one meeting of the process group ``group`` in this process."""
-    own = group_named(group)
-    with _lock:
-        # A group that was destroyed and made again may have the same name, the same address and the same store.
-        made, found = _made.get(group, (None, None))
-        if made is None or found is None or made() is not own:
-            found = Rendezvous(group)
-            _made[group] = weakref.ref(own), found
-        return found
+    """Return the rendezvous of the process group ``group`` in this process."""
+    process_group = group_named(group)
+    with _rendezvous_lock:
+        # A group that was destroyed and created again may have the same name, the same address and the same store.
+        reference, rendezvous = _rendezvous.get(group, (None, None))
+        if reference is None or rendezvous is None or reference() is not process_group:
+            rendezvous = Rendezvous(group)
+            _rendezvous[group] = weakref.ref(process_group), rendezvous
+        return rendezvous
 
 
 def known_to_all(error: Exception) -> Exception:
-    """Return ``error``, marked as one that every rank raises or hears of, so that the ranks stay in step."""
+    """Return ``error``, marked as an error that every rank raises or learns of, so that the ranks stay in step."""
     error.__dict__["known_to_all"] = True
     return error
 
 
 def is_known_to_all(error: Exception) -> bool:
-    """Return whether every rank raises or hears of ``error``."""
+    """Return whether every rank raises ``error`` or learns of it."""
     return isinstance(error, RankError) or "known_to_all" in vars(error)
 
 
-def group_lock(groups: tuple[str, ...]) -> AbstractContextManager[None]:
-    """Let one thread of this process at a time pass tokens over the process ``groups``; one rank waits for nobody.
+_group_locks: dict[str, threading.RLock] = {}
 
-    A pass is several exchanges, which the other ranks would pair with those of another thread's pass.
+
+def group_lock(groups: tuple[str, ...]) -> AbstractContextManager[None]:
+    """Let one thread of this process at a time run passes over the process ``groups``; without groups do nothing.
+
+    A pass is several exchanges, which the other ranks would match with those of another thread's pass.
     """
     return _group_lock(groups) if groups else nullcontext()
 
 
 @contextmanager
 def _group_lock(groups: tuple[str, ...]) -> Generator[None]:
-    with ExitStack() as held:
+    with ExitStack() as stack:
         for name in sorted(groups):
-            held.enter_context(_turns.setdefault(name, threading.RLock()))
+            stack.enter_context(_group_locks.setdefault(name, threading.RLock()))
         yield
 
 
-def _checked(seconds: object) -> float:
-    if not isinstance(seconds, int | float) or not 0 < seconds < _LONGEST:
-        raise InputError(
-            f"timeout_seconds: found {seconds!r}, allowed: a positive number of seconds, below {_LONGEST:,}"
-        )
-    return float(seconds)
-
-
-def _listed(ranks: tuple[int, ...]) -> str:
+def _join(ranks: tuple[int, ...]) -> str:
     return ", ".join(map(str, ranks))

@@ -1,4 +1,4 @@
-"""How many bytes a pass takes to other ranks and back: what of its tokens goes there, and what that is in bytes."""
+"""How many bytes one pass exchanges with other ranks."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ __all__ = ["NOTHING", "OutgoingTokens", "Traffic"]
 
 
 class OutgoingTokens(NamedTuple):
-    """What of one rank's tokens other ranks get in a pass.
+    """The part of one rank's tokens that other ranks receive in a pass.
 
-    tokens: that it brings. most: that any rank brings. copies: tokens, once for each other rank they go to. rows:
-    assignments that other ranks compute.
+    tokens: tokens of this rank. max_tokens: tokens of the rank with the most. copies: tokens, counted once for each
+    other rank that receives them. rows: assignments that other ranks compute.
     """
 
     tokens: int
-    most: int
+    max_tokens: int
     copies: int
     rows: int
 
 
 class Traffic(NamedTuple):
-    """Bytes between one rank and the others for its tokens: there, and back."""
+    """Bytes between one rank and the others for its tokens, in each direction."""
 
     dispatch: int
     combine: int

@@ -193,15 +193,15 @@ class Mega:
         own = taken(memory, shape.buffers(block_t, rows_dtype), x.device)
         x, added = row_contiguous(x), out if shared is None else row_contiguous(shared)
         words = (own["sent/codes"].view(torch.int32), own["x"].view(torch.int32))
-        up, down, act, table = experts.gate_up, experts.down, experts.activation, reach.map
+        up, down, act, table = experts.gate_up, experts.down, experts.activation, reach.expert_map
         programs = cut.programs * experts.machine.sms if on_gpu else 1
         args = (
-            peers.head, peers.deltas, ids, weights, table.places, table.copies, table.load, table.recording,
+            peers.head, peers.deltas, ids, weights, table.physical_ids, table.replica_counts, table.load, table.recording,
             x, own["sent/codes"], words[0], own["sent/scales"], own["sent/ids"], own["x"], words[1], own["scale"],
             own["counters"], own["lists"], own["experts/middle"], own["experts/h/codes"], own["experts/h/scales"],
             *up.pointers, *down.pointers, own["experts/rows"], added, out,
-            ids.numel(), peers.bound, ids.stride(0), weights.stride(0), table.num_experts, table.places.shape[1],
-            peers.layer, peers.microseconds, peers.rank, peers.where["own"], peers.where["step"], peers.world,
+            ids.numel(), peers.bound, ids.stride(0), weights.stride(0), table.num_experts, table.physical_ids.shape[1],
+            peers.layer, peers.timeout_us, peers.rank, peers.flag_offset, peers.flag_stride, peers.world,
             shape.slots, shape.counters(block_t),
             x.shape[1], x.stride(0), shape.wide, shape.groups, shape.inner, shape.inner_wide, shape.inner_groups,
             shape.width, *(_bands(each.layout, block_n) for each in (up, down)),
@@ -240,7 +240,7 @@ class Mega:
         return self.parts.dispatcher
 
     def _shape(self, bound: int, top_k: int) -> _Shape:
-        experts, table = self._experts, self._reach.map
+        experts, table = self._experts, self._reach.expert_map
         assert experts.activations is not None
         _, _, inner, hidden = experts.gate_up.layout.shape
         form, order = experts.activations, experts.gate_up.layout.row_order
