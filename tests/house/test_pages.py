@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import collegium
 import make_command_line
 import time_newcomer
-from collegium import formats, models
+from collegium import formats
 from collegium.cli import app
 from tracked import ROOT
 
@@ -169,11 +169,6 @@ def test_every_decision_says_context_decision_and_cost() -> None:
         assert len(text.splitlines()) <= 60, f"{record.name} is longer than one page"
 
 
-def test_every_model_type_is_named_in_the_readme() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert not [name for family in models.FAMILIES for name in family.model_types if f"`{name}`" not in text]
-
-
 def test_what_somebody_new_does_first_is_timed_and_shown() -> None:
     with time_newcomer.RESULTS.open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
@@ -184,5 +179,4 @@ def test_what_somebody_new_does_first_is_timed_and_shown() -> None:
     typed = {step.name: step.typed for step in time_newcomer.steps(ROOT, "torch==2.13.0")}
     assert {row["step"]: row["typed"] for row in rows} == typed
     assert set().union(*time_newcomer.PATHS.values()) == set(typed)
-    # The session that is timed is the README's own.
     assert "load_layer(" in time_newcomer.session()
