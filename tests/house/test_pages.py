@@ -95,17 +95,6 @@ def test_the_texts_that_troubleshooting_names_are_those_of_the_code() -> None:
     assert not [text for text in texts if not all(any(part in one for one in said) for part in text.split(" … "))]
 
 
-def test_the_tests_that_the_module_page_names_are_there() -> None:
-    text = (DOCS / "module.md").read_text(encoding="utf-8")
-    found = re.findall(r"((?:`test_\w+`,?\s*)+)in\s+`(tests/[\w/]+\.py)`", text)
-    table = re.findall(r"`(test_\w+)`", text.split("## What is refused")[1])
-    found.append((" ".join(table), "tests/cpu/test_inference_only.py"))
-    assert len(found) > 10
-    for names, file in found:
-        source = (ROOT / file).read_text(encoding="utf-8")
-        assert not [name for name in re.findall(r"test_\w+", names) if f"def {name}(" not in source], file
-
-
 def test_every_name_of_the_package_is_in_the_reference() -> None:
     text = (DOCS / "api" / "collegium.md").read_text(encoding="utf-8")
     assert not [name for name in collegium.__all__ if f" collegium.{name}\n" not in text and f"`{name}`" not in text]
