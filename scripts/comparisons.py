@@ -27,6 +27,7 @@ OURS = "collegium"
 _DISPATCHERS = ("symm_mem", "all_to_all", "all_gather")
 HEADLINE = "peers_qwen3_30b_h200"  # the file of README's measurement and picture
 _HEADLINE_RECIPE, _HEADLINE_TOKENS = ("mxfp4", "bf16"), (1, 128)
+_NAMES = {"vllm marlin": "Marlin in vLLM", "vllm triton": "Triton in vLLM", "humming": "Humming"}
 _HEAD = ["GPU", "layer", "routing", "tokens", "weights x activations", "ours, us", "peer, us", "peer / ours", "commit"]
 
 
@@ -143,11 +144,11 @@ def readme_slower(files: Mapping[str, list[Row]]) -> str:
     lost, lost_ranks = ([one for one in every if one.ratio < 1] for every in (single, several))
     worst, worst_ranks = lost[0], lost_ranks[0]
     return _wrapped(
-        f"- A peer is faster in {len(lost)} of {len(single)} comparisons on one GPU (at most {1 / worst.ratio:.2f}x: "
-        f"{worst.name}, {worst.shape}, `{worst.recipe}`, {worst.tokens:,} tokens, {worst.gpu}) and in "
-        f"{len(lost_ranks)} of {len(several)} on several GPUs, all at {min(one.tokens for one in lost_ranks):,} tokens "
-        f"per rank or more (at most {1 / worst_ranks.ratio:.2f}x: {worst_ranks.name}, {worst_ranks.gpu}). "
-        "[List](docs/benchmarks.md#where-a-peer-is-faster)."
+        f"- Another project is faster in {len(lost)} of {len(single)} comparisons on one GPU "
+        f"(at most {1 / worst.ratio:.2f}x: {worst.name}, {worst.shape}, `{worst.recipe}`, {worst.tokens:,} tokens, "
+        f"{worst.gpu}) and in {len(lost_ranks)} of {len(several)} on several GPUs, all at "
+        f"{min(one.tokens for one in lost_ranks):,} tokens per rank or more (at most {1 / worst_ranks.ratio:.2f}x: "
+        f"{worst_ranks.name}, {worst_ranks.gpu}). [List](docs/benchmarks.md#where-a-peer-is-faster)."
     )
 
 
@@ -163,17 +164,17 @@ def headline_rows(files: Mapping[str, list[Row]]) -> list[Row]:
 def readme_headline(files: Mapping[str, list[Row]]) -> str:
     """Return README's measurement: our time and the fastest peer's at two token counts."""
     rows = headline_rows(files)
-    said: list[str] = []
+    ours, peers = list[str](), list[str]()
     for tokens in _HEADLINE_TOKENS:
         times = {row["contender"]: float(row["us"]) for row in rows if int(row["tokens"]) == tokens}
-        ours = times.pop(OURS)
-        peer = min(times, key=times.__getitem__)
-        said.append(f"**{_short(ours)} µs** for {tokens} token{'s' * (tokens > 1)} ({peer}: {_short(times[peer])} µs)")
+        ours.append(f"**{_short(times.pop(OURS))} µs** for {tokens} token{'s' * (tokens > 1)}")
+        fastest = min(times, key=times.__getitem__)
+        peers.append(f"{_short(times[fastest])} µs ({_NAMES.get(fastest, fastest)})")
     weights, activations = (name.upper() for name in _HEADLINE_RECIPE)
     return _wrapped(
-        f"One Qwen3-30B-A3B layer, {weights} weights, {activations} activations, {_card(rows[0]['gpu'])}: "
-        f"{', '.join(said)}. In brackets: the fastest of the other projects in "
-        f"[the same run](benchmarks/results/{HEADLINE}.csv).",
+        f"One Qwen3-30B-A3B layer on an {_card(rows[0]['gpu'])}, {weights} weights, {activations} activations: "
+        f"{' and '.join(ours)}. The fastest other project in [the same run](benchmarks/results/{HEADLINE}.csv) takes "
+        f"{' and '.join(peers)}.",
         indent="",
     )
 
@@ -192,7 +193,7 @@ def _table(head: list[str], body: Iterable[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
-def _wrapped(text: str, width: int = 120, indent: str = "  ") -> str:
+def _wrapped(text: str, width: int = 140, indent: str = "  ") -> str:
     """Return ``text`` in lines of at most ``width`` characters; words and code stay whole."""
     parts = text.split("`")
     parts[1::2] = [code.replace(" ", "\0") for code in parts[1::2]]
