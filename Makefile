@@ -112,6 +112,12 @@ gpu-test: ## the tests of a machine with a GPU, on the Python that is there (tor
 	PYTHONPATH=src PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python3 tests/gpu/sanitize.py
 	PYTHONPATH=src compute-sanitizer --tool racecheck --error-exitcode 1 python3 tests/gpu/sanitize.py
 
+mutants: $(VENV)/.dev ## inject known mistakes one at a time; every one must fail a test
+	$(BIN)/python scripts/mutants.py
+
+fuzz: $(VENV)/.dev ## feed the load path broken checkpoints for ten minutes
+	$(ONE_THREAD) $(BIN)/python scripts/fuzz.py --first $$(date +%s) --seconds 600
+
 cover: $(VENV)/.dev ## tests with a coverage report
 	$(ONE_THREAD) $(OFFLINE) $(BIN)/python -m pytest tests -n 2 --dist worksteal --cov
 

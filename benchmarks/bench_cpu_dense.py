@@ -21,7 +21,7 @@ from rich.table import Table
 from torch import nn
 
 import collegium
-from collegium.integrations.transformers import dense
+from collegium.integrations.transformers import wide_linear
 
 RESULTS = Path(__file__).parent / "results" / "cpu-dense.csv"
 COLUMNS, LAYERS = 2048, 8  # of other weights each, so that they come from memory
@@ -32,7 +32,7 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.set_num_threads(2)
     torch.manual_seed(0)
-    dense._ROWS = 1  # any number of rows in float32
+    wide_linear._ROWS = 1  # any number of rows in float32
     rows: list[list[object]] = []
     with torch.inference_mode():
         for width in (512, 2048):
@@ -41,7 +41,7 @@ def main() -> None:
                 x = torch.randn(tokens, COLUMNS).bfloat16()
                 times: dict[str, list[float]] = {"bfloat16": [], "float32": []}
                 for turn in range(6):
-                    for what, kind in (("bfloat16", nn.Linear.forward), ("float32", dense.WideLinear.forward)):
+                    for what, kind in (("bfloat16", nn.Linear.forward), ("float32", wide_linear.WideLinear.forward)):
                         for layer in plain:
                             start = time.perf_counter()
                             found = kind(layer, x)

@@ -1,7 +1,7 @@
 """Both products of one layer with packed weights: decoded in registers for every tile, and decoded once into memory.
 
-Where the second way is the faster one is what ``once_from`` in ``experts/triton/decoded_tiles.py`` says. A time counts
-only if both ways give the same bits. Needs a Hopper GPU.
+Where the second way is the faster one is what ``dequantize_threshold`` in ``experts/triton/decoded_tiles.py`` says.
+A time counts only if both ways give the same bits. Needs a Hopper GPU.
 
     python benchmarks/bench_expanded.py
     python benchmarks/bench_expanded.py --formats nvfp4 fp8_block --rows 512 1024
@@ -86,7 +86,7 @@ def main() -> None:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
     parser.add_argument("--commit", default=commit.strip() or "unknown")
     asked = parser.parse_args()
-    tiles.once_from = lambda *_: 1
+    tiles.dequantize_threshold = lambda *_: 1
     device = torch.device("cuda")
     about = [torch.cuda.get_device_name(), driver_version(device), torch.__version__, version_of("triton")]
     about += [asked.commit, " ".join(["python", "benchmarks/bench_expanded.py", *sys.argv[1:]])]

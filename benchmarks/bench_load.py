@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.table import Table
 
 import collegium
+from collegium.checkpoint.layer_view import CheckpointLayer
 from collegium.checkpoint.loader import load_experts
-from collegium.checkpoint.opened import CheckpointLayer
 from collegium.checkpoint.reader import Checkpoint
 from collegium.parallel.placement import linear
 

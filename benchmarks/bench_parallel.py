@@ -42,18 +42,18 @@ import torch
 from torch import distributed, profiler
 from torch.multiprocessing.spawn import spawn
 
-from collegium import Choice, Limits, MoELayer, Problem, plan, probe
+from collegium import Limits, MoELayer, Overrides, Problem, plan, probe
 from collegium.commands.bench import TOLERANCES, experts_error, named_layer, random_weights, recipe_of
 from collegium.commands.measure import driver_version, input_sets, measure_ceilings, random_routing, version_of
-from collegium.experts import Packed
+from collegium.experts import PackedWeights
 from collegium.ops.quantize import activation_format
-from collegium.parallel.meeting import meeting_of, timeout_seconds
 from collegium.parallel.placement import linear
-from collegium.pipelines import Parts
+from collegium.parallel.rendezvous import rendezvous_of, timeout_seconds
+from collegium.pipelines import PipelineParts
 from collegium.pipelines.mega import MOST_TOKENS
 from collegium.pipelines.split import Split
 from collegium.planning import expert_bytes
-from collegium.runtime.memory import take
+from collegium.runtime.memory import alloc
 from collegium.runtime.symmetric import SymmetricWorkspace
 from mega_moe import MegaMoe
 
@@ -78,10 +78,10 @@ COLUMNS = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Idle(Packed):
+class Idle(PackedWeights):
     """Experts that take the time and the memory of none: their rows are whatever was there."""
 
-    real: Packed
+    real: PackedWeights
     width: int
 
     @property
@@ -92,11 +92,11 @@ class Idle(Packed):
     @property
     def arriving(self) -> tuple[str, int] | None:
         """As the real experts."""
-        return self.real.arriving
+        return self.real.input_codes
 
     def run(self, batch: ContiguousBatch, memory: Memory | None = None) -> Tensor:
         """Return rows that nobody computed."""
-        return take(memory, "rows", (batch.source.numel(), self.width), torch.bfloat16, batch.x.device)
+        return alloc(memory, "rows", (batch.source.numel(), self.width), torch.bfloat16, batch.x.device)
 
 
 class Halves:
@@ -107,7 +107,7 @@ class Halves:
         self.plan, self.spec, self.side = layer.plan, layer.spec, torch.cuda.Stream()
         placed, problem = layer.plan.problem.placement, layer.plan.problem
         assert placed is not None
-        force = Choice(
+        force = Overrides(
             activation_format=layer.plan.activation_format, dispatcher=layer.plan.dispatcher, pipeline="split"
         )
         self.layers[1].replan(plan(replace(problem, placement=replace(placed, group=group)), force), layer.experts)
@@ -156,7 +156,7 @@ class Bench:
 
     def everybody(self, value: Any, what: str) -> list[Any]:
         """Return what every rank gives."""
-        return meeting_of().exchange(value, what)
+        return rendezvous_of().exchange(value, what)
 
     def say(self, **row: Any) -> None:
         """Print a row and add it to the file, on rank 0."""
@@ -235,13 +235,13 @@ class Bench:
         most, placed = max(self.args.tokens), linear(spec.num_experts, self.rank, self.world)
         base = Problem(spec=spec, device=probe(str(self.device)), limits=Limits(max_tokens=most))
         whole_weights = random_weights(spec, self.device)
-        one = MoELayer(whole_weights, plan(base, Choice(activation_format=activations)))
+        one = MoELayer(whole_weights, plan(base, Overrides(activation_format=activations)))
         held = _held(whole_weights, placed.expert_ids)
         wishes: dict[str, Any] = {"dispatcher": self.args.dispatcher, "combine": self.args.combine}
         facts = {"shape": name, "weights": weights_name, "activations": activations, "combine": self.args.combine}
         layers: list[tuple[MoELayer | Halves | MegaMoe, dict[str, Any]]] = []
         for pipeline in self.args.pipeline:
-            force = Choice(activation_format=activations, pipeline=pipeline, **wishes)
+            force = Overrides(activation_format=activations, pipeline=pipeline, **wishes)
             limits = Limits(max_tokens=min(most, MOST_TOKENS)) if pipeline == "mega" else base.limits
             layer = MoELayer(held, plan(replace(base, placement=placed, graph=True, limits=limits), force))
             if self.rank == 0:
@@ -324,7 +324,7 @@ class Bench:
         """Measure dispatch and combine alone, and NCCL with the same bytes."""
         layer_of: Any = layer
         before = layer_of._pipelines
-        parts: Parts = before[-1][1].parts
+        parts: PipelineParts = before[-1][1].parts
         idle = Idle(real=layer.experts, width=layer.spec.expert_hidden_size)
         layer_of._pipelines = ((None, Split(parts=replace(parts, experts=idle))),)
         try:

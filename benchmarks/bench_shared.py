@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from collegium import Choice, Limits, MoELayer, Problem, RouterWeights, SharedSpec, SharedWeights, plan, probe
+from collegium import Limits, MoELayer, Overrides, Problem, RouterWeights, SharedSpec, SharedWeights, plan, probe
 from collegium.commands.bench import TOLERANCES, named_layer, random_weights
 from collegium.commands.measure import driver_version, graph_pool, input_sets, prepare_pass, take_turns, version_of
 from collegium.ops.quantize import activation_format
@@ -72,8 +72,8 @@ def layers_of(shape: Shape, most: int) -> dict[str, MoELayer]:
         return MoELayer(routed, chosen, router=RouterWeights(weight=router), shared=shared)
 
     ways: list[Any] = [way for way in WAYS if way != "merged" or shape.merges]
-    found = {way: layer(plan(problem, Choice(activation_format=shape.activations, shared=way))) for way in ways}
-    exact = Choice(kernel="reference", activation_format="fp32", shared="apart")
+    found = {way: layer(plan(problem, Overrides(activation_format=shape.activations, shared=way))) for way in ways}
+    exact = Overrides(kernel="reference", activation_format="fp32", shared="apart")
     return found | {"truth": layer(plan(problem, exact))}
 
 

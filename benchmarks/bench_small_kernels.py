@@ -35,7 +35,7 @@ def cases(shape: str, tokens: int) -> dict[str, tuple[Callable[[], object], floa
     torch.manual_seed(tokens)
     logits = torch.randn(tokens, experts, device=PLACE)
     spec = RoutingSpec(
-        top_k=top_k, score="sigmoid", groups=8, kept_groups=4, group_score="top2_sum", correction_bias=True, scale=2.5
+        top_k=top_k, score="sigmoid", groups=8, topk_groups=4, group_score="top2_sum", correction_bias=True, scale=2.5
     )
     plain = RoutingSpec(top_k=top_k)
     bias = torch.randn(experts, device=PLACE)

@@ -28,9 +28,9 @@ from collegium.commands.bench import named_layer, random_weights, recipe_of
 from collegium.commands.measure import driver_version, version_of
 from collegium.layer import MoELayer
 from collegium.planning import plan
-from collegium.problem import Choice, Limits, Problem
+from collegium.problem import Limits, Overrides, Problem
 from collegium.runtime.devices import probe
-from collegium.runtime.warming import warm_up
+from collegium.runtime.warm_up import warm_up
 
 RESULTS = Path(__file__).parent / "results" / "warm_up_h200.csv"
 CASES = ("dsv3/fp8_block:fp8_group128", "qwen3_30b/mxfp4:fp8_token", "qwen3_30b/mxfp4:bf16", "qwen3_30b/bf16:bf16")
@@ -53,7 +53,7 @@ def measured(case: str, lock: str) -> dict[str, Any]:
         loaded.append("")
 
     problem = Problem(spec=spec, device=probe(PLACE.type), limits=Limits(max_tokens=8192))
-    made = plan(problem, Choice(activation_format=activations))
+    made = plan(problem, Overrides(activation_format=activations))
     layer = MoELayer(random_weights(spec, PLACE), made)
     _wait()
     knobs.runtime.jit_post_compile_hook = after

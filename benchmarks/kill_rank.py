@@ -31,13 +31,13 @@ from typing import Any
 import torch
 from torch import distributed
 
-from collegium import Choice, Limits, MoELayer, Placement, RankError, Routing, probe
+from collegium import Limits, MoELayer, Overrides, Placement, RankError, Routing, probe
 from collegium.balance.elastic import reader_of, regroup
-from collegium.checkpoint.opened import CheckpointLayer
+from collegium.checkpoint.layer_view import CheckpointLayer
 from collegium.checkpoint.reader import Checkpoint
 from collegium.loading import load_routed
-from collegium.parallel.meeting import timeout_seconds
 from collegium.parallel.placement import round_robin
+from collegium.parallel.rendezvous import timeout_seconds
 from collegium.testing.compare import heavy_tailed, uneven_ids
 
 RESULTS = Path(__file__).parent / "results" / "kill_rank.csv"
@@ -57,7 +57,9 @@ def loaded(
 ) -> MoELayer:
     """Return a layer's routed experts: this rank's, or all."""
     opened, limits = CheckpointLayer.open(checkpoint, number), Limits(max_tokens=128)
-    return load_routed(opened, device=device, limits=limits, placement=placement, force=Choice(dispatcher=dispatcher))
+    return load_routed(
+        opened, device=device, limits=limits, placement=placement, overrides=Overrides(dispatcher=dispatcher)
+    )
 
 
 def inputs(size: int, spec: Any, device: str) -> tuple[torch.Tensor, Routing, list[int]]:

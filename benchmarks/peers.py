@@ -55,7 +55,7 @@ from collegium.errors import CollegiumError
 from collegium.layer import MoELayer
 from collegium.ops.quantize import activation_format
 from collegium.planning import plan
-from collegium.problem import Choice, Limits, Problem
+from collegium.problem import Limits, Overrides, Problem
 from collegium.runtime.devices import probe
 from collegium.types import Routing
 
@@ -93,7 +93,7 @@ class Peer:
 # ----------------------------------------------------------------------------------------------- ours
 def _ours(weights: ExpertWeights[Any], spec: MoESpec, activations: str) -> Run:
     problem = Problem(spec=spec, device=probe(PLACE.type), limits=Limits(max_tokens=MOST))
-    made = plan(problem, Choice(activation_format=activations))
+    made = plan(problem, Overrides(activation_format=activations))
     if PLACE.type == "cuda" and not made.capturable:
         raise CollegiumError(f"the plan is {made.kernel}, which no CUDA graph can hold")
     layer = MoELayer(weights, made)

@@ -42,14 +42,14 @@ import torch
 from torch import distributed
 from torch.multiprocessing.spawn import spawn
 
-from collegium import Choice, Limits, MoELayer, Problem, Routing, plan, probe
+from collegium import Limits, MoELayer, Overrides, Problem, Routing, plan, probe
 from collegium.balance.balancer import Balancer
 from collegium.balance.policy import policy_named
 from collegium.balance.slots import balancedness
 from collegium.commands.bench import named_layer, random_weights, recipe_of
 from collegium.commands.measure import driver_version, version_of
-from collegium.parallel.meeting import meeting_of, timeout_seconds
 from collegium.parallel.placement import linear
+from collegium.parallel.rendezvous import rendezvous_of, timeout_seconds
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -159,7 +159,7 @@ class Bench:
 
     def everybody(self, value: Any, what: str) -> list[Any]:
         """Return what every rank gives."""
-        return meeting_of().exchange(value, what)
+        return rendezvous_of().exchange(value, what)
 
     def say(self, text: str) -> None:
         """Print on rank 0."""
@@ -178,7 +178,7 @@ class Bench:
             placement=placed,
             graph=self.device.type == "cuda",
         )
-        chosen = plan(problem, Choice(activation_format=activations, dispatcher=self.args.dispatcher))
+        chosen = plan(problem, Overrides(activation_format=activations, dispatcher=self.args.dispatcher))
         made: list[MoELayer] = []
         for number in range(self.args.layers):
             whole = random_weights(spec, self.device, seed=number)

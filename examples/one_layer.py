@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collegium import (
-    Choice,
     Limits,
     MoELayer,
     MoESpec,
+    Overrides,
     Problem,
     RouterWeights,
     RoutingSpec,
@@ -31,7 +31,7 @@ def main() -> None:
             weight_format=weight_format,
         )
         problem = Problem(spec=spec, device=probe("cpu"), limits=Limits(max_tokens=64), dtype=dtype)
-        made = plan(problem, Choice(activation_format=activations))
+        made = plan(problem, Overrides(activation_format=activations))
         return MoELayer(encode_experts(weights, weight_format), made, router=RouterWeights(weight=router))
 
     truth = layer("fp32", "fp32")(x.float())

@@ -24,12 +24,12 @@ import torch
 
 from collegium import (
     ActivationSpec,
-    Choice,
     InputError,
     LatentWeights,
     Limits,
     MoELayer,
     MoESpec,
+    Overrides,
     PlanError,
     Problem,
     RouterWeights,
@@ -79,7 +79,7 @@ LAYERS = {
             hidden_size=384,
             intermediate_size=160,
             num_experts=12,
-            routing=RoutingSpec(top_k=4, score="topk_softmax", renormalise=False),
+            routing=RoutingSpec(top_k=4, score="topk_softmax", renormalize=False),
             activation=ActivationSpec(kind="swiglu_oai", limit=7.0),
             expert_bias=True,
         )
@@ -93,7 +93,7 @@ LAYERS = {
                 top_k=6,
                 score="sigmoid",
                 groups=4,
-                kept_groups=2,
+                topk_groups=2,
                 group_score="top2_sum",
                 scale=2.5,
                 correction_bias=True,
@@ -117,7 +117,7 @@ LAYERS = {
             hidden_size=128,
             intermediate_size=128,
             num_experts=4,
-            routing=RoutingSpec(top_k=1, score="sigmoid", renormalise=False, weight_on_input=True),
+            routing=RoutingSpec(top_k=1, score="sigmoid", renormalize=False, weight_on_input=True),
             activation=ActivationSpec(kind="geglu"),
         )
     ),
@@ -137,7 +137,9 @@ def built(made: Made, weights: str, activations: str, device: str) -> MoELayer:
     spec = replace(made.spec, weight_format=weights)
     dtype: Any = activations if activations in DTYPES else "bf16"
     facts = probe(device)
-    chosen = plan(Problem(spec=spec, device=facts, limits=LIMITS, dtype=dtype), Choice(activation_format=activations))
+    chosen = plan(
+        Problem(spec=spec, device=facts, limits=LIMITS, dtype=dtype), Overrides(activation_format=activations)
+    )
 
     def coded(experts: int, wide: int, inner: int, bias: bool, seed: int):
         own = encode_experts(random_experts(experts, spec.gate_up_parts, wide, inner, seed=seed, bias=bias), weights)

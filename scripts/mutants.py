@@ -154,7 +154,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (("found.index_select(0, order)", "found.index_select(0, order).sort().values"),), _RANKS,
     ),
     Mutant(
-        "scales of another token", "parallel/wire.py",
+        "scales of another token", "parallel/message_format.py",
         (("found.pop(0).contiguous()", "found.pop(0).flip(0).contiguous()"),), _RANKS,
     ),
     Mutant(
@@ -174,7 +174,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (("weighted_sum(rows, slots, weights, torch.float32)", "weighted_sum(rows, slots, None, torch.float32)"),), _REDUCED,
     ),
     Mutant(
-        "a token of nobody alone is zero", "parallel/split.py",
+        "a token of nobody alone is zero", "parallel/expert_parallel.py",
         (("rank.amin(dim=1, keepdim=True).clamp(max=-1)", "rank.amin(dim=1, keepdim=True).clamp(-1, -1)"),), _REDUCED,
     ),
     # The clamp.
@@ -312,9 +312,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("what rounding leaves of a sum dropped", "kernels/columns.py", (("tl.where(place == 1, total - rounded, 0.0)", "tl.where(place == 1, 0.0, 0.0)"),), _BLOCKS[1:]),
     Mutant("rows whose sums overflow", "kernels/columns.py", (("(most >> 23) - 9, 1)", "(most >> 23) - 15, 1)"),), _BLOCKS[1:]),
     Mutant("a row with NaN that is zero", "kernels/columns.py", (("tl.where(finite, (byte << 23).to(tl.float32, bitcast=True), float(\"nan\"))", "(byte << 23).to(tl.float32, bitcast=True)"),), _BLOCKS[1:]),
-    Mutant("the factor of the neighbouring group", "kernels/expand.py", (("f[group * 4 // GROUPS], mask", "f[0], mask"),), _LARGE),
-    Mutant("the factor of the neighbouring block", "kernels/expand.py", (("row // 128) * K_BLOCKS + block)", "row // 128) * K_BLOCKS)"),), _LARGE),
-    Mutant("quarters of a block swapped", "kernels/expand.py", (("tl.store(to + at, a[quarter]", "tl.store(to + at, a[3 - quarter]"),), _LARGE),
+    Mutant("the factor of the neighbouring group", "kernels/dequantize.py", (("f[group * 4 // GROUPS], mask", "f[0], mask"),), _LARGE),
+    Mutant("the factor of the neighbouring block", "kernels/dequantize.py", (("row // 128) * K_BLOCKS + block)", "row // 128) * K_BLOCKS)"),), _LARGE),
+    Mutant("quarters of a block swapped", "kernels/dequantize.py", (("tl.store(to + at, a[quarter]", "tl.store(to + at, a[3 - quarter]"),), _LARGE),
     Mutant("an expert's first tokens in all of its tiles", "kernels/prefill.cu", (("inside / width, start + first,", "inside / width, start,"),), _PREFILL),
     Mutant("gate's factors for up", "kernels/prefill.cu", (("i64 part = (i64)t.expert * PARTS + (PARTS == 2 ? h : 0);", "i64 part = (i64)t.expert * PARTS;"),), _PREFILL),
     Mutant("gate and up swapped in a large tile", "kernels/prefill.cu", (("activated(d[i], d[PARTS == 2 ? i + 32 : i], z)", "activated(d[PARTS == 2 ? i + 32 : i], d[i], z)"),), _PREFILL),
@@ -326,7 +326,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("a counter that is left", "kernels/prefill.cu", (("counters[0] = counters[1] = 0;", "counters[0] = 0;"),), _PREFILL),
     Mutant("a repeated kernel in CUDA with the tensors of the first call", "runtime/nvrtc.py", (("given = held if addresses == first else made(addresses)", "given = held"),), ("tests/cpu/test_replay.py",)),
     Mutant("large tiles for a few rows of one expert", "experts/triton/tiles.py", (("BAND * machine.sms else 2.5)", "BAND * machine.sms else 1)"),), _PREFILL[1:]),
-    Mutant("the tiles of all experts for some", "experts/triton/expanded.py", (("tiles if turn == experts else tile_list(own, rows, tiles.tile, memory)", "tiles"),), _LARGE),
+    Mutant("the tiles of all experts for some", "experts/triton/dequantized.py", (("tiles if turn == experts else tile_list(own, rows, tiles.tile, memory)", "tiles"),), _LARGE),
     Mutant("the sign of a step lost", "kernels/decode.py", (("((words << (24 - 8 * QUARTER)) >> 24)", "((words >> (8 * QUARTER)) & 255)"),), _BLOCKS),
     Mutant("steps of minima added", "experts/triton/lanes.py", (("kept.new_tensor([1, -1])", "kept.new_tensor([1, 1])"),), _BLOCKS),
     Mutant("sums of columns beyond a row", "kernels/columns.py", (("inside = column < tl.where(kept, columns, 0)", "inside = column >= 0"),), _BLOCKS[1:]),
@@ -448,7 +448,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant("experts rotated by one", "kernels/grouped_gemm.py", (("matrix = expert * PARTS", "matrix = tl.maximum(expert - 1, 0) * PARTS"),), _KERNEL),
     Mutant(
-        "experts rotated by one in a file", "checkpoint/opened.py",
+        "experts rotated by one in a file", "checkpoint/layer_view.py",
         (
             (
                 "        return source_of(\n",
@@ -536,7 +536,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         _ROUTE,
     ),
-    Mutant("renormalise skipped", "ops/route.py", (("if spec.renormalise:", "if False:"),), _ROUTE),
+    Mutant("renormalize skipped", "ops/route.py", (("if spec.renormalize:", "if False:"),), _ROUTE),
     Mutant(
         "tie broken the other way", "ops/route.py",
         (
@@ -558,7 +558,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (("rows = torch.zeros(batch.source.numel()", "rows = torch.empty(batch.source.numel()"),), ("tests/cpu/test_proofs.py",),
     ),
     Mutant(
-        "padding columns left uninitialised", "formats/intake.py",
+        "padding columns left uninitialised", "formats/find_storage.py",
         (("out = codes.new_full((*codes.shape[:-1], size), fill)", "out = codes.new_empty((*codes.shape[:-1], size))"),),
         ("tests/cpu/test_formats.py", "tests/cpu/test_formats_parts.py"),
     ),
@@ -621,7 +621,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("the input row of another token, unsorted", "kernels/tiles.py", (("return row // TOP_K", "return row % TOP_K"),), _DIRECT),
     Mutant("ids of an unsorted batch not checked", "kernels/weighted_sum.py", (("(slot < (experts if IDS else count))", "(slot < (1 << 30 if IDS else count))"),), ("tests/cpu/test_direct.py::test_the_sum_by_ids_is_the_sum_by_slots",)),
     Mutant("bias used in the weights", "kernels/route.py", (("        if KEPT:\n            basis = key\n", "        score = choice\n        if KEPT:\n            basis = key\n"),), _SMALL),
-    Mutant("renormalise skipped", "kernels/route.py", (("tl.div_rn(weight, tl.zeros([BLOCK_K], tl.float32) + total)", "weight"),), _SMALL),
+    Mutant("renormalize skipped", "kernels/route.py", (("tl.div_rn(weight, tl.zeros([BLOCK_K], tl.float32) + total)", "weight"),), _SMALL),
     Mutant(
         "tie broken the other way", "kernels/route.py",
         (("chosen = tl.min(tl.where(key == most, expert, 0x7FFFFFFF), 0)", "chosen = tl.max(tl.where(key == most, expert, -1), 0)"),), _SMALL,
@@ -769,7 +769,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("queries of Mixtral left in llama.cpp's order", "integrations/transformers/gguf.py", (("if model.interleaved and kind", "if False and kind"),), _WHOLE_GGUF),
     Mutant("keys of Mixtral turned by the heads of queries", "integrations/transformers/gguf.py", (("{'_kv' * (kind == 'attn_k')}", ""),), _WHOLE_GGUF),
     Mutant("YaRN's factor left out", "integrations/transformers/gguf.py", (('rope | {"factor": config.number("rope.scaling.factor")}', 'rope | {"factor": 1.0}'),), _WHOLE_GGUF),
-    Mutant("a matrix outside the experts decoded twice", "checkpoint/outside.py", (("self.stored).to(device).decode(dtype)", "self.stored).to(device).decode(dtype).square()"),), ("tests/cpu/test_whole_quantised.py",)),
+    Mutant("a matrix outside the experts decoded twice", "checkpoint/dense_weights.py", (("self.stored).to(device).decode(dtype)", "self.stored).to(device).decode(dtype).square()"),), ("tests/cpu/test_whole_quantised.py",)),
     # NaN, and ids that are no experts, must be seen.
     Mutant("a NaN score adds nothing", "ops/route.py", (("keepdim=True), _NO_EXPERT)", "keepdim=True), -1)"),), _ROUTE),
     Mutant("a NaN bias chooses experts", "ops/route.py", (("scores if bias is None else choice, _select", "scores, _select"),), _ROUTE),
@@ -875,8 +875,8 @@ _DEVICE: tuple[Mutant, ...] = (
     Mutant("-8 read as -7 (INT4, E4M3 rows, device)", "kernels/w4a8.py", (("b, 0xCACCCED0, 0xB8C0C4C8, {0};", "b, 0xCACCCECE, 0xB8C0C4C8, {0};"),), _GPU_FOUR),
     Mutant("second operand dropped (NVFP4, E4M3 rows, device)", "kernels/w4a8.py", (("sub.u32 $3, $1, b;", "sub.u32 $3, $1, $1;"),), _GPU_FOUR),
     Mutant("the neighbouring group's scale (E4M3 rows, device)", "kernels/w4a8.py", (("[scales, which + 0x4440]", "[scales, (which ^ 1) + 0x4440]"),), _GPU_FOUR),
-    Mutant("the sum does not wait for a shared expert beside it", "runtime/side.py", (("torch.cuda.current_stream(device).wait_stream(side)", "pass"),), _GPU_BESIDE),
-    Mutant("a shared expert begins before its tokens are there", "runtime/side.py", (("    side.wait_stream(torch.cuda.current_stream(device))\n", ""),), _GPU_BESIDE),
+    Mutant("the sum does not wait for a shared expert beside it", "runtime/side_stream.py", (("torch.cuda.current_stream(device).wait_stream(side)", "pass"),), _GPU_BESIDE),
+    Mutant("a shared expert begins before its tokens are there", "runtime/side_stream.py", (("    side.wait_stream(torch.cuda.current_stream(device))\n", ""),), _GPU_BESIDE),
 )  # fmt: skip
 
 # Mistakes in kernels and in what packs and orders for them, made again for the tests of a GPU to see.

@@ -126,7 +126,7 @@ def _generate(options: argparse.Namespace, place: str, phase: Callable[[str], An
         from collegium.integrations.transformers import layers_of, load_model
         from collegium.integrations.transformers.classes import class_and_config
         from collegium.runtime import launch
-        from collegium.runtime.warming import warm_up
+        from collegium.runtime.warm_up import warm_up
     with phase("import transformers"):
         import transformers
 

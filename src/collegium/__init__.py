@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from .placement import Placement as Placement
     from .planning import Plan as Plan, plan as plan
     from .problem import (
-        Choice as Choice,
         DeviceFacts as DeviceFacts,
         Limits as Limits,
+        Overrides as Overrides,
         Problem as Problem,
         Refusal as Refusal,
     )
     from .runtime.devices import probe as probe
-    from .runtime.warming import warm_up as warm_up
+    from .runtime.warm_up import warm_up as warm_up
     from .types import (
         ActivationSpec as ActivationSpec,
         ExpertWeights as ExpertWeights,
@@ -68,9 +68,9 @@ _ROOMS = {
     "parallel.ranks": "Ranks",
     "planning": "Plan plan",
     "placement": "Placement",
-    "problem": "Choice DeviceFacts Limits Problem Refusal",
+    "problem": "DeviceFacts Limits Overrides Problem Refusal",
     "runtime.devices": "probe",
-    "runtime.warming": "warm_up",
+    "runtime.warm_up": "warm_up",
     "types": "ActivationSpec ExpertWeights LatentWeights MoESpec RouterWeights Routing RoutingSpec SharedSpec "
     "SharedWeights",
 }

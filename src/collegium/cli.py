@@ -32,15 +32,15 @@ from .commands.options import (
     WholeModel,
     WrittenFormat,
     ceilings_of,
+    comma_separated_ints,
     complete_model,
     find_model,
     formats_of,
-    numbers,
 )
 from .commands.terminal import Report, asks_json, bar, complain, one_line, prints, show_anything
 from .errors import CollegiumError, InputError
 from .locate import SHIPPED
-from .problem import Choice, Limits
+from .problem import Limits, Overrides
 
 __all__ = ["app", "main"]
 
@@ -117,14 +117,14 @@ def generate(
 
     Under torchrun every rank holds a part of the experts.
     """
-    from .runtime.early import start_context
+    from .runtime.cuda_context import start_context
 
     if "RANK" not in os.environ:  # ranks of torchrun choose their device later
         start_context(device)  # while transformers is imported
     from .commands.generate import Writer, check_writable, prompt_limits
     from .integrations.transformers import layers_of, load_model
     from .parallel.torchrun import joined
-    from .runtime.warming import warm_up
+    from .runtime.warm_up import warm_up
 
     if not -(1 << 63) <= seed < 1 << 63:
         raise InputError(f"--seed: found {seed}, allowed are whole numbers of 64 bits")
@@ -136,7 +136,7 @@ def generate(
     with joined(os.environ, device, same_tokens=True) as place:
         with bar("loading") as progress:
             wishes: Any = {"weight_format": weight_format, "limits": limits, "adapter": adapter}
-            wishes["force"] = Choice(kernel=kernel, activation_format=activations)
+            wishes["overrides"] = Overrides(kernel=kernel, activation_format=activations)
             loaded = load_model(checkpoint, device=place, progress=progress, **wishes)
         writer = Writer(loaded, checkpoint.path)
         with bar("compiling") as progress:
@@ -182,7 +182,7 @@ def plan(
     return plan_model(
         find_model(model, download, weights=False),
         device=device,
-        force=Choice(kernel=kernel, activation_format=activations),
+        overrides=Overrides(kernel=kernel, activation_format=activations),
         weight_format=weight_format,
         limits=Limits(max_tokens=max_tokens),
     )
@@ -209,7 +209,7 @@ def bench(
 ) -> Report:
     """Time one MoE layer on random weights, beside the least this machine could take; wrong results get no time."""
     from .commands.bench import bench
-    from .commands.picture import check_picture, draw_bench, save_picture
+    from .commands.plot import check_picture, draw_bench, save_picture
 
     if picture is not None:
         check_picture(picture)
@@ -218,7 +218,7 @@ def bench(
         report = bench(
             shape,
             [formats_of(recipe) for recipe in recipes or ["bf16"]],
-            tokens=None if tokens is None else numbers("--tokens", tokens, int),
+            tokens=None if tokens is None else comma_separated_ints("--tokens", tokens, int),
             routing=routing,
             device=device,
             ceilings=None if ceilings is None else ceilings_of(ceilings),
@@ -255,7 +255,7 @@ def bench_model(
         return bench_model(
             model,
             [formats_of(recipe) for recipe in recipes or []] or RECIPES,
-            batches=numbers("--batches", batches, int),
+            batches=comma_separated_ints("--batches", batches, int),
             layers=layers,
             device=place,
             progress=progress,
@@ -280,7 +280,7 @@ def tune(
         return tune(
             shape,
             formats_of(recipe),
-            tokens=TUNED_TOKENS if tokens is None else numbers("--tokens", tokens, int),
+            tokens=TUNED_TOKENS if tokens is None else comma_separated_ints("--tokens", tokens, int),
             most=most,
             device=device,
             progress=progress,
@@ -330,7 +330,7 @@ def verify(
             folder,
             experts=None if every else experts,
             device=place,
-            force=Choice(kernel=kernel, activation_format=activations),
+            overrides=Overrides(kernel=kernel, activation_format=activations),
             weight_format=weight_format,
             progress=progress,
         )
@@ -366,13 +366,15 @@ def simulate(
     picture: Annotated[str | None, typer.Option(help="Draw balancedness before and after into this PNG.")] = None,
 ) -> Report:
     """Let a policy place experts for the first half of a trace, and judge it on both halves."""
-    from .balance.pictures import draw_simulation
+    from .balance.plots import draw_simulation
     from .balance.report import simulate_file
-    from .commands.picture import check_picture, save_picture
+    from .commands.plot import check_picture, save_picture
 
     if picture is not None:
         check_picture(picture, "--picture")
-    report = simulate_file(trace, ranks, numbers("--replicas", replicas, int, least=0), policy=policy, hosts=hosts)
+    report = simulate_file(
+        trace, ranks, comma_separated_ints("--replicas", replicas, int, least=0), policy=policy, hosts=hosts
+    )
     if picture is not None:
         save_picture(picture, draw_simulation, report)
     return report
@@ -385,9 +387,9 @@ def heatmap(
 ) -> Report:
     """Draw the load of every expert of every layer, and say which are hottest and coldest."""
     from .balance.load import LoadTrace
-    from .balance.pictures import draw_load
+    from .balance.plots import draw_load
     from .balance.report import look_at_load
-    from .commands.picture import check_picture, save_picture
+    from .commands.plot import check_picture, save_picture
 
     check_picture(target, "--out")
     report = look_at_load(trace)

@@ -24,10 +24,24 @@ Every text says what was asked, what was found, what is allowed and what to do n
 from functools import partial
 
 __all__ = [
-    "BadScaleError", "CheckpointError", "CollegiumError", "ConfigError", "DuplicateTensorError", "HostileFileError",
-    "InputError", "MeasurementError", "MissingExtraError", "MissingTensorError", "PlanError", "RankError",
-    "RoutingError", "SpecError", "TensorMismatchError", "TruncatedFileError", "UnknownTensorError",
-]  # fmt: skip
+    "BadScaleError",
+    "CheckpointError",
+    "CollegiumError",
+    "ConfigError",
+    "DuplicateTensorError",
+    "HostileFileError",
+    "InputError",
+    "MeasurementError",
+    "MissingExtraError",
+    "MissingTensorError",
+    "PlanError",
+    "RankError",
+    "RoutingError",
+    "SpecError",
+    "TensorMismatchError",
+    "TruncatedFileError",
+    "UnknownTensorError",
+]
 
 
 class CollegiumError(Exception):

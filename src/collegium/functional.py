@@ -9,7 +9,7 @@ from .formats.payload import Payload
 from .formats.unquantised import FLOAT_FORMATS, as_stored
 from .layer import MoELayer
 from .planning import plan
-from .problem import Choice, Limits, Problem
+from .problem import Limits, Overrides, Problem
 from .runtime.devices import probe
 from .runtime.packed_module import refuse_gradient
 from .types import ActivationSpec, ExpertWeights, MoESpec, Routing, RoutingSpec
@@ -26,7 +26,7 @@ def moe(
     *,
     activation: ActivationSpec | None = None,
     biases: tuple[Tensor, Tensor] | None = None,
-    force: Choice | None = None,
+    overrides: Overrides | None = None,
 ) -> Tensor:
     """Run routed experts once, without building a layer: ``x [T, H]`` to ``[T, H]``, same dtype.
 
@@ -72,7 +72,7 @@ def moe(
         gate_up_bias=None if biases is None else _bias(biases[0], (experts, upper.shape[1], wide)),
         down_bias=None if biases is None else biases[1],
     )
-    return MoELayer(weights, plan(problem, force))(x, routing=Routing(topk_ids=topk_ids, topk_weights=topk_weights))
+    return MoELayer(weights, plan(problem, overrides))(x, routing=Routing(topk_ids=topk_ids, topk_weights=topk_weights))
 
 
 def _check(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, biases: tuple[Tensor, Tensor] | None) -> None:

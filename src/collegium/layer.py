@@ -18,28 +18,28 @@ from torch import Tensor
 from . import pipelines
 from .encoding import as_payloads
 from .errors import InputError
-from .experts import Packed
+from .experts import PackedWeights
 from .experts.measured import with_measured_tiles
 from .formats.payload import Payload
 from .formats.unquantised import DTYPES
 from .ops.route_wide import widened
-from .parallel import Reaching, composed
+from .parallel import SymmetricDispatcher, wrapped_for
 from .parallel.input_check import InputCheck, input_check
-from .parallel.meeting import in_turn, is_known_to_all, meeting_of
-from .pipelines import Parts, Pipeline
+from .parallel.rendezvous import group_lock, is_known_to_all, rendezvous_of
+from .pipelines import Pipeline, PipelineParts
 from .pipelines.batched import check_batched, run_batched
-from .planning import Plan, dispatcher_named, kernel_named, plan as planned, stretches
-from .problem import Choice
+from .planning import Plan, dispatcher_named, kernel_named, plan as planned, token_ranges
+from .problem import Overrides
 from .runtime.devices import plain_torch
-from .runtime.memory import Memory, OwnMemory, Workspaces, captured, memory_map, part, shared_workspaces
-from .runtime.packed_module import PackedModule, check_given, held_bytes
+from .runtime.memory import FreshMemory, Memory, Workspaces, is_capturing, memory_map, part, shared_workspaces
+from .runtime.packed_module import PackedModule, check_tensors, stored_bytes
 from .runtime.replay import Replay
-from .runtime.side import on_the_side
-from .runtime.warming import compile_batches, run_every_way, sizes_for
+from .runtime.side_stream import run_on_side_stream
+from .runtime.warm_up import compile_batches, run_all_paths, sizes_for
 from .stages.checks import check_extras, check_input, check_rows, check_weights, check_whole, output_for
 from .stages.latent import latent_of
-from .stages.router import Choose, Router, in_float32, in_full
-from .stages.shared import check_kept, pack_shared, settled
+from .stages.router import Choose, Router, autocast_disabled, in_float32
+from .stages.shared import check_shared_unchanged, pack_shared, resolve_shared
 from .types import ExpertWeights, LatentWeights, RouterWeights, Routing, SharedWeights
 
 __all__ = ["MoELayer"]
@@ -118,7 +118,7 @@ class MoELayer(PackedModule):
         check_extras(spec, router, shared, latent)
         check_whole(problem, after_expert)
         if shared is not None:
-            plan, weights, shared = settled(plan, weights, shared, after_expert)
+            plan, weights, shared = resolve_shared(plan, weights, shared, after_expert)
             problem = plan.problem
         self.spec = problem.spec
         self.checked, self.choose = checked, choose
@@ -138,22 +138,22 @@ class MoELayer(PackedModule):
         problem = plan.inside
         # split too: for no tokens at all, and for as many as packing finds are better sorted.
         kinds = [kind for kind in pipelines.PIPELINES if kind.name in (*plan.pipelines, "split")]
-        row, tiling = composed(dispatcher_named(plan.dispatcher), problem), self.experts.tiling
+        row, tiling = wrapped_for(dispatcher_named(plan.dispatcher), problem), self.experts.tiling
         # Packing may have found what the problem could not say.
-        self.plan = replace(plan, stretches=stretches(kinds, row, tiling, problem))
+        self.plan = replace(plan, token_ranges=token_ranges(kinds, row, tiling, problem))
         self.dispatcher = row.build(problem)
-        parts = Parts(
+        parts = PipelineParts(
             experts=self.experts,
             dispatcher=self.dispatcher,
             top_k=problem.spec.routing.top_k,
             num_experts=len(problem.local_experts),
             after_expert=self.after_expert,
         )
-        self._pipelines = tuple((own.most(tiling, parts.top_k), own.build(parts)) for own in kinds)
+        self._pipelines = tuple((own.max_tokens(tiling, parts.top_k), own.build(parts)) for own in kinds)
         self._places = memory_map(self.plan.regions)
-        self._step = None if row.together else problem.limits.max_tokens
-        self._reaching = self.dispatcher if isinstance(self.dispatcher, Reaching) else None
-        self._number = 0 if self._reaching is None else self._reaching.join(self._places)
+        self._step = None if row.collective else problem.limits.max_tokens
+        self._reaching = self.dispatcher if isinstance(self.dispatcher, SymmetricDispatcher) else None
+        self._number = 0 if self._reaching is None else self._reaching.register_layer(self._places)
         self.workspaces: Workspaces | Any = self._lender()
         self._input_check = self._comparison()
 
@@ -162,7 +162,7 @@ class MoELayer(PackedModule):
         number = getattr(self.dispatcher, "number", 0)
         return input_check(self.plan.problem.placement, self.plan.dispatcher, checked=self.checked, layer=number)
 
-    def replan(self, plan: Plan, experts: Packed) -> None:
+    def replan(self, plan: Plan, experts: PackedWeights) -> None:
         """Go on with ``experts``, packed for ``plan``, which differs from the layer's own in its placement alone.
 
         All ranks of the new placement call it at the same time; what was captured in a CUDA graph before is no good.
@@ -171,10 +171,11 @@ class MoELayer(PackedModule):
         self._build(plan)
 
     @plain_torch()
-    def swap(self, weights: ExpertWeights[Payload] | ExpertWeights[Tensor], force: Choice | None = None) -> None:
+    def swap(self, weights: ExpertWeights[Payload] | ExpertWeights[Tensor], overrides: Overrides | None = None) -> None:
         """Go on with other routed experts of the same sizes, in the format of ``weights``; all else stays as it is.
 
-        weights: this rank's, in the order of the plan's placement, on the layer's device. force: as ``plan``, where the
+        weights: this rank's, in the order of the plan's placement, on the layer's device. overrides: as ``plan``,
+        where the
         activation format is the layer's own unless another one is forced; None: the dispatcher stays too. What was
         recorded is forgotten, and code that torch.compile made goes on with the new experts. Old and new ones are
         in memory together for a while. No other thread may be in the layer; ranks that share it swap at the same time.
@@ -196,9 +197,9 @@ class MoELayer(PackedModule):
             alone = old.spec.shared_alone()
             kept = replace(shared, weight_format=alone.weight_format, down_format=alone.down_format)
             spec = replace(spec, shared=kept)
-        wish = force or Choice(dispatcher=self.plan.dispatcher)
-        made = planned(replace(old, spec=spec), replace(wish, shared=wish.shared or self.plan.force.shared))
-        check_kept(self.plan, made)
+        wish = overrides or Overrides(dispatcher=self.plan.dispatcher)
+        made = planned(replace(old, spec=spec), replace(wish, shared=wish.shared or self.plan.overrides.shared))
+        check_shared_unchanged(self.plan, made)
         self.replan(made, kernel_named(made.kernel).pack(weights, made.problem.routed))
         self.spec = made.problem.spec
 
@@ -249,11 +250,11 @@ class MoELayer(PackedModule):
     @property
     def nbytes(self) -> int:
         """Bytes of the packed experts, the shared expert, the router and the latent projections on this rank."""
-        return held_bytes(self.experts, self.shared, self.router, self.latent)
+        return stored_bytes(self.experts, self.shared, self.router, self.latent)
 
     def extra_repr(self) -> str:
         """Show the plan, and what only packing knows."""
-        return self.plan.explain() + self.experts.told(self.plan.activation_format)
+        return self.plan.explain() + self.experts.summary(self.plan.activation_format)
 
     def forward(
         self,
@@ -311,7 +312,7 @@ class MoELayer(PackedModule):
         inputs = self._inputs(x, router_logits, None, token_ids, router_input)
         if router_logits is None:
             self._router.check_own(inputs[-1])
-        with in_full(x.device):
+        with autocast_disabled(x.device):
             return self._router(*inputs)
 
     def _inputs(
@@ -324,7 +325,7 @@ class MoELayer(PackedModule):
         ids, weights = (None, None) if routing is None else (routing.topk_ids, routing.topk_weights)
         if logits is not None or own is not None:
             given, other = x if logits is None else logits, x if own is None else own
-            check_given(self._device, router_logits=given, router_input=other)
+            check_tensors(self._device, router_logits=given, router_input=other)
         wide, seen = self.spec.hidden_size, None
         if own is not None and routing is None and logits is None:
             seen = own.reshape(-1, wide)
@@ -347,7 +348,7 @@ class MoELayer(PackedModule):
         check_batched(x, counts, self.plan.problem.routed, self._device, checked=self.checked)
         out = output_for(x, out)
         self._capturing()
-        with in_full(x.device):
+        with autocast_disabled(x.device):
             more = {"expected": expected, "after_expert": self.after_expert, "merged": self.plan.merged}
             _uncompiled_call()(run_batched, self.experts, x, counts, out, **more)
         return out
@@ -361,11 +362,11 @@ class MoELayer(PackedModule):
         sizes = sizes_for(self.variants, self.plan.problem.limits.max_tokens)
         for group in self.plan.groups:
             # A rank with fewer experts may need other batches; each is run by all ranks.
-            found = meeting_of(group).exchange(sizes, "warm_up")
+            found = rendezvous_of(group).exchange(sizes, "warm_up")
             sizes = sorted({size for own in found for size in own})
         # One by one where ranks wait for each other: threads would call in another order on each.
         threads = 1 if self.plan.groups else 8
-        return compile_batches(partial(run_every_way, self), sizes, self._device, progress, threads=threads)
+        return compile_batches(partial(run_all_paths, self), sizes, self._device, progress, threads=threads)
 
     def check(self) -> None:
         """Raise what a replayed CUDA graph could only note; it waits for the device.
@@ -412,7 +413,7 @@ class MoELayer(PackedModule):
     def _compute(self, inputs: tuple[Any, ...], memory: Memory | None) -> None:
         x, _, topk_ids, *_ = inputs
         capturing = self._capturing()
-        with in_turn(self.plan.groups), in_full(x.device):
+        with group_lock(self.plan.groups), autocast_disabled(x.device):
             if memory is None and not capturing and self._due(inputs):
                 x, _, topk_ids, *_ = inputs = self._compared(inputs)
             else:
@@ -420,17 +421,17 @@ class MoELayer(PackedModule):
             if memory is not None or self.workspaces is None:
                 self._passes(memory, *inputs)
             elif capturing and self._reaching is None:
-                self._passes(OwnMemory(self._device), *inputs)
+                self._passes(FreshMemory(self._device), *inputs)
             else:
-                space = self.workspaces.take()
+                space = self.workspaces.acquire()
                 try:
                     own, kind = space.memory(self._places), space.number
                     if self._reaching is not None and (self._step is None or x.shape[0] <= self._step):
                         top_k = self.spec.routing.top_k if topk_ids is None else topk_ids.shape[1]
-                        kind = kind, self._reaching.meet(own, self._number, x.shape[0], top_k)
+                        kind = kind, self._reaching.sync_pass(own, self._number, x.shape[0], top_k)
                     self._recorded(own, kind, inputs)
                 finally:
-                    self.workspaces.give(space)
+                    self.workspaces.release(space)
 
     def _check_router(self, inputs: tuple[Any, ...]) -> None:
         _, logits, topk_ids, topk_weights, _, router_input, _ = inputs
@@ -473,25 +474,25 @@ class MoELayer(PackedModule):
             # First, in the words in which ranks agree on passes: one that calls another layer is noticed at once.
             try:
                 most = tokens if self._step is None else min(tokens, self._step)
-                self._reaching.greet(self._number, most, top_k or self.spec.routing.top_k)
+                self._reaching.sync_call(self._number, most, top_k or self.spec.routing.top_k)
             except InputError as disagreement:
                 raise (error or disagreement) from None
         check.compare(tokens, given, tensors, error)
 
     def _refused(self, x: Any, given: tuple[Any, Any, Any, Any], error: Exception) -> None:
         """Let ranks that wait for this pass know why this one cannot run it, where they compare inputs."""
-        if self._input_check is None or captured(self._device):
+        if self._input_check is None or is_capturing(self._device):
             return
         logits, routing, token_ids, own = (each is not None for each in given)
         tokens = prod(x.shape[:-1]) if isinstance(x, Tensor) else 0
         present = logits, routing, token_ids, own and not logits and not routing
-        with in_turn(self.plan.groups):
+        with group_lock(self.plan.groups):
             if self._input_check.due(tokens, present):
                 self._meet_inputs(tokens, present, error=error)
 
     def _capturing(self) -> bool:
         """Return whether a CUDA graph captures this call; if so, it keeps the addresses of the experts."""
-        found = captured(self._device)
+        found = is_capturing(self._device)
         if found:
             self.__dict__["_captured"] = True
         return found
@@ -500,7 +501,7 @@ class MoELayer(PackedModule):
         # User callbacks may launch work that the recorder cannot see; a graph records by itself.
         own = self.choose is None and self.after_expert is None
         # On a CPU torch alone exchanges with peers.
-        own = own and (self._reaching is None or self._device.type == "cuda") and not captured(self._device)
+        own = own and (self._reaching is None or self._device.type == "cuda") and not is_capturing(self._device)
         again = partial(self._replay, partial(self._passes, memory), memory=kind)
         if own and inputs[0].shape[0] <= self.plan.problem.limits.max_tokens:
             again(inputs)
@@ -526,16 +527,16 @@ class MoELayer(PackedModule):
                 each((x[span], None, own.topk_ids, own.topk_weights, None, None, out[span]))
                 continue
             if self._reaching is not None and memory is not None:
-                self._reaching.meet(memory, self._number, *own.topk_ids.shape)
+                self._reaching.sync_pass(memory, self._number, *own.topk_ids.shape)
             self._tokens(x[span], lambda own=own: own, out[span], memory)
 
     def _tokens(self, x: Tensor, route: Callable[[], Routing], out: Tensor, memory: Memory | None) -> None:
         # Where ranks call together the dispatcher refuses too many tokens, on every rank.
         many = x.shape[0] > self.plan.problem.limits.max_tokens
         shared = None if self.shared is None or many else partial(self.shared, x, memory)
-        if shared is not None and x.shape[0] <= self.plan.beside and captured(self._device):
+        if shared is not None and x.shape[0] <= self.plan.beside and is_capturing(self._device):
             # Only here: eagerly the waits of two streams cost the host more than they bring.
-            shared = on_the_side(shared, self._device)
+            shared = run_on_side_stream(shared, self._device)
         routing = widened(route(), self.spec.num_experts, self.plan.merged, part(memory, "routing"))
         pipeline = self._pipeline(x.shape[0])
         if self.latent is None:

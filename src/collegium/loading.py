@@ -8,10 +8,10 @@ import torch
 
 from .checkpoint.activation_scales import input_reach
 from .checkpoint.audit import check_dense_layers
-from .checkpoint.beside import check_beside, load_latent, load_router, load_shared
+from .checkpoint.layer_view import CheckpointLayer
 from .checkpoint.loader import load_experts
-from .checkpoint.opened import CheckpointLayer
-from .checkpoint.problems import refuse
+from .checkpoint.non_expert_weights import check_non_expert_weights, load_latent, load_router, load_shared
+from .checkpoint.problems import raise_first
 from .checkpoint.reader import Checkpoint
 from .encoding import encoded
 from .errors import InputError
@@ -22,7 +22,7 @@ from .parallel.placement import linear
 from .parallel.ranks import Ranks
 from .placement import Placement
 from .planning import plan
-from .problem import Choice, DeviceFacts, Limits, Problem
+from .problem import DeviceFacts, Limits, Overrides, Problem
 from .runtime.arguments import Dtype, dtype_name, refuse_others
 from .runtime.devices import plain_torch, probe
 from .types import ExpertWeights, MoESpec
@@ -36,7 +36,7 @@ def load_layer(  # noqa: PLR0913  every option of a layer that is read from disk
     layer: int,
     *,
     weight_format: str | None = None,
-    force: Choice | None = None,
+    overrides: Overrides | None = None,
     device: torch.device | str | Ranks | None = None,
     dtype: Dtype | torch.dtype = "bf16",
     limits: Limits | None = None,
@@ -48,7 +48,7 @@ def load_layer(  # noqa: PLR0913  every option of a layer that is read from disk
 
     path: a folder or file, ``fables-16m`` for the shipped model, or an id of the Hugging Face Hub (``org/name`` or
     ``org/name@revision``) in the local cache; an existing path wins. download: fetch what the cache lacks.
-    weight_format: encode the experts into this format instead of the published one. force, limits: as ``plan``.
+    weight_format: encode the experts into this format instead of the published one. overrides, limits: as ``plan``.
     device: the best of this machine when None; Ranks: this rank's part of a layer whose experts several share, read
     from disk without the others'. dtype: of the layer's input and output, a name or a torch.dtype. checked: as
     ``MoELayer``.
@@ -59,15 +59,15 @@ def load_layer(  # noqa: PLR0913  every option of a layer that is read from disk
     dtype = dtype_name("load_layer", dtype)
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path, download=download)
     opened = CheckpointLayer.open(checkpoint, layer)
-    facts, placement = _placed(opened, device, limits=limits, dtype=dtype, format=weight_format, force=force)
-    weights = _experts(opened, weight_format, facts.place, placement, force)
-    refuse(checkpoint, [*check_dense_layers(checkpoint), *check_beside(opened)])
+    facts, placement = _placed(opened, device, limits=limits, dtype=dtype, format=weight_format, overrides=overrides)
+    weights = _experts(opened, weight_format, facts.place, placement, overrides)
+    raise_first(checkpoint, [*check_dense_layers(checkpoint), *check_non_expert_weights(opened)])
     problem = _problem(opened.spec, weights, facts, placement, limits=limits or Limits(), dtype=dtype)
     return MoELayer(
         weights,
-        plan(problem, force),
+        plan(problem, overrides),
         router=load_router(opened, device=facts.place),
-        shared=load_shared(opened, device=facts.place, activations=asked_activations(force)),
+        shared=load_shared(opened, device=facts.place, activations=asked_activations(overrides)),
         latent=load_latent(opened, device=facts.place),
         checked=checked,
     )
@@ -78,7 +78,7 @@ def load_routed(
     layer: CheckpointLayer,
     *,
     weight_format: str | None = None,
-    force: Choice | None = None,
+    overrides: Overrides | None = None,
     device: torch.device | str | Ranks | None = None,
     limits: Limits | None = None,
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16",
@@ -87,18 +87,19 @@ def load_routed(
     """Load only the routed experts of an opened layer, for a caller that keeps router and shared expert.
 
     placement: the experts and the slice of them that this rank reads and holds; with
-    ``force=Choice(dispatcher="partial")`` the layer gives this rank's part of the sum. None: what Ranks as ``device``
+    ``overrides=Overrides(dispatcher="partial")`` the layer gives this rank's part of the sum. None: what Ranks as
+    ``device``
     say, or all. Other arguments and errors as ``load_layer``; the layer takes a routing or logits at every call.
     """
-    facts, own = _placed(layer, device, limits=limits, dtype=dtype, format=weight_format, force=force)
+    facts, own = _placed(layer, device, limits=limits, dtype=dtype, format=weight_format, overrides=overrides)
     if placement is not None and own is not None:
         raise InputError(
             f"load_routed: Ranks and the placement {placement} were given; one of the two says who holds what"
         )
     placement = placement or own
-    weights = _experts(layer, weight_format, facts.place, placement, force)
+    weights = _experts(layer, weight_format, facts.place, placement, overrides)
     problem = _problem(layer.spec.routed_alone(), weights, facts, placement, limits=limits or Limits(), dtype=dtype)
-    return MoELayer(weights, plan(problem, force))
+    return MoELayer(weights, plan(problem, overrides))
 
 
 def _placed(
@@ -125,14 +126,18 @@ def _problem(
     return Problem(spec=replace(spec, **weights.formats), device=facts, placement=placement, **asked)
 
 
-def asked_activations(force: Choice | None) -> str:
-    """Return the activation format that ``force`` asks for, or one without scales where it asks for none."""
-    # What is no Choice is refused by the plan.
-    return getattr(force, "activation_format", None) or "fp32"
+def asked_activations(overrides: Overrides | None) -> str:
+    """Return the activation format that ``overrides`` asks for, or one without scales where it asks for none."""
+    # What is no Overrides is refused by the plan.
+    return getattr(overrides, "activation_format", None) or "fp32"
 
 
 def _experts(
-    layer: CheckpointLayer, weight_format: str | None, place: str, placement: Placement | None, force: Choice | None
+    layer: CheckpointLayer,
+    weight_format: str | None,
+    place: str,
+    placement: Placement | None,
+    overrides: Overrides | None,
 ) -> ExpertWeights[Payload]:
     """Read the experts of ``placement``, or all, on the device ``place``, encoded if asked.
 
@@ -140,7 +145,7 @@ def _experts(
     """
     held = placement or linear(layer.spec.num_experts, 0, 1)
     everyone = (source for _, source in layer.sources())
-    reach = input_reach(layer.checkpoint, everyone, layer.both_stored, asked_activations(force))
+    reach = input_reach(layer.checkpoint, everyone, layer.both_stored, asked_activations(overrides))
     weights = load_experts(layer, held, device=place, pad=held.tp_size > 1, convert=weight_format is not None)
     weights = replace(weights, input_reach=reach)
     return encoded(weights, weight_format)

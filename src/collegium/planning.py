@@ -15,25 +15,25 @@ from . import experts, parallel, pipelines
 from .errors import PlanError
 from .experts import ExpertKernel, Tiling
 from .formats import by_name
-from .formats.intake import SAFETENSORS_DTYPES
+from .formats.find_storage import SAFETENSORS_DTYPES
 from .ops import linear
 from .ops.quantize import ACTIVATION_FORMATS, activation_format
 from .ops.route import route_regions
 from .ops.route_wide import widened_regions
 from .parallel import DispatcherKind
 from .parallel.input_check import compared_words
-from .parallel.traffic import Away, Traffic
-from .pipelines import Asked, PipelineKind
-from .problem import Choice, ExpertsProblem, Problem, Refusal
-from .runtime.memory import Region, Regions, largest, memory_map, under
+from .parallel.traffic import OutgoingTokens, Traffic
+from .pipelines import PipelineKind, PipelineQuery
+from .problem import ExpertsProblem, Overrides, Problem, Refusal
+from .runtime.memory import Region, Regions, elementwise_max, memory_map, with_prefix
 from .sharing import SharedWay, shared_way
 from .types import MoESpec, format_names, named, require
 
-__all__ = ["Plan", "Stretch", "dispatcher_named", "expert_bytes", "kernel_named", "plan", "stretches"]
+__all__ = ["Plan", "TokenRange", "dispatcher_named", "expert_bytes", "kernel_named", "plan", "token_ranges"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stretch:
+class TokenRange:
     """From ``tokens`` tokens on, up to the next stretch: the pipeline, and the family of its kernel's tiles."""
 
     tokens: int
@@ -46,21 +46,22 @@ class Plan:
     """Every choice made, and what runs is exactly this.
 
     problem: the question, with activation format, combine and what tokens are sent as filled in. kernel,
-    shared_kernel, dispatcher: names of what was chosen; shared_kernel is None without a shared expert. stretches: which
+    shared_kernel, dispatcher: names of what was chosen; shared_kernel is None without a shared expert. token_ranges:
+    which
     pipeline and tiles run how many tokens; a layer corrects them where packing finds what a problem cannot say (groups
     of INT4, weights at odd addresses).
     wire_format: what travels between ranks. capacity: rows one pass brings to this rank's experts at most.
     expert_bytes, weight_bytes: one expert, all of this rank's slots in one layer. regions: temporary memory of a
     pass. capturable: whether the forward pass may be captured in a CUDA graph. refusals: the other candidates and why.
     merged: as how many more routed experts the shared one runs; 0: on its own, or there is none. beside: up to how many
-    tokens it then has a stream of its own in a CUDA graph. force: what was wished.
+    tokens it then has a stream of its own in a CUDA graph. overrides: what the caller chose.
     """
 
     problem: Problem
     kernel: str
     shared_kernel: str | None
     dispatcher: str
-    stretches: tuple[Stretch, ...]
+    token_ranges: tuple[TokenRange, ...]
     activation_format: str
     wire_format: str
     capacity: int
@@ -71,7 +72,7 @@ class Plan:
     refusals: tuple[Refusal, ...]
     merged: int = 0
     beside: int = 0
-    force: Choice = field(default_factory=Choice, compare=False)
+    overrides: Overrides = field(default_factory=Overrides, compare=False)
 
     @property
     def inside(self) -> Problem:
@@ -97,14 +98,14 @@ class Plan:
     @property
     def pipelines(self) -> tuple[str, ...]:
         """Names of the pipelines that run, each once, from the fewest tokens on."""
-        return tuple(dict.fromkeys(stretch.pipeline for stretch in self.stretches))
+        return tuple(dict.fromkeys(stretch.pipeline for stretch in self.token_ranges))
 
-    def traffic(self, away: Away) -> Traffic:
+    def traffic(self, away: OutgoingTokens) -> Traffic:
         """Return the bytes between a rank and the others for its tokens, ``away`` being what of them goes elsewhere.
 
         Of slices, and of the same tokens on every rank, without the sums and shares that are gathered around it.
         """
-        return parallel.composed(dispatcher_named(self.dispatcher), self.problem).traffic(self.problem, away)
+        return parallel.wrapped_for(dispatcher_named(self.dispatcher), self.problem).traffic(self.problem, away)
 
     def explain(self) -> str:
         """Return the plan as lines a person can read."""
@@ -142,7 +143,7 @@ class Plan:
         """Return in words which pipeline and tiles run how many tokens."""
         does = {kind.name: kind.does for kind in pipelines.PIPELINES}
         most, found = self.problem.limits.max_tokens, list[str]()
-        for own, following in zip(self.stretches, (*self.stretches[1:], None), strict=True):
+        for own, following in zip(self.token_ranges, (*self.token_ranges[1:], None), strict=True):
             last = most if following is None else following.tokens - 1
             count = f"{own.tokens:,} to {last:,} tokens" if own.tokens < last else f"{last:,} token{'s' * (last > 1)}"
             tiles = f", {own.tiles}" if own.tiles else ""
@@ -164,7 +165,7 @@ class Plan:
             "merged": self.merged,
             "beside": self.beside,
             "dispatcher": self.dispatcher,
-            "stretches": [asdict(stretch) for stretch in self.stretches],
+            "token_ranges": [asdict(stretch) for stretch in self.token_ranges],
             "device": self.problem.device.kind,
             "device_name": self.problem.device.name,
             "weight_format": self.problem.spec.weight_format,
@@ -226,42 +227,42 @@ def _matrix_bytes(name: str, rows: int, columns: int) -> int:
     )
 
 
-def plan(problem: Problem, force: Choice | None = None) -> Plan:
+def plan(problem: Problem, overrides: Overrides | None = None) -> Plan:
     """Choose the first kernel, dispatcher and pipelines of the tables that do not refuse ``problem``.
 
-    force: explicit wishes; they are obeyed or refused, never replaced. Raises PlanError listing every refusal.
+    overrides: explicit choices, which are obeyed or refused, never replaced. Raises PlanError listing every refusal.
     """
-    force = force or Choice()
-    require(type(force) is Choice, "force", force, "a Choice, such as Choice(kernel=...)")
-    wanted = activation_format(force.activation_format or problem.activation_format or problem.dtype).name
-    asked = replace(problem, activation_format=wanted, combine=force.combine or problem.combine)
+    overrides = overrides or Overrides()
+    require(type(overrides) is Overrides, "overrides", overrides, "an Overrides, such as Overrides(kernel=...)")
+    wanted = activation_format(overrides.activation_format or problem.activation_format or problem.dtype).name
+    asked = replace(problem, activation_format=wanted, combine=overrides.combine or problem.combine)
     refusals: list[Refusal] = []
 
     def refuse_kernel(kernel: Any) -> str | None:
         return _cannot_capture(kernel, asked) or kernel.refuse(asked.routed)
 
-    kernel = _first("kernel", experts.KERNELS, force.kernel, refuse_kernel, refusals)
+    kernel = _first("kernel", experts.KERNELS, overrides.kernel, refuse_kernel, refusals)
     if kernel is None:
         raise _no_kernel(asked, refusals)
     asked = _with_wire(asked, kernel)
 
     def refuse_dispatcher(kind: Any) -> str | None:
-        whole = parallel.composed(kind, asked)
-        return _cannot_capture(whole, asked) or whole.refuse(asked, asked=force.dispatcher == kind.name)
+        whole = parallel.wrapped_for(kind, asked)
+        return _cannot_capture(whole, asked) or whole.refuse(asked, asked=overrides.dispatcher == kind.name)
 
-    chosen = _first("dispatcher", parallel.DISPATCHERS, force.dispatcher, refuse_dispatcher, refusals)
+    chosen = _first("dispatcher", parallel.DISPATCHERS, overrides.dispatcher, refuse_dispatcher, refusals)
     if chosen is None:
         reasons = _listed([r for r in refusals if r.what == "dispatcher"]) + "\nChange the choice or the placement."
         raise PlanError(f"no dispatcher serves {asked.placement or 'one rank'}:\n{reasons}")
-    dispatcher = parallel.composed(chosen, asked)
+    dispatcher = parallel.wrapped_for(chosen, asked)
     capturable = kernel.capturable and dispatcher.capturable
-    shared = shared_way(asked, kernel, chosen.name, force, capturable=capturable)
+    shared = shared_way(asked, kernel, chosen.name, overrides, capturable=capturable)
     inside = asked.widened(shared.merged)
     capacity = dispatcher.capacity(inside)
     brought = replace(inside.routed, rows=capacity, tokens=parallel.batch_tokens(dispatcher, inside))
-    parts: dict[str, Any] = {"experts": brought, "tiling": kernel.tiling(brought), "pipeline": force.pipeline}
-    question = Asked(problem=inside, kernel=kernel, dispatcher=dispatcher, **parts)
-    kinds = _pipelines(question, force, refusals)
+    parts: dict[str, Any] = {"experts": brought, "tiling": kernel.tiling(brought), "pipeline": overrides.pipeline}
+    question = PipelineQuery(problem=inside, kernel=kernel, dispatcher=dispatcher, **parts)
+    kinds = _pipelines(question, overrides, refusals)
     one = expert_bytes(asked.spec, asked.routed.intermediate)
     regions = _regions_beside(asked, inside, shared) | _largest_regions(kinds, question)
     return Plan(
@@ -269,9 +270,9 @@ def plan(problem: Problem, force: Choice | None = None) -> Plan:
         kernel=kernel.name,
         shared_kernel=None if shared.kernel is None else shared.kernel.name,
         dispatcher=chosen.name,
-        stretches=stretches(kinds, dispatcher, question.tiling, inside),
+        token_ranges=token_ranges(kinds, dispatcher, question.tiling, inside),
         activation_format=wanted,
-        wire_format=dispatcher.wire(asked),
+        wire_format=dispatcher.wire_format(asked),
         capacity=capacity,
         expert_bytes=one,
         weight_bytes=one * asked.slots,
@@ -280,7 +281,7 @@ def plan(problem: Problem, force: Choice | None = None) -> Plan:
         refusals=tuple(refusals),
         merged=shared.merged,
         beside=shared.beside,
-        force=force,
+        overrides=overrides,
     )
 
 
@@ -296,25 +297,25 @@ def _no_kernel(asked: Problem, refusals: Sequence[Refusal]) -> PlanError:
 def _regions_beside(asked: Problem, inside: Problem, shared: SharedWay) -> Regions:
     """Return the memory of what is beside the pipelines."""
     tokens, wide = asked.limits.max_tokens, inside.spec.routing.top_k
-    regions: Regions = under("routing", route_regions(tokens, asked.spec.routing.top_k))
+    regions: Regions = with_prefix("routing", route_regions(tokens, asked.spec.routing.top_k))
     if shared.merged:
-        regions |= under("routing", widened_regions(tokens, wide))
+        regions |= with_prefix("routing", widened_regions(tokens, wide))
     if shared.kernel is not None and not shared.merged:
-        regions |= under("shared", shared.kernel.regions(asked.shared()))
+        regions |= with_prefix("shared", shared.kernel.regions(asked.shared()))
     return regions | linear.regions_of(asked)
 
 
-def _largest_regions(kinds: Sequence[PipelineKind], question: Asked) -> Regions:
+def _largest_regions(kinds: Sequence[PipelineKind], question: PipelineQuery) -> Regions:
     """Return the memory of every pipeline; where ranks read each other's, with the experts of any of them.
 
     So they have one map of it, whatever experts each of them holds.
     """
     brought, placed = question.experts, question.problem.placement
     widths = {brought.experts}
-    if placed is not None and question.dispatcher.reaching:
+    if placed is not None and question.dispatcher.symmetric:
         widths |= {len(ids) + placed.spare for ids in placed.ranks}
     asks = [replace(question, experts=replace(brought, experts=width)) for width in sorted(widths)]
-    return largest(*(kind.regions(ask) for kind in kinds for ask in asks))
+    return elementwise_max(*(kind.regions(ask) for kind in kinds for ask in asks))
 
 
 def _cannot_capture(candidate: Any, problem: Problem) -> str | None:
@@ -357,46 +358,50 @@ def _listed(refusals: Sequence[Refusal]) -> str:
     return "\n".join(f"  {refusal.name}: {refusal.reason}" for refusal in refusals)
 
 
-def _pipelines(question: Asked, force: Choice, refusals: list[Refusal]) -> list[PipelineKind]:
+def _pipelines(question: PipelineQuery, overrides: Overrides, refusals: list[Refusal]) -> list[PipelineKind]:
     """Return the pipelines that share the batches, the one for the fewest tokens first; the last serves any number."""
     rows, found, top_k = pipelines.PIPELINES, list["PipelineKind"](), question.problem.spec.routing.top_k
-    forced = None if force.pipeline is None else _named("pipeline", force.pipeline, rows)
+    forced = None if overrides.pipeline is None else _named("pipeline", overrides.pipeline, rows)
     # One that is forced and serves any number needs none beside it; one for few tokens needs one for the rest.
-    alone = forced is not None and forced.most(question.tiling, top_k) is None
+    alone = forced is not None and forced.max_tokens(question.tiling, top_k) is None
     own: list[Refusal] = []
     for kind in rows:
         reason = kind.refuse(question)
-        if reason is None and forced not in (None, kind) and (alone or kind.most(question.tiling, top_k) is not None):
-            reason = f"pipeline {force.pipeline} was forced"
-        if reason is None and found and found[-1].most(question.tiling, top_k) is None:
+        if (
+            reason is None
+            and forced not in (None, kind)
+            and (alone or kind.max_tokens(question.tiling, top_k) is not None)
+        ):
+            reason = f"pipeline {overrides.pipeline} was forced"
+        if reason is None and found and found[-1].max_tokens(question.tiling, top_k) is None:
             reason = f"it can run this, but {found[-1].name} is before it in the table"
         if reason is None:
             found.append(kind)
         else:
             own.append(Refusal(what="pipeline", name=kind.name, reason=reason))
     refusals += own
-    forced_away = force.pipeline is not None and force.pipeline not in {kind.name for kind in found}
-    if forced_away or not found or found[-1].most(question.tiling, top_k) is not None:
+    forced_away = overrides.pipeline is not None and overrides.pipeline not in {kind.name for kind in found}
+    if forced_away or not found or found[-1].max_tokens(question.tiling, top_k) is not None:
         raise PlanError(f"no pipeline runs every number of tokens as asked:\n{_listed(own)}")
     return found
 
 
-def stretches(
+def token_ranges(
     kinds: Sequence[PipelineKind], dispatcher: DispatcherKind, tiling: Tiling, problem: Problem
-) -> tuple[Stretch, ...]:
+) -> tuple[TokenRange, ...]:
     """Return every count of tokens, up to ``max_tokens``, from which another pipeline or tile family runs."""
 
     def family_at(tokens: int, kind: PipelineKind) -> str:
         return kind.family(tiling, dispatcher.rows(problem, tokens))
 
-    found: list[Stretch] = []
+    found: list[TokenRange] = []
     start, top_k, limit = 1, problem.spec.routing.top_k, problem.limits.max_tokens
     for kind in kinds:
-        most = kind.most(tiling, top_k)
+        most = kind.max_tokens(tiling, top_k)
         last = limit if most is None else min(most, limit)
         while start <= last:
             family = family_at(start, kind)
-            found.append(Stretch(tokens=start, pipeline=kind.name, tiles=family))
+            found.append(TokenRange(tokens=start, pipeline=kind.name, tiles=family))
             later = range(start, last + 1)
             start += bisect_left(later, True, key=lambda n, k=kind, f=family: family_at(n, k) != f)
     return tuple(found)

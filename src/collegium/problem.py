@@ -6,7 +6,7 @@ from typing import Literal
 from .placement import Placement
 from .types import ActivationSpec, MoESpec, RoutingSpec, require
 
-__all__ = ["COMBINES", "Choice", "Combine", "DeviceFacts", "ExpertsProblem", "Limits", "Problem", "Refusal"]
+__all__ = ["COMBINES", "Combine", "DeviceFacts", "ExpertsProblem", "Limits", "Overrides", "Problem", "Refusal"]
 
 Combine = Literal["exact", "reduced", "reduced_fp8"]
 COMBINES = ("exact", "reduced", "reduced_fp8")
@@ -187,7 +187,7 @@ class Problem:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class Overrides:
     """A user's explicit wish; the plan obeys or refuses, it never falls back. Names as the plan prints them.
 
     combine: one of ``COMBINES``, for layers over ranks. shared: whether the shared expert runs as ``merged``, more

@@ -7,7 +7,7 @@ from . import experts
 from .errors import PlanError
 from .experts import ExpertKernel
 from .formats import by_name
-from .problem import Choice, Problem
+from .problem import Overrides, Problem
 from .types import format_names
 
 __all__ = ["SharedWay", "forced_in_vain", "shared_way"]
@@ -52,7 +52,7 @@ class SharedWay(NamedTuple):
 
 
 def shared_way(
-    problem: Problem, kernel: ExpertKernel, dispatcher: str, force: Choice, *, capturable: bool
+    problem: Problem, kernel: ExpertKernel, dispatcher: str, overrides: Overrides, *, capturable: bool
 ) -> SharedWay:
     """Return how the shared expert runs beside routed ones with ``kernel`` and ``dispatcher``.
 
@@ -60,22 +60,22 @@ def shared_way(
     """
     if problem.spec.shared is None:
         return SharedWay(None)
-    if force.shared == "merged":
+    if overrides.shared == "merged":
         reason = _cannot_merge(problem, dispatcher)
         if reason is not None:
             raise forced_in_vain("merged", reason)
         return SharedWay(kernel, merged=problem.shared().intermediate // problem.spec.intermediate_size)
-    reason = "shared apart was forced" if force.shared == "apart" else None
+    reason = "shared apart was forced" if overrides.shared == "apart" else None
     if problem.device.kind != "cuda":
         reason = f"a {problem.device.kind} has no streams"
     elif dispatcher != "local":
         reason = f"with the dispatcher {dispatcher} it already runs while tokens travel"
     elif not capturable:
         reason = "no CUDA graph can capture the layer"
-    if reason is not None and force.shared == "beside":
+    if reason is not None and overrides.shared == "beside":
         raise forced_in_vain("beside", reason)
     # A slow kernel that nobody asked for is taken where nothing else would run, and the plan says so.
-    asked = problem.graph or force.activation_format is not None
+    asked = problem.graph or overrides.activation_format is not None
     own = _kernel(problem, kernel, capturable=capturable and asked)
     return SharedWay(own, beside=_BESIDE if reason is None and own.capturable else 0)
 
@@ -108,4 +108,4 @@ def _cannot_merge(problem: Problem, dispatcher: str) -> str | None:
 
 def forced_in_vain(way: str, reason: str) -> PlanError:
     """Return the error for a shared expert that was to run in a ``way`` that it cannot, for ``reason``."""
-    return PlanError(f"shared {way} was forced, it cannot be: {reason}. Use Choice(shared='apart')")
+    return PlanError(f"shared {way} was forced, it cannot be: {reason}. Use Overrides(shared='apart')")

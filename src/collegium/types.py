@@ -19,9 +19,23 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "ActivationSpec", "Back", "ContiguousBatch", "ExpertWeights", "LatentWeights", "MoESpec", "RouterWeights",
-    "Routing", "RoutingSpec", "SharedSpec", "SharedWeights", "TileRows", "closest", "format_names", "named", "require",
-]  # fmt: skip
+    "ActivationSpec",
+    "ContiguousBatch",
+    "ExpertWeights",
+    "LatentWeights",
+    "MoESpec",
+    "RemoteOutput",
+    "RouterWeights",
+    "Routing",
+    "RoutingSpec",
+    "SharedSpec",
+    "SharedWeights",
+    "TileRows",
+    "closest",
+    "format_names",
+    "named",
+    "require",
+]
 
 ActivationKind = Literal["swiglu", "swiglu_oai", "swiglu_step", "situ", "geglu", "geglu_tanh", "relu2", "silu", "gelu"]
 GATED_KINDS = ("swiglu", "swiglu_oai", "swiglu_step", "situ", "geglu", "geglu_tanh")
@@ -29,7 +43,7 @@ ACTIVATION_KINDS = (*GATED_KINDS, "relu2", "silu", "gelu")
 
 ScoreFunction = Literal["softmax", "topk_softmax", "sigmoid", "sqrt_softplus", "sparsemixer"]
 SCORE_FUNCTIONS = ("softmax", "topk_softmax", "sigmoid", "sqrt_softplus", "sparsemixer")
-# What serving engines call a rule, by score, renormalise and correction_bias.
+# What serving engines call a rule, by score, renormalize and correction_bias.
 _METHODS = {
     ("softmax", False, False): "default",
     ("softmax", True, False): "renormalize_naive",
@@ -117,9 +131,9 @@ class RoutingSpec:
     score: ``softmax`` over all experts before top-k; ``topk_softmax`` over the selected logits only; ``sigmoid`` and
         ``sqrt_softplus`` elementwise before top-k; ``sparsemixer``: two experts one after the other, each weighted by
         a softmax over the logits within ``2 * jitter`` of the best left (Phi-3.5-MoE).
-    renormalise: divide the selected weights by (their sum + ``renormalise_eps``), or by ``renormalise_floor`` if that
+    renormalize: divide the selected weights by (their sum + ``renormalize_eps``), or by ``renormalize_floor`` if that
         is larger.
-    groups, kept_groups: grouped top-k; ``group_score`` is the maximum of the group or the sum of its two best.
+    groups, topk_groups: grouped top-k; ``group_score`` is the maximum of the group or the sum of its two best.
     scale: routed scaling factor, applied last.
     correction_bias: whether a per-expert bias is added for selection only, never to the weights.
     weight_on_input: the router weight multiplies the expert's input instead of its output (Llama-4).
@@ -133,16 +147,16 @@ class RoutingSpec:
 
     top_k: int
     score: ScoreFunction = "softmax"
-    renormalise: bool = True
-    renormalise_eps: float = 0.0
+    renormalize: bool = True
+    renormalize_eps: float = 0.0
     groups: int = 1
-    kept_groups: int = 1
+    topk_groups: int = 1
     group_score: Literal["max", "top2_sum"] = "max"
     scale: float = 1.0
     correction_bias: bool = False
     weight_on_input: bool = False
     hash_routing: bool = False
-    renormalise_floor: float = 0.0
+    renormalize_floor: float = 0.0
     jitter: float = 0.01
     input_norm_eps: float | None = None
     expert_scale: bool = False
@@ -150,19 +164,19 @@ class RoutingSpec:
     id_dtype: Literal["int64", "int32"] = "int64"
 
     def __post_init__(self) -> None:
-        for name in ("top_k", "groups", "kept_groups"):
+        for name in ("top_k", "groups", "topk_groups"):
             _require_count(name, getattr(self, name))
         require(self.score in SCORE_FUNCTIONS, "score function", self.score, ", ".join(SCORE_FUNCTIONS))
-        kept = 1 <= self.kept_groups <= self.groups
-        require(kept, "kept_groups", self.kept_groups, f"1 to groups={self.groups}")
+        kept = 1 <= self.topk_groups <= self.groups
+        require(kept, "topk_groups", self.topk_groups, f"1 to groups={self.groups}")
         require(self.group_score in ("max", "top2_sum"), "group_score", self.group_score, "max, top2_sum")
-        require(self.renormalise_eps >= 0, "renormalise_eps", self.renormalise_eps, "0 or more")
-        require(self.renormalise_floor >= 0, "renormalise_floor", self.renormalise_floor, "0 or more")
+        require(self.renormalize_eps >= 0, "renormalize_eps", self.renormalize_eps, "0 or more")
+        require(self.renormalize_floor >= 0, "renormalize_floor", self.renormalize_floor, "0 or more")
         signed = "int64, int32 (an unsigned id cannot be -1, which means not here)"
         require(self.id_dtype in ("int64", "int32"), "id_dtype", self.id_dtype, signed)
         if self.score == "sparsemixer":
-            plain = not (self.renormalise or self.correction_bias or self.hash_routing or self.groups > 1)
-            require(plain and self.top_k == 2, "sparsemixer", self, "top_k=2 and renormalise=False alone")
+            plain = not (self.renormalize or self.correction_bias or self.hash_routing or self.groups > 1)
+            require(plain and self.top_k == 2, "sparsemixer", self, "top_k=2 and renormalize=False alone")
             require(self.jitter > 0, "jitter", self.jitter, "a positive number")
 
     @property
@@ -171,13 +185,13 @@ class RoutingSpec:
 
         ``default``, ``renormalize_naive``, ``renormalize``, ``sigmoid``, ``sigmoid_renorm``, ``deepseek_v3`` (groups or
         none), ``deepseek_v4``, ``llama4``; ``unspecified`` for every other rule. ``docs/routing.md`` has the table.
-        top_k, groups, scale and renormalise_eps are beside the name.
+        top_k, groups, scale and renormalize_eps are beside the name.
         """
-        name = _METHODS.get((self.score, self.renormalise, self.correction_bias), "unspecified")
+        name = _METHODS.get((self.score, self.renormalize, self.correction_bias), "unspecified")
         if self.weight_on_input:
             name = "llama4" if name == "sigmoid" and self.top_k == 1 else "unspecified"
         grouped = self.groups > 1 and (name, self.group_score) != ("deepseek_v3", "top2_sum")
-        other = grouped or self.hash_routing or self.expert_scale or self.renormalise_floor
+        other = grouped or self.hash_routing or self.expert_scale or self.renormalize_floor
         return "unspecified" if other else name
 
 
@@ -230,7 +244,7 @@ class MoESpec:
         k, e, g = self.routing.top_k, self.num_experts, self.routing.groups
         require(k <= e, "top_k", k, f"at most num_experts={e}")
         require(e % g == 0, "num_experts with routing groups", (e, g), "num_experts a multiple of groups")
-        held = self.routing.kept_groups * (e // g)
+        held = self.routing.topk_groups * (e // g)
         require(k <= held, "top_k with kept groups", k, "at most the experts they hold")
 
     @property
@@ -359,16 +373,16 @@ class TileRows:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Back:
+class RemoteOutput:
     """Where experts store their rows, each at its owner's, instead of returning them in the order of the batch.
 
     rows: ``[N, H]`` contiguous, where this rank's own come from all ranks. places: ``[R]`` int64, where row r goes, in
     elements from the first of ``rows``, in this memory or a peer's, which may come before it;
-    ``kernels.numbers.NOWHERE``: the row is nobody's and is not stored.
+    ``kernels.enums.NOWHERE``: the row is nobody's and is not stored.
     """
 
     rows: Tensor
-    places: Tensor
+    offsets: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -398,4 +412,4 @@ class ContiguousBatch:
     dtype: torch.dtype | None = None
     order: int = 0
     x_ready: bool = False
-    back: Back | None = None
+    remote: RemoteOutput | None = None

@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from collegium import load_layer
-from collegium.checkpoint import Arrivals, Checkpoint, CheckpointLayer, audit, load_experts, with_adapter
+from collegium.checkpoint import Checkpoint, CheckpointLayer, TensorStream, audit, load_experts, with_adapter
 from collegium.errors import (
     BadScaleError,
     CheckpointError,
@@ -24,7 +24,7 @@ from collegium.errors import (
     TensorMismatchError,
 )
 from collegium.integrations.transformers import load_model
-from collegium.integrations.transformers.whole_model import load_model_in
+from collegium.integrations.transformers.loading import load_model_in
 from collegium.parallel.fingerprint import fingerprint
 from collegium.parallel.placement import linear
 from collegium.placement import Placement
@@ -155,7 +155,7 @@ def test_a_model_with_an_adapter_is_the_merged_model(
 def test_what_arrives_from_memory_is_merged_too(tmp_path: Path) -> None:
     adapter = write(tmp_path / "adapter", stacks(model_of("gpt_oss", tmp_path / "base")))
     base = Checkpoint.open(tmp_path / "base")
-    arrived = Arrivals(base.config, [(name, base.read(name)) for name in reversed([*base.tensors])])
+    arrived = TensorStream(base.config, [(name, base.read(name)) for name in reversed([*base.tensors])])
     found, wanted = (with_adapter(each, adapter) for each in (arrived.checkpoint, base))
     for name in base.tensors:
         assert torch.equal(found.read(name), wanted.read(name))

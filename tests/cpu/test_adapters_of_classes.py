@@ -19,7 +19,7 @@ from torch import nn
 
 from collegium.checkpoint import Checkpoint, with_adapter
 from collegium.errors import ConfigError
-from collegium.integrations.transformers.whole_model import load_model_in
+from collegium.integrations.transformers.loading import load_model_in
 from collegium.models import family_of
 from family_cases import CASES, IDS, build
 

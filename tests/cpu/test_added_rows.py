@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from collegium import (
-    Choice,
     Limits,
     MoELayer,
     MoESpec,
+    Overrides,
     PlanError,
     Problem,
     RouterWeights,
@@ -30,12 +30,12 @@ from collegium import (
     warm_up,
 )
 from collegium.commands import tune
-from collegium.experts import CpuGrouped, Packed, Tiling, measured as measuring
+from collegium.experts import CpuGrouped, PackedWeights, Tiling, measured as measuring
 from collegium.experts.measured import with_measured_tiles
 from collegium.parallel import Local, LocalKind
 from collegium.pipelines.split import Split, SplitKind
 from collegium.problem import DeviceFacts
-from collegium.runtime.memory import Workspaces, take
+from collegium.runtime.memory import Workspaces, alloc
 from collegium.testing.compare import heavy_tailed, random_experts
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class Gemm:
 
 
 @dataclass(frozen=True)
-class ThrowAwayExperts(Packed):
+class ThrowAwayExperts(PackedWeights):
     inner: Any
     log: list[tuple[Any, ...]]
     measured: Any = None
@@ -109,7 +109,7 @@ class ThrowAwayExperts(Packed):
     def run(self, batch: ContiguousBatch, memory: Memory | None = None) -> torch.Tensor:
         rows = self.inner.run(replace(batch, tiles=()))
         self.log.append(("sorted", batch.x.shape[0], tuple(tile.block_t for tile in batch.tiles), memory is not None))
-        return take(memory, "rows", tuple(rows.shape), torch.float32, CPU).copy_(rows)
+        return alloc(memory, "rows", tuple(rows.shape), torch.float32, CPU).copy_(rows)
 
     def run_unsorted(self, x: torch.Tensor, ids: torch.Tensor, memory: Memory | None = None) -> torch.Tensor:
         self.log.append(("unsorted", x.shape[0], (), memory is not None))
@@ -158,7 +158,7 @@ def row(monkeypatch: pytest.MonkeyPatch) -> ThrowAway:
     return made
 
 
-def layer_of(problem: Problem, force: Choice | None = None) -> MoELayer:
+def layer_of(problem: Problem, force: Overrides | None = None) -> MoELayer:
     return MoELayer(
         random_experts(6, 2, 40, 48, seed=1),
         plan(problem, force),
@@ -173,11 +173,11 @@ def problem_on(device: DeviceFacts, most: int = 64) -> Problem:
 
 def test_a_kernel_is_one_row(row: ThrowAway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with patch.object(torch.Tensor, "is_cuda", False):
-        wanted = layer_of(problem_on(GPU), Choice(kernel="reference"))
-    made = layer_of(problem_on(GPU), Choice(shared="apart"))
+        wanted = layer_of(problem_on(GPU), Overrides(kernel="reference"))
+    made = layer_of(problem_on(GPU), Overrides(shared="apart"))
     # Lines of the plan.
     assert made.plan.kernel == made.plan.shared_kernel == "throw_away"
-    assert [(s.tokens, s.pipeline, s.tiles) for s in made.plan.stretches] == [
+    assert [(s.tokens, s.pipeline, s.tiles) for s in made.plan.token_ranges] == [
         (1, "direct", "sixteens"),
         (2, "split", "sixteens"),
         (21, "split", "sixty-fours"),
@@ -208,7 +208,7 @@ def test_a_kernel_is_one_row(row: ThrowAway, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(tune, "take_turns", lambda passes, *_, **__: {tile: 1 / tile.block_t for tile in passes})
     monkeypatch.setattr(tune, "probe", lambda _: replace(GPU, index=None))
     monkeypatch.setattr(tune, "random_weights", lambda *_: random_experts(6, 2, 40, 48, seed=1))
-    monkeypatch.setattr(tune, "check_room", lambda *_: None)
+    monkeypatch.setattr(tune, "check_free_memory", lambda *_: None)
     packed, problem = made.experts, made.plan.problem
     rows = tune.measure_tiles(packed, replace(problem, device=replace(GPU, kind="cpu")), 4, most=1, rounds=1)
     assert [(r.product, r.chosen, r.best) for r in rows] == [(n, Tile(16), Tile(32)) for n in ("only", "other")]
@@ -250,7 +250,7 @@ class Twice(Local):
 class TwiceKind(LocalKind):
     name = "twice"
 
-    def wire(self, problem: Problem) -> str:
+    def wire_format(self, problem: Problem) -> str:
         return "carrier pigeon"
 
     def rows(self, problem: Problem, tokens: int) -> int:
@@ -270,7 +270,7 @@ def test_a_dispatcher_is_one_row(row: ThrowAway, monkeypatch: pytest.MonkeyPatch
     assert made.plan.capacity == 2 * 64 * 2
     assert "carrier pigeon between ranks" in repr(made)
     # It is not the local one, so nothing runs unsorted, and tiles are chosen for the rows that it says arrive.
-    assert [(s.tokens, s.pipeline, s.tiles) for s in made.plan.stretches] == [
+    assert [(s.tokens, s.pipeline, s.tiles) for s in made.plan.token_ranges] == [
         (1, "split", "sixteens"),
         (11, "split", "sixty-fours"),
     ]
@@ -278,10 +278,10 @@ def test_a_dispatcher_is_one_row(row: ThrowAway, monkeypatch: pytest.MonkeyPatch
     with patch.object(torch.Tensor, "is_cuda", True), _torch_alone():
         found = made(x)
     assert row.log[-2:] == [("sorted", 13, (64,), False), ("sorted", 13, (), False)]
-    torch.testing.assert_close(found, layer_of(problem_on(GPU), Choice(dispatcher="local"))(x))
+    torch.testing.assert_close(found, layer_of(problem_on(GPU), Overrides(dispatcher="local"))(x))
     known = "twice, local, symm_mem, all_to_all, all_gather, all_to_all_fixed, partial"
     with pytest.raises(PlanError, match=f"known dispatchers: {known}"):
-        plan(problem_on(GPU), Choice(dispatcher="nccl"))
+        plan(problem_on(GPU), Overrides(dispatcher="nccl"))
 
 
 class Loud(Split):
@@ -303,7 +303,7 @@ class LoudKind(SplitKind):
             return f"asked for the routing {asked.problem.spec.routing.method}; it routes by renormalize_naive alone"
         return None if asked.problem.spec.shared is not None else "asked for no shared expert; it needs one"
 
-    def most(self, tiling: Tiling, top_k: int) -> int | None:
+    def max_tokens(self, tiling: Tiling, top_k: int) -> int | None:
         return 30
 
     def regions(self, asked: Any) -> Regions:
@@ -316,8 +316,8 @@ class LoudKind(SplitKind):
 def test_a_pipeline_is_one_row(row: ThrowAway, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = pipelines.PIPELINES
     monkeypatch.setattr(pipelines, "PIPELINES", (rows[0], LoudKind(), rows[-1]))
-    made = layer_of(problem_on(GPU), Choice(shared="apart"))
-    assert [(s.tokens, s.pipeline) for s in made.plan.stretches] == [
+    made = layer_of(problem_on(GPU), Overrides(shared="apart"))
+    assert [(s.tokens, s.pipeline) for s in made.plan.token_ranges] == [
         (1, "direct"),
         (2, "loud"),
         (21, "loud"),
@@ -332,10 +332,10 @@ def test_a_pipeline_is_one_row(row: ThrowAway, monkeypatch: pytest.MonkeyPatch) 
     assert Loud.heard == [2, 30]
     v3 = replace(SPEC.routing, score="sigmoid", correction_bias=True)
     routing = replace(problem_on(GPU), spec=replace(SPEC, routing=v3))
-    said = {r.name: r.reason for r in plan(routing, Choice(shared="apart")).refusals}
+    said = {r.name: r.reason for r in plan(routing, Overrides(shared="apart")).refusals}
     assert said["loud"] == "asked for the routing deepseek_v3; it routes by renormalize_naive alone"
     assert "6 experts, top-2 (deepseek_v3), hidden 48" in plan(routing).explain()
     assert "6 experts, top-2 (renormalize_naive), hidden 48" in repr(made)
     without = replace(problem_on(GPU), spec=replace(SPEC, shared=None))
     assert ("loud", "asked for no shared expert; it needs one") in {(r.name, r.reason) for r in plan(without).refusals}
-    assert plan(problem_on(GPU), Choice(pipeline="split")).pipelines == ("split",)
+    assert plan(problem_on(GPU), Overrides(pipeline="split")).pipelines == ("split",)

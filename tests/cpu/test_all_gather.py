@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from collegium import Choice, MoESpec, Placement, PlanError, Problem, RoutingSpec, plan, probe
+from collegium import MoESpec, Overrides, Placement, PlanError, Problem, RoutingSpec, plan, probe
 from collegium.parallel.placement import linear
 from ranks import run_ranks
 from split_layers import compare, disagree
@@ -36,7 +36,7 @@ def test_what_it_cannot_split_is_refused_by_name() -> None:
     nowhere = Placement(rank=0, world_size=2, expert_ids=(0, 1), ranks=((0, 1), (1,)))
     assert "asked for ranks none of which holds experts [2]; each has to be somewhere" in why(nowhere)
     assert "it has to know what every rank holds" in why(Placement(rank=0, world_size=2, expert_ids=(0, 1)))
-    made = plan(Problem(spec=spec, device=probe("cpu"), placement=linear(3, 1, 2)), Choice(dispatcher="all_gather"))
+    made = plan(Problem(spec=spec, device=probe("cpu"), placement=linear(3, 1, 2)), Overrides(dispatcher="all_gather"))
     assert (made.dispatcher, made.capturable, made.capacity) == ("all_gather", False, 2 * 8192 * 2)
     said = "tokens in bf16 to every rank, a row for each assignment back, with the bits of one rank, between ranks"
     assert said in made.explain()

@@ -14,10 +14,10 @@ import torch
 from torch import distributed
 
 from collegium import (
-    Choice,
     DeviceFacts,
     Limits,
     MoESpec,
+    Overrides,
     Placement,
     PlanError,
     Problem,
@@ -30,9 +30,9 @@ from collegium import (
 )
 from collegium.experts import KERNELS
 from collegium.parallel import DISPATCHERS, Local
-from collegium.parallel.meeting import timeout_seconds
 from collegium.parallel.placement import linear
-from collegium.pipelines import Parts
+from collegium.parallel.rendezvous import timeout_seconds
+from collegium.pipelines import PipelineParts
 from collegium.pipelines.split import Split
 from collegium.runtime.memory import Region, Workspace, memory_map
 from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids
@@ -176,7 +176,9 @@ def _codes(rank: int) -> list[str]:
         )
         plain = encode_experts(random_experts(5, 2, 90, 176, seed=1), weights)
         kernel = next(k for k in KERNELS if k.refuse(asked.routed) is None)
-        parts = Parts(experts=kernel.pack(plain, asked.routed), dispatcher=Local(num_experts=5), top_k=2, num_experts=5)
+        parts = PipelineParts(
+            experts=kernel.pack(plain, asked.routed), dispatcher=Local(num_experts=5), top_k=2, num_experts=5
+        )
         counts = [3, 9]
         x = heavy_tailed(sum(counts), 176, seed=3).bfloat16()
         ids, given = uneven_ids(sum(counts), 2, 5, seed=2), torch.rand(sum(counts), 2)
@@ -185,7 +187,7 @@ def _codes(rank: int) -> list[str]:
         # Replicas too: a row has the same bits on every rank, whatever rows are beside it.
         placed = replace(replicated(5, rank, world), spare=0)
         split = replace(asked, placement=placed)
-        made = plan(split, Choice(kernel=kernel.name))
+        made = plan(split, Overrides(kernel=kernel.name))
         assert made.problem.sent_as == act
         packed = kernel.pack(taken(plain, placed.expert_ids), split.routed)
         for kind in DISPATCHERS:
@@ -227,21 +229,21 @@ def test_the_plan_says_what_travels_and_what_a_graph_can_capture() -> None:
     # 256 columns of two bytes and two places, in whole 64 bytes.
     assert sizes["sent"] == sizes["arrived"] == 4 * 30 * 576
     assert sizes["returned"] == 4 * 30 * 2 * 256 * 4
-    made = plan(_asked(placed), Choice(combine="reduced"))
+    made = plan(_asked(placed), Overrides(combine="reduced"))
     assert made.problem.combine == "reduced"
     assert "one bf16 row for each token and rank back, rounded once: not the bits of one rank" in made.explain()
-    made = plan(_asked(placed, combine="reduced"), Choice(combine="reduced_fp8", dispatcher="all_to_all_fixed"))
+    made = plan(_asked(placed, combine="reduced"), Overrides(combine="reduced_fp8", dispatcher="all_to_all_fixed"))
     assert "one fp8_group128 row for each token and rank back, off by up to 1/16" in made.wire_format
 
 
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(PlanError, match="local: asked for the combine reduced; nothing comes back from another rank"):
-        plan(_asked(None), Choice(combine="reduced"))
+        plan(_asked(None), Overrides(combine="reduced"))
     with pytest.raises(PlanError, match="all_to_all: asked for one rank; it exchanges tokens"):
-        plan(_asked(None), Choice(dispatcher="all_to_all"))
+        plan(_asked(None), Overrides(dispatcher="all_to_all"))
     wrong: Any = "averaged"
     with pytest.raises(ValueError, match="combine: found 'averaged', allowed: exact, reduced, reduced_fp8"):
-        plan(_asked(linear(8, 0, 2)), Choice(combine=wrong))
+        plan(_asked(linear(8, 0, 2)), Overrides(combine=wrong))
     for room in (0, 101):
         with pytest.raises(ValueError, match=f"rank_tokens: found {room}, allowed: None, or 1 to max_tokens=100"):
             Limits(max_tokens=100, rank_tokens=room)

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from collegium import Ranks, load_layer
-from collegium.checkpoint import Arrivals, Checkpoint, CheckpointLayer, audit, load_experts, load_router
+from collegium.checkpoint import Checkpoint, CheckpointLayer, TensorStream, audit, load_experts, load_router
 from collegium.errors import (
     CheckpointError,
     ConfigError,
@@ -66,7 +66,7 @@ def test_every_combination_is_what_was_written(
 ) -> None:
     tiny = write_checkpoint(tmp_path, family, name, storage, size=SMALL, stacked=stacked)
     layer, held = max(tiny.experts), Placement(expert_ids=(2, 0))
-    arrived, kept = Arrivals(tiny.config, placement=held), {}
+    arrived, kept = TensorStream(tiny.config, placement=held), {}
     for key, tensor in shuffled(tiny.tensors):
         kept[key] = arrived.put(key, tensor)
     # Everything but the tensors of the expert that is elsewhere.
@@ -86,7 +86,7 @@ def test_every_combination_is_what_was_written(
         assert torch.equal(weights.gate_up_bias, torch.stack((gate, up), 1)[[2, 0]])
         assert torch.equal(weights.down_bias, down[[2, 0]])
     report, wanted = (
-        audit(c) for c in (Arrivals(tiny.config, tiny.tensors.items()).checkpoint, Checkpoint.open(tmp_path))
+        audit(c) for c in (TensorStream(tiny.config, tiny.tensors.items()).checkpoint, Checkpoint.open(tmp_path))
     )
     assert (report.layers, report.roles, report.findings) == (wanted.layers, wanted.roles, wanted.findings)
 
@@ -112,13 +112,14 @@ def test_a_layer_computes_the_truth_and_has_the_bits_of_one_from_files(tmp_path:
     tiny = write_checkpoint(tmp_path, family, name, size=TinySize(experts=5))
     layer = max(tiny.experts)
     found, wanted = (
-        load_layer(c, layer, device="cpu") for c in (Arrivals(tiny.config, shuffled(tiny.tensors)).checkpoint, tmp_path)
+        load_layer(c, layer, device="cpu")
+        for c in (TensorStream(tiny.config, shuffled(tiny.tensors)).checkpoint, tmp_path)
     )
     x = heavy_tailed(7, 256, seed=1).bfloat16()
     assert torch.equal(found(x), wanted(x))
     ids = torch.tensor([[at % 5, (at + 2) % 5] for at in range(7)])
     routing = Routing(topk_ids=ids, topk_weights=torch.rand(7, 2, generator=torch.Generator().manual_seed(2)))
-    alone = load_layer(Arrivals(tiny.config, tiny.tensors.items()).checkpoint, layer, device="cpu")
+    alone = load_layer(TensorStream(tiny.config, tiny.tensors.items()).checkpoint, layer, device="cpu")
     alone.shared = None
     right = truth(tiny, layer, x, routing)
     assert float((alone(x, routing=routing).double() - right).norm() / right.norm()) < 0.01
@@ -143,7 +144,7 @@ def test_what_is_wrong_is_told_in_the_words_of_files(tmp_path: Path, fault: str)
     edit(tiny.tensors)
     save_file(tiny.tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     said: list[str] = []
-    for source in (Arrivals(tiny.config, shuffled(tiny.tensors)).checkpoint, Checkpoint.open(tmp_path)):
+    for source in (TensorStream(tiny.config, shuffled(tiny.tensors)).checkpoint, Checkpoint.open(tmp_path)):
         with pytest.raises(kind) as refused:
             load_layer(source, 1, device="cpu")
         with pytest.raises(kind):
@@ -154,7 +155,7 @@ def test_what_is_wrong_is_told_in_the_words_of_files(tmp_path: Path, fault: str)
 
 
 def test_what_can_be_no_tensor_of_a_checkpoint_is_refused_when_it_is_put() -> None:
-    arrived = Arrivals({"model_type": "mixtral"})
+    arrived = TensorStream({"model_type": "mixtral"})
     assert arrived.put("x", torch.ones(2))
     with pytest.raises(DuplicateTensorError, match="'x' was put twice"):
         arrived.put("x", torch.ones(2))
@@ -170,14 +171,14 @@ def test_what_can_be_no_tensor_of_a_checkpoint_is_refused_when_it_is_put() -> No
         with pytest.raises(InputError, match=f"tensor 'y' is a {found}.*full_tensor"):
             arrived.put("y", tensor)
     with pytest.raises(ConfigError, match="model_type"):
-        Arrivals({"model_type": "a clock"})
+        TensorStream({"model_type": "a clock"})
 
 
 def test_memory_may_be_used_again_once_a_tensor_was_put_unless_it_is_shared(tmp_path: Path) -> None:
     tiny = write_checkpoint(tmp_path, size=SMALL)
     name = "model.layers.0.mlp.experts.1.down_proj.weight"
     wanted = tiny.tensors[name].clone()
-    copied, turned, shared = Arrivals(tiny.config), Arrivals(tiny.config), Arrivals(tiny.config, copy=False)
+    copied, turned, shared = TensorStream(tiny.config), TensorStream(tiny.config), TensorStream(tiny.config, copy=False)
     givers = {
         copied: torch.nn.Parameter(wanted.clone()),  # which asks for gradients
         turned: wanted.mT.contiguous().mT,
@@ -196,7 +197,7 @@ def test_memory_may_be_used_again_once_a_tensor_was_put_unless_it_is_shared(tmp_
 
 def test_layers_are_loaded_as_they_come_and_give_their_memory_back(tmp_path: Path) -> None:
     tiny = write_checkpoint(tmp_path, "mixtral", "nvfp4", size=SMALL)
-    arrived, left = Arrivals(tiny.config, copy=False), list[Any]()
+    arrived, left = TensorStream(tiny.config, copy=False), list[Any]()
     x = heavy_tailed(5, 96, seed=4).bfloat16()
     for number in (1, 0):
         for name, tensor in shuffled(tiny.tensors):
@@ -222,7 +223,7 @@ def test_layers_are_loaded_as_they_come_and_give_their_memory_back(tmp_path: Pat
 
 def test_a_layer_is_found_beside_others_of_which_little_has_arrived(tmp_path: Path) -> None:
     tiny = write_checkpoint(tmp_path, size=SMALL)
-    arrived = Arrivals(tiny.config)
+    arrived = TensorStream(tiny.config)
     arrived.put("model.language_model.layers.0.self_attn.q_proj.weight", torch.ones(4, 4))
     for name, tensor in shuffled(tiny.tensors):
         if ".layers.1." in name:
@@ -239,7 +240,7 @@ def test_names_of_wrappers_and_other_prefixes_are_read_as_in_files(tmp_path: Pat
     wrapped = {f"base_model.model.{n.replace('_proj.', '_proj.base_layer.')}": t for n, t in tiny.tensors.items()}
     moved = {n.replace("model.layers", "model.language_model.layers"): t for n, t in tiny.tensors.items()}
     for tensors in (wrapped, moved):
-        arrived = Arrivals(tiny.config, placement=Placement(expert_ids=(1,)))
+        arrived = TensorStream(tiny.config, placement=Placement(expert_ids=(1,)))
         kept = [name for name, tensor in shuffled(tensors) if arrived.put(name, tensor)]
         assert {name.split(".experts.")[1][0] for name in kept if ".experts." in name} == {"1"}
         weights = load_experts(CheckpointLayer.open(arrived.checkpoint, 1), Placement(expert_ids=(1,)))
@@ -253,7 +254,7 @@ def _on_ranks(rank: int) -> list[object]:
     held = ranks.placement(config["num_experts"])
 
     def layer(given: dict[str, torch.Tensor]) -> Any:
-        arrived = Arrivals(config, placement=held)
+        arrived = TensorStream(config, placement=held)
         kept = sum(arrived.put(name, tensor) for name, tensor in shuffled(given, rank))
         assert kept < len(given)
         return arrived, load_layer(arrived.checkpoint, 1, device=ranks)
@@ -282,7 +283,7 @@ def test_ranks_are_handed_what_they_hold(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_slice_of_the_width(tmp_path: Path, tp_rank: int) -> None:
     tiny = write_checkpoint(tmp_path, "gpt_oss", "mxfp4", size=TinySize(hidden=96, intermediate=64, experts=3))
     held = Placement(expert_ids=(0, 2), tp_rank=tp_rank, tp_size=2)
-    sources = (Arrivals(tiny.config, shuffled(tiny.tensors), placement=held).checkpoint, Checkpoint.open(tmp_path))
+    sources = (TensorStream(tiny.config, shuffled(tiny.tensors), placement=held).checkpoint, Checkpoint.open(tmp_path))
     found, wanted = (load_experts(CheckpointLayer.open(source, 0), held) for source in sources)
     assert same(found.gate_up, wanted.gate_up)
     assert same(found.down, wanted.down)
@@ -292,9 +293,9 @@ def test_a_slice_of_the_width(tmp_path: Path, tp_rank: int) -> None:
 def test_a_rank_without_experts_knows_what_they_look_like(tmp_path: Path) -> None:
     tiny = write_checkpoint(tmp_path, size=SMALL)
     held = Placement(rank=3, world_size=4, expert_ids=())
-    checkpoint = Arrivals(tiny.config, tiny.tensors.items(), placement=held).checkpoint
+    checkpoint = TensorStream(tiny.config, tiny.tensors.items(), placement=held).checkpoint
     assert load_experts(CheckpointLayer.open(checkpoint, 0), held).down.shape == (0, 96, 64)
-    with pytest.raises(InputError, match=r"experts\.1\..*the placement given to Arrivals does not hold"):
+    with pytest.raises(InputError, match=r"experts\.1\..*the placement given to TensorStream does not hold"):
         load_experts(CheckpointLayer.open(checkpoint, 0), linear(3))
 
 
@@ -304,7 +305,7 @@ def test_a_whole_model_is_handed_over() -> None:
 
     config, tensors = stored(SHIPPED)
     assert json.loads((SHIPPED / "config.json").read_text()) == config
-    found = load_model(Arrivals(config, shuffled(tensors)).checkpoint, device="cpu")
+    found = load_model(TensorStream(config, shuffled(tensors)).checkpoint, device="cpu")
     wanted = load_model(SHIPPED, device="cpu")
     ids = torch.arange(40).view(2, 20)
     with torch.inference_mode():

@@ -14,7 +14,7 @@ from collegium import load_layer
 from collegium.checkpoint import Checkpoint, audit
 from collegium.errors import BadScaleError, CheckpointError, ConfigError
 from collegium.models.base import Config
-from collegium.models.patterns import matches_prefix
+from collegium.models.name_match import matches_prefix
 from collegium.models.quantization import declared_format
 from toys import TinySize, write_checkpoint
 

@@ -11,7 +11,7 @@ import torch
 from collegium.balance import balancedness, moves
 from collegium.balance.metrics import Metrics
 from collegium.errors import InputError, MissingExtraError
-from collegium.runtime import ranges
+from collegium.runtime import profiler_ranges
 
 
 def lines(metrics: Metrics) -> dict[str, float]:
@@ -78,9 +78,9 @@ def test_a_range_is_named_on_a_gpu_and_nothing_on_a_cpu(monkeypatch):
         seen.append("end")
 
     monkeypatch.setattr(torch.cuda.nvtx, "range", nvtx)
-    with ranges.named("dispatch", torch.device("cpu")):
+    with profiler_ranges.named("dispatch", torch.device("cpu")):
         assert seen == []
-    with ranges.named("dispatch", torch.device("cuda")):
+    with profiler_ranges.named("dispatch", torch.device("cuda")):
         assert seen == ["collegium: dispatch"]
     assert seen[1:] == ["end"]
 
@@ -95,14 +95,14 @@ def test_steps_are_named_only_while_they_are_shown(monkeypatch):
 
     monkeypatch.setattr(torch.cuda.nvtx, "range", nvtx)
     device = torch.device("cuda")
-    with ranges.step("combine", device):
+    with profiler_ranges.step("combine", device):
         assert seen == []
-    ranges.show()
+    profiler_ranges.show()
     try:
-        assert ranges.shown()
-        with ranges.step("combine", device):
+        assert profiler_ranges.shown()
+        with profiler_ranges.step("combine", device):
             assert seen == ["collegium: combine"]
     finally:
-        ranges.show(False)
-    with ranges.step("experts", device):
+        profiler_ranges.show(False)
+    with profiler_ranges.step("experts", device):
         assert seen == ["collegium: combine"]

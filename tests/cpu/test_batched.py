@@ -10,12 +10,12 @@ import torch
 
 from collegium import (
     ActivationSpec,
-    Choice,
     DeviceFacts,
     InputError,
     Limits,
     MoELayer,
     MoESpec,
+    Overrides,
     Problem,
     Routing,
     RoutingError,
@@ -84,7 +84,7 @@ def check(found: torch.Tensor, x: torch.Tensor, weights: Any, bound: float) -> N
 def test_a_layer_runs_rows_that_are_packed_by_expert(kernel: str, weights: str, dtype: str) -> None:
     problem = problem_of(weights, dtype, DeviceFacts(kind="cpu"))
     made = encode_experts(random_experts(E, 2, INNER, H, seed=1, bias=True), weights)
-    layer = MoELayer(made, plan(problem, Choice(kernel=kernel)))
+    layer = MoELayer(made, plan(problem, Overrides(kernel=kernel)))
     x = rows_of(dtype)
     counts = torch.tensor(COUNTS)
     for given in (counts, counts.int(), counts):
@@ -94,7 +94,7 @@ def test_a_layer_runs_rows_that_are_packed_by_expert(kernel: str, weights: str, 
     # The rows have the bits that the same tokens have in a pass.
     ids = torch.arange(E).repeat_interleave(counts)[:, None]
     tokens = x[HELD]
-    layer = MoELayer(made, plan(replace(problem, limits=Limits(max_tokens=256)), Choice(kernel=kernel)))
+    layer = MoELayer(made, plan(replace(problem, limits=Limits(max_tokens=256)), Overrides(kernel=kernel)))
     wanted = layer(tokens, routing=Routing(topk_ids=ids, topk_weights=torch.ones(len(ids), 1)))
     fresh = layer.run_batched(x, counts, expected=4)
     assert torch.equal(fresh[HELD], wanted)
@@ -152,7 +152,7 @@ def test_experts_of_one_rank_and_functions_of_their_rows() -> None:
         gate_up_bias=whole.gate_up_bias[E // 2 :],
         down_bias=whole.down_bias[E // 2 :],
     )
-    layer = MoELayer(half, plan(problem, Choice(dispatcher="partial")), after_expert=lambda rows: 2 * rows)
+    layer = MoELayer(half, plan(problem, Overrides(dispatcher="partial")), after_expert=lambda rows: 2 * rows)
     x, counts = rows_of("fp32"), torch.tensor(COUNTS)
     one = MoELayer(whole, plan(problem_of("fp32", "fp32", DeviceFacts(kind="cpu"))))
     wanted, found = one.run_batched(x, counts), layer.run_batched(x[E // 2 :], counts[E // 2 :])

@@ -24,7 +24,7 @@ from collegium.commands.measure import (
     stays_cached,
     take_turns,
 )
-from collegium.commands.picture import draw_bench, save_picture
+from collegium.commands.plot import draw_bench, save_picture
 from collegium.errors import ConfigError, InputError, MeasurementError, SpecError
 from collegium.experts.cpu import grouped as cpu_grouped
 from collegium.experts.cpu.panels import lacking

@@ -33,10 +33,10 @@ E, H, WIDE, T = 6, 40, 24, 11
 CPU = DeviceFacts(kind="cpu", threads=1)
 SPECS: dict[str, Any] = {
     "plain": RoutingSpec(top_k=2),
-    "bias and groups": RoutingSpec(top_k=2, score="sigmoid", groups=3, kept_groups=2, correction_bias=True, scale=2.5),
+    "bias and groups": RoutingSpec(top_k=2, score="sigmoid", groups=3, topk_groups=2, correction_bias=True, scale=2.5),
     "hash table": RoutingSpec(top_k=2, score="sqrt_softplus", hash_routing=True),
     "input of its own": RoutingSpec(top_k=2, input_norm_eps=1e-6, expert_scale=True),
-    "weight on the input": RoutingSpec(top_k=1, score="sigmoid", renormalise=False, weight_on_input=True),
+    "weight on the input": RoutingSpec(top_k=1, score="sigmoid", renormalize=False, weight_on_input=True),
 }
 
 
@@ -105,7 +105,7 @@ def test_zero_experts_give_their_input_and_take_no_row() -> None:
     """LongCat-Flash: experts from E on return the token itself, which the caller adds with its weight."""
     layer, x = layer_of(SPECS["plain"]), heavy_tailed(T, H, seed=2)
     logits, bias = heavy_tailed(T, E + 4, seed=4), torch.linspace(-0.1, 0.1, E + 4)
-    chosen = route(logits, RoutingSpec(top_k=3, renormalise=False, correction_bias=True, scale=6.0), bias=bias)
+    chosen = route(logits, RoutingSpec(top_k=3, renormalize=False, correction_bias=True, scale=6.0), bias=bias)
     real = chosen.topk_ids < E
     assert 0 < int(real.sum()) < real.numel()
     own = replace(chosen, topk_ids=torch.where(real, chosen.topk_ids, -1))

@@ -16,10 +16,10 @@ import torch
 pytest.importorskip("transformers")
 
 from collegium import cli
-from collegium.commands import generate as writing, inspect as inspecting, picture, room
+from collegium.commands import generate as writing, inspect as inspecting, memory_check
 from collegium.commands.bench import bench
+from collegium.commands.memory_check import bytes_per_weight, check_free_memory, free_bytes, layer_needs
 from collegium.commands.printing import print_json
-from collegium.commands.room import bytes_per_weight, check_room, free_bytes, layer_needs
 from collegium.errors import InputError
 from collegium.runtime.devices import probe
 from commands import command
@@ -138,7 +138,7 @@ def test_a_tokenizer_of_another_model(tmp_path, said):
 
 
 def test_a_text_needs_a_tokenizer_and_a_word(tmp_path, said, monkeypatch):
-    monkeypatch.setattr("collegium.integrations.transformers.load_model", None)  # nothing is loaded before
+    monkeypatch.setattr("collegium.integrations.transformers.loading", None)  # nothing is loaded before
     folder = damaged(tmp_path / "model", (SHIPPED / "config.json").read_text())
     (folder / "tokenizer.json").unlink()
     assert "no tokenizer.json" in said("generate", str(folder), "--device", "cpu")
@@ -161,7 +161,7 @@ def test_what_is_larger_than_the_memory_is_refused_before_it_is_built(words, tex
     monkeypatch.setattr("collegium.commands.bench.random_weights", None)
     monkeypatch.setattr("collegium.commands.bench.random_inputs", None)
     if words[0] == "bench-model":
-        monkeypatch.setattr(room, "free_bytes", lambda _: 1e6)
+        monkeypatch.setattr(memory_check, "free_bytes", lambda _: 1e6)
     message = said(*words, "--device", "cpu")
     assert message.startswith("InputError")
     assert text in message
@@ -175,7 +175,7 @@ def test_tune_is_refused_by_its_bytes_on_a_gpu(monkeypatch):
     facts = DeviceFacts(kind="cuda", name="H200", capability=(9, 0), memory=140 << 30)
     monkeypatch.setattr(tuning, "probe", lambda _: facts)
     monkeypatch.setattr(tuning, "random_weights", None)
-    monkeypatch.setattr(room, "free_bytes", lambda _: 8e9)
+    monkeypatch.setattr(memory_check, "free_bytes", lambda _: 8e9)
     with pytest.raises(InputError, match=r"needs .* \(weights 6\.0 GB, .*packed copies 6\.0 GB.* 8\.0 GB free"):
         tuning.tune("dsv3", ("mxfp4", "bf16"), tokens=(1,))
 
@@ -186,9 +186,9 @@ def test_room_is_counted_from_what_is_really_held():
     facts = probe("cpu")
     free = free_bytes(facts)
     assert 1e8 < free <= facts.memory
-    check_room("x", {"weights": free / 2}, facts)
+    check_free_memory("x", {"weights": free / 2}, facts)
     with pytest.raises(InputError, match=r"x: needs .* \(weights .*\), and cpu .* free"):
-        check_room("x", {"weights": 2 * facts.memory}, facts)
+        check_free_memory("x", {"weights": 2 * facts.memory}, facts)
     seen: list[dict[str, float]] = []
     true = layer_needs
     with pytest.MonkeyPatch.context() as patch:
@@ -218,8 +218,8 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_measuring(tmp_path, sa
     ):
         (tmp_path / "a.png").mkdir(exist_ok=True)
         with pytest.raises(InputError, match=text):
-            picture.check_picture(str(tmp_path / name))
-    picture.check_picture(str(tmp_path / "b.png"))
+            plot.check_picture(str(tmp_path / name))
+    plot.check_picture(str(tmp_path / "b.png"))
     assert not (tmp_path / "b.png").exists()
 
 

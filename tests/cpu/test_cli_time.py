@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from collegium.runtime.early import start_context
+from collegium.runtime.cuda_context import start_context
 
 ROOT = Path(__file__).resolve().parents[2]
 # Each takes a tenth of a second to several seconds to import.

@@ -45,7 +45,7 @@ def test_a_package_gives_its_rooms_and_names_when_they_are_asked_for() -> None:
     program = """
 import collegium, sys
 assert "torch" not in sys.modules
-from collegium import Choice, PlanError
+from collegium import Overrides, PlanError
 assert "torch" not in sys.modules
 import collegium.planning
 assert collegium.plan is collegium.planning.plan

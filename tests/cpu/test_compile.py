@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from collegium.kernels.numbers import FAST_MATH
+from collegium.kernels.enums import FAST_MATH
 from compiling import compile_apart, skip_other_compilers
 
 skip_other_compilers()

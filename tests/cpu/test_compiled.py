@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from collegium import InputError, MoELayer, MoESpec, Problem, RouterWeights, Routing, RoutingSpec, plan
-from collegium.runtime import compiled
+from collegium.runtime import custom_op
 from collegium.runtime.devices import probe
 from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids
 
@@ -76,7 +76,7 @@ def test_the_operation_passes_opcheck(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = routing(4)
     arguments = (x, None, chosen.topk_ids, chosen.topk_weights, None, None, made.handle, torch.empty_like(x))
     # The check copies all inputs, and a copied handle names no layer.
-    monkeypatch.setattr(compiled, "_layer_of", lambda _: made)
+    monkeypatch.setattr(custom_op, "_layer_of", lambda _: made)
     torch.library.opcheck(torch.ops.collegium.moe_layer, arguments)
 
 

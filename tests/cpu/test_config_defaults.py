@@ -21,7 +21,7 @@ from collegium.commands.bench import named_layer
 from collegium.commands.inspect import inspect_model, plan_model
 from collegium.errors import ConfigError, MissingTensorError, SpecError
 from collegium.integrations.transformers import load_model
-from collegium.integrations.transformers.whole_model import load_model_in
+from collegium.integrations.transformers.loading import load_model_in
 from collegium.models import FAMILIES, describe, family_of, moe_layers, text_of
 from family_cases import CASES, IDS, build
 from whole_models import eager
@@ -185,7 +185,7 @@ def test_unknown_wrapper_needs_text_type() -> None:
         with pytest.raises(ConfigError, match="model_type is 'other'"):
             describe({"model_type": "other", key: config})
         inner = {**config, "model_type": "qwen3_moe", "norm_topk_prob": True}
-        assert describe({"model_type": "other", key: inner}).routing.renormalise
+        assert describe({"model_type": "other", key: inner}).routing.renormalize
     assert family_of({"model_type": "kimi_k25", "text_config": {"model_type": "qwen3_moe"}}).name == "qwen3_moe"
 
 
@@ -289,7 +289,7 @@ def layer_truth(tensors: dict[str, Tensor], x: Tensor, rule: dict[str, Any]) -> 
     mask = torch.zeros(groups.shape[:2], dtype=torch.bool).scatter_(1, kept, value=True)
     ids = groups.masked_fill(~mask[..., None], -torch.inf).flatten(1).topk(K, -1).indices
     weights = scores.gather(-1, ids)
-    weights = rule["scale"] * (weights / weights.sum(-1, keepdim=True) if rule["renormalise"] else weights)
+    weights = rule["scale"] * (weights / weights.sum(-1, keepdim=True) if rule["renormalize"] else weights)
     y = mlp(tensors, "mlp.shared_experts.", x) if rule.get("shared") else torch.zeros_like(x)
     for token in range(len(x)):
         for slot in range(K):
@@ -298,7 +298,7 @@ def layer_truth(tensors: dict[str, Tensor], x: Tensor, rule: dict[str, Any]) -> 
     return y
 
 
-SIGMOID = {"sigmoid": True, "renormalise": True}
+SIGMOID = {"sigmoid": True, "renormalize": True}
 SOFTMAX = {"sigmoid": False, "scale": 1.0}
 # model type, entries that are stated, rule of the class where the others are absent
 ON_DISK: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -313,8 +313,8 @@ ON_DISK: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mimo_v2_flash": ("mimo_v2_flash", {"n_routed_experts": E, "routed_scaling_factor": None},
                       {**SIGMOID, "scale": 1.0}),
     "kimi_linear": ("kimi_linear", {"num_experts": E}, {**SIGMOID, "scale": 2.446}),
-    "qwen3_moe": ("qwen3_moe", {"num_experts": E}, {**SOFTMAX, "renormalise": False}),
-    "qwen3_omni": ("qwen3_omni_moe_text", {"num_experts": E}, {**SOFTMAX, "renormalise": True}),
+    "qwen3_moe": ("qwen3_moe", {"num_experts": E}, {**SOFTMAX, "renormalize": False}),
+    "qwen3_omni": ("qwen3_omni_moe_text", {"num_experts": E}, {**SOFTMAX, "renormalize": True}),
 }  # fmt: skip
 
 
@@ -332,7 +332,7 @@ def test_layer_computes_with_defaults(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrapper", "part", "head", "renormalise"),
+    ("wrapper", "part", "head", "renormalize"),
     [
         ("qwen3_vl_moe", "text_config", "model.language_model.layers.1.", True),
         ("qwen3_omni_moe", "thinker_config", "thinker.model.layers.1.", True),
@@ -349,7 +349,7 @@ def test_wrapped_layer_computes_with_defaults(
     body = {"text_config": inner} if part == "thinker_config" else inner
     tensors = write(tmp_path, {"model_type": wrapper, part: body}, head, bias=False, shared=0)
     x = heavy(torch.Generator().manual_seed(8), 17, H)
-    truth = layer_truth(tensors, x, {**SOFTMAX, "renormalise": renormalise})
+    truth = layer_truth(tensors, x, {**SOFTMAX, "renormalize": renormalise})
     found = load_layer(tmp_path, 1, dtype="fp32", device="cpu")(x).double()
     assert float((found - truth).norm() / truth.norm()) < 1e-5
 

@@ -110,7 +110,7 @@ def test_a_wait_for_the_device_is_seen(work, seen):
     ],
 )  # fmt: skip
 def test_every_kind_of_cache_writes_what_the_model_writes_without_one(name, tmp_path):
-    from collegium.integrations.transformers.whole_model import load_model_in
+    from collegium.integrations.transformers.loading import load_model_in
     from family_cases import CASES, build
 
     build(CASES[name], tmp_path)

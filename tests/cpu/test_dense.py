@@ -13,9 +13,9 @@ from torch import nn
 pytest.importorskip("transformers")
 
 from collegium.commands.generate import Writer
-from collegium.integrations.transformers import Decoder, dense, load_model
-from collegium.integrations.transformers.dense import WideLinear, widen
-from collegium.integrations.transformers.whole_model import load_model_in
+from collegium.integrations.transformers import Decoder, load_model, wide_linear
+from collegium.integrations.transformers.loading import load_model_in
+from collegium.integrations.transformers.wide_linear import WideLinear, widen
 from collegium.testing.compare import heavy_tailed
 
 SHIPPED = Path(__file__).resolve().parents[2] / "demo" / "fables-16m"
@@ -38,7 +38,7 @@ def avx2(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("lead", [(1,), (11,), (12,), (2, 7), (3, 4, 6), (0,)])
 def test_products_are_rounded_once(monkeypatch: pytest.MonkeyPatch, lead: tuple[int, ...], bias: bool) -> None:
-    monkeypatch.setattr(dense, "_TILE", 7 * 96)  # 131 rows are cut into 19 tiles, the last one of 5
+    monkeypatch.setattr(wide_linear, "_TILE", 7 * 96)  # 131 rows are cut into 19 tiles, the last one of 5
     plain = layer(96, 131, bias=bias)
     model = nn.Sequential(copy.deepcopy(plain))
     widen(model)

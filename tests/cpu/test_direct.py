@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from by_kernel import by_kernel
-from collegium import Choice, Limits, MoELayer, MoESpec, Problem, Routing, RoutingSpec, encode_experts, plan
+from collegium import Limits, MoELayer, MoESpec, Overrides, Problem, Routing, RoutingSpec, encode_experts, plan
 from collegium.experts import KERNELS
 from collegium.experts.triton import packed as products
 from collegium.ops.weighted_sum import weighted_sum
 from collegium.parallel.local import Local, LocalKind
-from collegium.pipelines import Parts
+from collegium.pipelines import PipelineParts
 from collegium.pipelines.direct import Direct, DirectKind
 from collegium.pipelines.split import Split, SplitKind
-from collegium.planning import Stretch, stretches
+from collegium.planning import TokenRange, token_ranges
 from collegium.problem import DeviceFacts
 from collegium.runtime.machine import machine_of
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error
@@ -58,13 +58,13 @@ def build(weights: str, activations: str | None, *, wide: int = WIDE) -> tuple[A
     )
     made = encoded(random_experts(EXPERTS, 2, wide, HIDDEN, seed=1), weights, group=32)
     problem = Problem(spec=spec, device=DeviceFacts(kind="cuda", capability=(9, 0)), limits=Limits(max_tokens=8))
-    chosen = plan(problem, Choice(activation_format=activations))
+    chosen = plan(problem, Overrides(activation_format=activations))
     kernel = next(k for k in KERNELS if k.name == chosen.kernel)
     return made, kernel.pack(made, chosen.problem.routed)
 
 
-def parts_of(packed: Any, top_k: int = 3) -> Parts:
-    return Parts(experts=packed, dispatcher=Local(num_experts=EXPERTS), top_k=top_k, num_experts=EXPERTS)
+def parts_of(packed: Any, top_k: int = 3) -> PipelineParts:
+    return PipelineParts(experts=packed, dispatcher=Local(num_experts=EXPERTS), top_k=top_k, num_experts=EXPERTS)
 
 
 NAN_ROWS = [False, False, True, False, True, True]
@@ -93,7 +93,7 @@ def test_bits_are_those_of_the_sorted_way(
         taken.append(name)
         return torch.full(shape, float("nan"), device=device).to(dtype)
 
-    monkeypatch.setattr(products, "take", poisoned)
+    monkeypatch.setattr(products, "alloc", poisoned)
     found = Direct(parts=parts_of(packed))(x, routing, dtype=torch.float32)
     assert taken == ["rows", "middle"]
     assert torch.equal(found.nan_to_num(1.5), wanted.nan_to_num(1.5))
@@ -191,8 +191,8 @@ def said(packed: Any, limit: int, *, direct: bool) -> str:
     facts = DeviceFacts(kind="cuda", capability=(9, 0))
     made = plan(Problem(spec=spec, device=facts, limits=Limits(max_tokens=limit)))
     kinds = (DirectKind(), SplitKind()) if direct else (SplitKind(),)
-    found = stretches(kinds, LocalKind(), packed.tiling, made.problem)
-    made = replace(made, stretches=found)
+    found = token_ranges(kinds, LocalKind(), packed.tiling, made.problem)
+    made = replace(made, token_ranges=found)
     assert f"batches    {made.batches()}\n" in made.explain()
     return made.batches()
 
@@ -215,14 +215,14 @@ def test_a_layer_says_which_batches_take_which_way() -> None:
 def test_a_plan_names_the_ways_before_packing() -> None:
     spec = MoESpec(hidden_size=HIDDEN, intermediate_size=96, num_experts=EXPERTS, routing=RoutingSpec(top_k=3))
     problem = Problem(spec=spec, device=DeviceFacts(kind="cuda", capability=(9, 0)), limits=Limits(max_tokens=900))
-    assert plan(problem).stretches == (
-        Stretch(tokens=1, pipeline="direct", tiles="small tiles"),
-        Stretch(tokens=6, pipeline="split", tiles="small tiles"),
-        Stretch(tokens=200, pipeline="split", tiles="large tiles"),
+    assert plan(problem).token_ranges == (
+        TokenRange(tokens=1, pipeline="direct", tiles="small tiles"),
+        TokenRange(tokens=6, pipeline="split", tiles="small tiles"),
+        TokenRange(tokens=200, pipeline="split", tiles="large tiles"),
     )
-    assert plan(problem, Choice(pipeline="split")).pipelines == ("split",)
+    assert plan(problem, Overrides(pipeline="split")).pipelines == ("split",)
     packed = build("bf16", None)[1]
-    assert (DirectKind().most(packed.tiling, 3), SplitKind().most(packed.tiling, 3)) == (5, None)
+    assert (DirectKind().max_tokens(packed.tiling, 3), SplitKind().max_tokens(packed.tiling, 3)) == (5, None)
 
 
 @pytest.mark.parametrize("most", [1, 5, 6])

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from collegium.balance.elastic import spread
-from collegium.parallel.doors import Door, is_gone, own_door
+from collegium.balance.elastic import spread_experts
+from collegium.parallel.liveness import Endpoint, is_dead, local_endpoint
 from ranks import run_ranks
 from regrouping import EXPERTS, NAMES, come_and_go, copies_suffice, refused, shrink, sums_alone
 from tracked import ROOT
@@ -94,21 +94,21 @@ def test_what_cannot_go_on_is_refused(tmp_path: Path) -> None:
 
 
 def test_every_expert_is_spread_and_what_is_held_stays() -> None:
-    assert spread(((0, 2), (3,)), 5) == ((0, 2, 4), (3, 1))
-    made = spread(((4, 0), (3,), ()), 7)
+    assert spread_experts(((0, 2), (3,)), 5) == ((0, 2, 4), (3, 1))
+    made = spread_experts(((4, 0), (3,), ()), 7)
     assert sorted(expert for own in made for expert in own) == list(range(7))
     assert made[0][:2] == (4, 0)
     assert made[1][0] == 3
     assert max(map(len, made)) - min(map(len, made)) <= 1
     # A newcomer takes an even share; replicas stay on different ranks.
-    full = spread((tuple(range(6)), tuple(range(6)), ()), 6)
+    full = spread_experts((tuple(range(6)), tuple(range(6)), ()), 6)
     assert set(range(6)) == {expert for own in full for expert in own}
     assert len(full[2]) >= 3
     assert all(len(set(own)) == len(own) for own in full)
 
 
 def test_a_door_says_at_once_whether_its_process_lives() -> None:
-    assert not is_gone(own_door())
+    assert not is_dead(local_endpoint())
     child = subprocess.Popen(
         [sys.executable, "-c", "import socket, time; s = socket.create_server(('127.0.0.1', 0)); "
          "print(s.getsockname()[1], flush=True); time.sleep(60)"],
@@ -116,11 +116,11 @@ def test_a_door_says_at_once_whether_its_process_lives() -> None:
         text=True,
     )  # fmt: skip
     assert child.stdout is not None
-    door = Door(own_door().host, "127.0.0.1", int(child.stdout.readline()))
-    assert not is_gone(door)
+    door = Endpoint(local_endpoint().host, "127.0.0.1", int(child.stdout.readline()))
+    assert not is_dead(door)
     child.kill()
     child.wait()
     started = time.monotonic()
-    assert is_gone(door)
+    assert is_dead(door)
     assert time.monotonic() - started < 1
     child.stdout.close()

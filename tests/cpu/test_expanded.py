@@ -15,7 +15,7 @@ if torch.cuda.is_available():
 
 from collegium.commands.integers import nf4
 from collegium.experts.triton import layout, tiles
-from collegium.experts.triton.expanded import expanded
+from collegium.experts.triton.dequantized import dequantize_experts
 from collegium.experts.triton.lanes import pack_bnb4, pack_gguf, pack_int, pack_mx
 from collegium.experts.triton.tile_choice import TileProblem
 from collegium.experts.triton.tiles import prefill_tile
@@ -36,7 +36,7 @@ HOPPER = Machine(copies=True, compiles=True)
 
 
 def expand(packed: PackedMatrix) -> PackedMatrix:
-    return expanded(packed, torch.empty(packed.layout.expanded_bytes, dtype=torch.int8))
+    return dequantize_experts(packed, torch.empty(packed.layout.expanded_bytes, dtype=torch.int8))
 
 
 def numbers_of(packed: PackedMatrix) -> torch.Tensor:
@@ -105,7 +105,7 @@ def test_numbers_that_are_looked_up_become_two_terms(half: bool) -> None:
 def test_a_large_batch_gives_the_rows_of_the_small_tiles(
     name: str, act: str, group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiles, "once_from", lambda *_: 1)
+    monkeypatch.setattr(tiles, "dequantize_threshold", lambda *_: 1)
     monkeypatch.setattr(tiles, "_LONG", 8)
     device = DeviceFacts(kind="cuda", capability=(9, 0))
     packed, batch, truth = decoded_layer(name, act, group, device, tokens=6, sizes=(3, 72, 136))

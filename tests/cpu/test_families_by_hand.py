@@ -257,10 +257,10 @@ def test_a_published_config_describes_the_sizes_the_model_has(case: dict[str, An
         "intermediate_size": spec.intermediate_size, "num_experts": spec.num_experts, "top_k": spec.routing.top_k,
         "moe_layers": len(moe_layers(case["config"])), "scale": spec.routing.scale,
         "shared": None if spec.shared is None else spec.shared.intermediate_size,
-        "correction_bias": spec.routing.correction_bias, "renormalise": spec.routing.renormalise,
+        "correction_bias": spec.routing.correction_bias, "renormalize": spec.routing.renormalize,
     }  # fmt: skip
     unknown = {"scale": 1.0} if wanted["scale"] is None else {}
-    unknown |= {"renormalise": found["renormalise"]} if wanted["renormalise"] is None else {}
+    unknown |= {"renormalize": found["renormalize"]} if wanted["renormalize"] is None else {}
     assert found == {**wanted, **unknown}
 
 

@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 
 from collegium.errors import ConfigError
 from collegium.integrations.transformers import load_model
-from collegium.integrations.transformers.whole_model import load_model_in
+from collegium.integrations.transformers.loading import load_model_in
 from collegium.models import FAMILIES
 from family_cases import CASES, IDS, NOT_WHOLE, build
 from whole_models import as_near_as, eager, same_tensors

@@ -7,7 +7,7 @@ import torch
 
 from collegium.errors import InputError, MissingTensorError, SpecError, TensorMismatchError, UnknownTensorError
 from collegium.formats import FORMATS, Fp8Block, Fp8Channel, Fp8Tensor, Int4Group, MxFp4, MxFp8, NvFp4, Payload
-from collegium.formats.intake import SAFETENSORS_DTYPES
+from collegium.formats.find_storage import SAFETENSORS_DTYPES
 from toys import written_storages
 
 CASES = [(form, storage.name) for form in FORMATS for storage in written_storages(form)]

@@ -19,7 +19,7 @@ from collegium.commands.verify import verify_model
 from collegium.errors import CheckpointError, ConfigError, MissingTensorError, TensorMismatchError
 from collegium.loading import load_layer
 from collegium.parallel.placement import linear, tensor_parallel
-from collegium.problem import Choice
+from collegium.problem import Overrides
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -88,7 +88,7 @@ def check(folder: Path, numbers: dict[str, Tensor]) -> None:
             row = x[token].double()
             inner = functional.silu(gate[expert] @ row) * (up[expert] @ row)
             truth[token] += weight * (down[expert] @ inner)
-    layer = load_layer(folder, 0, device="cpu", dtype="fp32", force=Choice(kernel="reference"))
+    layer = load_layer(folder, 0, device="cpu", dtype="fp32", overrides=Overrides(kernel="reference"))
     errors = (layer(x).double() - truth).norm(dim=1) / truth.norm(dim=1)
     assert errors.max() < 1e-5
     inspect_model(str(folder), device="cpu")
@@ -108,7 +108,9 @@ def test_one_scale_for_a_matrix(tmp_path: Path, names: tuple[str, str], shape: t
             tensors[path + names[1]] = torch.tensor(0.5 + expert).reshape(shape)
     save(tmp_path, tensors, config(96, STATIC))
     check(tmp_path, numbers)
-    layer = load_layer(tmp_path, 0, device="cpu", force=Choice(activation_format="fp8_static", kernel="reference"))
+    layer = load_layer(
+        tmp_path, 0, device="cpu", overrides=Overrides(activation_format="fp8_static", kernel="reference")
+    )
     assert layer.experts.input_reach == (2.5 * 448, 2.5 * 448)
 
 
@@ -132,7 +134,9 @@ def test_stacks_with_one_scale_for_a_matrix(tmp_path: Path, shape: tuple[int, ..
     tensors[f"{BASE}experts.down_proj_activation_scale"] = torch.tensor([2.0, 1.0, 0.5])
     save(tmp_path, tensors, config(96, STATIC))
     check(tmp_path, numbers)
-    layer = load_layer(tmp_path, 0, device="cpu", force=Choice(activation_format="fp8_static", kernel="reference"))
+    layer = load_layer(
+        tmp_path, 0, device="cpu", overrides=Overrides(activation_format="fp8_static", kernel="reference")
+    )
     assert layer.experts.input_reach == (4.0 * 448, 2.0 * 448)
 
 

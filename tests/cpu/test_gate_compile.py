@@ -25,8 +25,8 @@ from collegium.types import RoutingSpec
 tool = triton.__path__[0] + "/backends/nvidia/bin/cuobjdump"
 counts, widths = json.load(sys.stdin)
 rules = (
-    RoutingSpec(top_k=2, score="sparsemixer", renormalise=False),
-    RoutingSpec(top_k=8, expert_scale=True, renormalise_floor=1e-12),
+    RoutingSpec(top_k=2, score="sparsemixer", renormalize=False),
+    RoutingSpec(top_k=8, expert_scale=True, renormalize_floor=1e-12),
 )
 found = []
 for major in (8, 9, 10):

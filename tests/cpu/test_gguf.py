@@ -38,10 +38,10 @@ from collegium.layer import MoELayer
 from collegium.models import FAMILIES, describe
 from collegium.parallel.local import Local
 from collegium.parallel.placement import linear, tensor_parallel
-from collegium.pipelines import Parts
+from collegium.pipelines import PipelineParts
 from collegium.pipelines.split import Split
 from collegium.planning import kernel_named, plan
-from collegium.problem import Choice
+from collegium.problem import Overrides
 from collegium.testing.compare import relative_error
 from collegium.types import ActivationSpec, ExpertWeights, Routing
 from gguf_files import ARCHITECTURES, D, E, random_blocks, theirs, write_gguf
@@ -187,9 +187,9 @@ def test_models_load_and_run(tmp_path: Path, arch: str, kinds: tuple[str, str], 
         assert weights.gate_up_bias is not None
         assert torch.equal(weights.gate_up_bias, biases["gate_up_bias"])
 
-    reference = Choice(kernel="reference")
+    reference = Overrides(kernel="reference")
     x = torch.randn(7, D)
-    layer = load_layer(path, 1, dtype="fp32", device="cpu", force=reference)
+    layer = load_layer(path, 1, dtype="fp32", device="cpu", overrides=reference)
     problem = replace(layer.plan.problem, spec=replace(spec, weight_format="fp32", down_format=None))
     plain = MoELayer(
         ExpertWeights(
@@ -247,7 +247,7 @@ def test_what_is_planned_for_a_gpu_computes_what_is_on_disk(
     truth = write_gguf(path, arch, kinds)
     chosen = plan_model(str(path), device="h200")
     assert "kernel     triton_w4a16" in chosen.explain()
-    assert [stretch.pipeline for stretch in chosen.stretches] == ["direct", "split"]
+    assert [stretch.pipeline for stretch in chosen.token_ranges] == ["direct", "split"]
     kernel, checkpoint = kernel_named(chosen.kernel), Checkpoint.open(path)
     problem = replace(chosen.problem, dtype=dtype, activation_format=dtype).routed
     assert kernel.refuse(problem) is None
@@ -258,7 +258,7 @@ def test_what_is_planned_for_a_gpu_computes_what_is_on_disk(
     for layer in (0, 1):
         packed: Any = kernel.pack(load_experts(CheckpointLayer.open(checkpoint, layer), linear(E)), problem)
         assert f"gate_up {kinds[0]} in " in str(packed.report)
-        run, routing = Split(parts=Parts(experts=packed, **parts)), Routing(topk_ids=ids, topk_weights=weights)
+        run, routing = Split(parts=PipelineParts(experts=packed, **parts)), Routing(topk_ids=ids, topk_weights=weights)
         found.append(run(x, routing, dtype=torch.float32))
         assert torch.equal(found[-1], run(x, routing, dtype=torch.float32))
         gate_up = torch.stack((truth[layer, "ffn_gate_exps"], truth[layer, "ffn_up_exps"]), dim=1)

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from collegium import (
-    Choice,
     InputError,
     MoELayer,
     MoESpec,
+    Overrides,
     Problem,
     RouterWeights,
     Routing,
@@ -99,7 +99,7 @@ def test_every_expert_parameter_may_ask_for_a_gradient_and_none_may_be_computed_
 @pytest.mark.parametrize("weights", [None, "mxfp4", "fp8_block"])
 @pytest.mark.parametrize("kernel", [None, "cpu_grouped"])
 def test_a_default_device_is_no_place_for_a_layers_buffers(weights: str | None, kernel: str | None) -> None:
-    own = load_layer(SHIPPED, 2, device="cpu", weight_format=weights, force=Choice(kernel=kernel))
+    own = load_layer(SHIPPED, 2, device="cpu", weight_format=weights, overrides=Overrides(kernel=kernel))
     x = torch.randn(5, 256).bfloat16()
     before = own(x)
     with torch.device("meta"):
@@ -126,7 +126,7 @@ def test_a_layer_does_not_move_and_says_so() -> None:
 @pytest.mark.parametrize("kernel", ["cpu_grouped", "reference"])
 def test_autocast_changes_no_bit(kernel: str) -> None:
     # Of the two only the reference multiplies by operators that autocast knows: the other's write to a given tensor.
-    made = load_layer(SHIPPED, 2, device="cpu", force=Choice(kernel=kernel))
+    made = load_layer(SHIPPED, 2, device="cpu", overrides=Overrides(kernel=kernel))
     x = heavy_tailed(64, 256, seed=5).bfloat16()
     packed, counts = x.view(16, 4, 256), torch.full((16,), 4)
 
@@ -222,8 +222,8 @@ def test_what_is_no_tensor_or_lies_elsewhere_is_refused_by_name(given: dict[str,
 
 
 def test_arguments_of_other_kinds_are_refused_before_anything_is_packed() -> None:
-    with pytest.raises(SpecError, match="force: found 'reference', allowed: a Choice"):
-        load_layer(SHIPPED, 2, device="cpu", force="reference")
+    with pytest.raises(SpecError, match=r"overrides: found .reference., allowed: an Overrides"):
+        load_layer(SHIPPED, 2, device="cpu", overrides="reference")
     with pytest.raises(SpecError, match=r"limits: found 16, allowed: Limits\(max_tokens"):
         load_layer(SHIPPED, 2, device="cpu", limits=16)
     for dtype in ("auto", "fp8_token", torch.int8):

@@ -14,10 +14,10 @@ import torch
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 
-from collegium import Choice, CollegiumError, Limits, RankError, Ranks, Routing, load_layer
+from collegium import CollegiumError, Limits, Overrides, RankError, Ranks, Routing, load_layer
 from collegium.parallel.bit_hash import bit_hash, one_value
 from collegium.parallel.input_check import FIRST_PASSES, differing_ranks
-from collegium.parallel.meeting import Meeting, timeout_seconds
+from collegium.parallel.rendezvous import Rendezvous, timeout_seconds
 from collegium.testing.compare import heavy_tailed
 from rank_cases import FOLDERS, built
 from ranks import run_ranks
@@ -131,8 +131,8 @@ def _outcome(call: Any) -> tuple[str, tuple[int, ...], str]:
 
 
 def _load(ranks: Ranks, dispatcher: str | None = None, **asked: Any) -> Any:
-    force = None if dispatcher is None else Choice(dispatcher=dispatcher)
-    layer = load_layer(os.environ[FOLDERS], 1, device=ranks, force=force, **asked)
+    force = None if dispatcher is None else Overrides(dispatcher=dispatcher)
+    layer = load_layer(os.environ[FOLDERS], 1, device=ranks, overrides=force, **asked)
     _layers.append(layer)
     return layer
 
@@ -290,14 +290,14 @@ def test_checked_ranks_hear_of_a_bad_routing(folder: Path, monkeypatch: pytest.M
 
 def _exchanges(call: Any) -> int:
     """Return how many times this rank exchanges values on the host in ``call``."""
-    count, right = 0, Meeting.exchange
+    count, right = 0, Rendezvous.exchange
 
     def counted(self: Any, value: Any, phase: str) -> Any:
         nonlocal count
         count += 1
         return right(self, value, phase)
 
-    with patch.object(Meeting, "exchange", counted):
+    with patch.object(Rendezvous, "exchange", counted):
         call()
     return count
 
@@ -335,7 +335,7 @@ def _first_passes(rank: int) -> list[str]:
         if _outcome(partial(layer, x + rank))[:2] != ("RankError", (1,)):
             faults.append(f"{ranks}: not compared when checked")
         # A graph cannot read tensors: nothing is compared while one is captured, and the next pass is.
-        with patch("collegium.layer.captured", lambda device: True):
+        with patch("collegium.layer.is_capturing", lambda device: True):
             captured = _outcome(partial(layer, x + rank))[0]
         eager = _outcome(partial(layer, x + rank))[0]
         if (captured, eager) != ("none", "RankError"):
@@ -451,7 +451,7 @@ def test_plan_reports_what_is_compared() -> None:
     def explained(dispatcher: str | None = None, **asked: Any) -> str:
         spec = MoESpec(hidden_size=64, intermediate_size=64, num_experts=8, routing=RoutingSpec(top_k=2))
         problem = Problem(spec=spec, device=probe("cpu"), placement=Ranks(**asked).placement(8))
-        return plan(problem, Choice(dispatcher=dispatcher)).explain()
+        return plan(problem, Overrides(dispatcher=dispatcher)).explain()
 
     ways: tuple[dict[str, Any], ...] = ({"world_size": 2, "same_tokens": True}, {"slices": 2})
     for asked in ways:

@@ -9,13 +9,13 @@ import torch
 
 from collegium import (
     ActivationSpec,
-    Choice,
     DeviceFacts,
     InputError,
     LatentWeights,
     Limits,
     MoELayer,
     MoESpec,
+    Overrides,
     Problem,
     RouterWeights,
     Routing,
@@ -68,7 +68,7 @@ def test_layer_matches_truth_on_dequantised_weights(weight_format, kernel, shape
     experts, hidden, wide, top_k = shape
     weights = encode_experts(random_experts(experts, 2, wide, hidden, seed=1), weight_format)
     problem = problem_of(experts, hidden, wide, top_k, weight_format=weight_format, dtype="bf16")
-    layer = MoELayer(weights, plan(problem, Choice(kernel=kernel)))
+    layer = MoELayer(weights, plan(problem, Overrides(kernel=kernel)))
     x = heavy_tailed(23, hidden, seed=2).bfloat16()
     ids = uneven_ids(23, top_k, experts, seed=3)
     topk_weights = torch.rand(23, top_k) + 0.1
@@ -88,7 +88,7 @@ def test_every_activation_with_and_without_bias(kind, bias, kernel):
     weights = random_experts(5, 2 if activation.gated else 1, 33, 48, seed=4, bias=bias)
     problem = problem_of(5, 48, 33, 2, bias=bias, activation=activation)
     x, ids, topk_weights = heavy_tailed(9, 48, seed=5), uneven_ids(9, 2, 5, seed=6), torch.rand(9, 2)
-    found = MoELayer(weights, plan(problem, Choice(kernel=kernel)))(
+    found = MoELayer(weights, plan(problem, Overrides(kernel=kernel)))(
         x, routing=Routing(topk_ids=ids, topk_weights=topk_weights)
     )
     assert relative_error(found, truth_of(x, weights, ids, topk_weights, activation)) < 1e-5
@@ -99,7 +99,7 @@ def test_reference_recipe_quantises_both_activations(name):
     """The error must be what two roundings of this format cost: neither none nor much more."""
     weights = encode_experts(random_experts(8, 2, 96, 160, seed=7), "mxfp4")
     problem = problem_of(8, 160, 96, 2, weight_format="mxfp4")
-    layer = MoELayer(weights, plan(problem, Choice(kernel="reference", activation_format=name)))
+    layer = MoELayer(weights, plan(problem, Overrides(kernel="reference", activation_format=name)))
     assert layer.plan.activation_format == name
     x, ids, topk_weights = (
         heavy_tailed(31, 160, seed=8),
@@ -140,7 +140,7 @@ def test_what_is_no_tensor_is_named(name):
 @pytest.mark.parametrize("kernel", KERNEL_NAMES)
 def test_zero_and_one_token_and_all_on_one_expert(kernel):
     weights = random_experts(6, 2, 24, 40, seed=13)
-    layer = MoELayer(weights, plan(problem_of(6, 40, 24, 1), Choice(kernel=kernel)))
+    layer = MoELayer(weights, plan(problem_of(6, 40, 24, 1), Overrides(kernel=kernel)))
     empty = layer(
         torch.empty(0, 40),
         routing=Routing(topk_ids=torch.empty(0, 1, dtype=torch.int64), topk_weights=torch.empty(0, 1)),
@@ -159,7 +159,7 @@ def test_more_tokens_than_the_plan_allows_run_in_pieces(kernel):
     whole = problem_of(6, 40, 24, 2)
     pieces = replace(whole, limits=Limits(max_tokens=16))
     routing = Routing(topk_ids=ids, topk_weights=w)
-    one, many = (MoELayer(weights, plan(p, Choice(kernel=kernel)))(x, routing=routing) for p in (whole, pieces))
+    one, many = (MoELayer(weights, plan(p, Overrides(kernel=kernel)))(x, routing=routing) for p in (whole, pieces))
     assert relative_error(many, truth_of(x, weights, ids, w, ActivationSpec())) < 1e-5
     if kernel == "reference":
         assert relative_error(one, many) < 1e-6
@@ -168,7 +168,7 @@ def test_more_tokens_than_the_plan_allows_run_in_pieces(kernel):
 @pytest.mark.parametrize("kernel", KERNEL_NAMES)
 def test_non_contiguous_and_batched_input(kernel):
     weights = random_experts(6, 2, 24, 40, seed=18)
-    layer = MoELayer(weights, plan(problem_of(6, 40, 24, 2), Choice(kernel=kernel)))
+    layer = MoELayer(weights, plan(problem_of(6, 40, 24, 2), Overrides(kernel=kernel)))
     wide = heavy_tailed(12, 80, seed=19)
     x = wide[:, ::2]
     ids, w = uneven_ids(12, 2, 6, seed=20), torch.rand(12, 2)
@@ -181,7 +181,7 @@ def test_non_contiguous_and_batched_input(kernel):
 @pytest.mark.parametrize("kernel", KERNEL_NAMES)
 def test_dropped_assignments_add_nothing_even_with_poison(kernel):
     weights = random_experts(6, 2, 24, 40, seed=21)
-    layer = MoELayer(weights, plan(problem_of(6, 40, 24, 2), Choice(kernel=kernel)))
+    layer = MoELayer(weights, plan(problem_of(6, 40, 24, 2), Overrides(kernel=kernel)))
     x, w = heavy_tailed(4, 40, seed=22), torch.ones(4, 2)
     ids = torch.tensor([[0, -1], [2, 2], [99, 3], [-1, -1]])
     x[3], w[0, 1], w[3] = torch.nan, torch.nan, torch.inf
@@ -203,7 +203,9 @@ def test_router_weight_on_the_input(kernel):
     problem = problem_of(6, 40, 24, 1)
     on_input = replace(problem, spec=replace(problem.spec, routing=RoutingSpec(top_k=1, weight_on_input=True)))
     x, ids, w = heavy_tailed(7, 40, seed=24), uneven_ids(7, 1, 6, seed=25), torch.rand(7, 1) + 0.5
-    found = MoELayer(weights, plan(on_input, Choice(kernel=kernel)))(x, routing=Routing(topk_ids=ids, topk_weights=w))
+    found = MoELayer(weights, plan(on_input, Overrides(kernel=kernel)))(
+        x, routing=Routing(topk_ids=ids, topk_weights=w)
+    )
     truth = truth_of(x * w, weights, ids, torch.ones(7, 1), ActivationSpec())
     assert relative_error(found, truth) < 1e-5
 
@@ -241,7 +243,7 @@ def test_a_layer_may_write_over_its_input(kernel, most, latent):
     problem = problem_of(6, 40, 24, 2, shared=SharedSpec(intermediate_size=56, gated=True), **sizes)
     layer = MoELayer(
         weights,
-        plan(replace(problem, limits=Limits(max_tokens=most)), Choice(kernel=kernel)),
+        plan(replace(problem, limits=Limits(max_tokens=most)), Overrides(kernel=kernel)),
         router=RouterWeights(weight=heavy_tailed(6, 40, seed=28)),
         shared=SharedWeights(experts=shared, gate=heavy_tailed(1, 40, seed=29)),
         latent=LatentWeights(down=heavy_tailed(32, 40, seed=31), up=heavy_tailed(40, 32, seed=32)) if latent else None,
@@ -328,7 +330,7 @@ def test_latent_width_with_norm():
 def test_runs_repeat_bit_for_bit(kernel):
     weights = encode_experts(random_experts(6, 2, 48, 64, seed=36), "nvfp4")
     layer = MoELayer(
-        weights, plan(problem_of(6, 64, 48, 2, weight_format="nvfp4", dtype="bf16"), Choice(kernel=kernel))
+        weights, plan(problem_of(6, 64, 48, 2, weight_format="nvfp4", dtype="bf16"), Overrides(kernel=kernel))
     )
     x, ids, w = heavy_tailed(33, 64, seed=37).bfloat16(), uneven_ids(33, 2, 6, seed=38), torch.rand(33, 2)
     routing = Routing(topk_ids=ids, topk_weights=w)

@@ -7,12 +7,12 @@ import torch
 
 from collegium import (
     ActivationSpec,
-    Choice,
     DeviceFacts,
     ExpertWeights,
     Limits,
     MoELayer,
     MoESpec,
+    Overrides,
     Problem,
     Routing,
     RoutingSpec,
@@ -58,7 +58,7 @@ def test_the_standard_ugly_size(experts, weight_format, top_k):
     truth = moe_truth(x, gate_up.decode(), down.decode(), local, weights, ActivationSpec())
     for kernel in KERNELS:
         if kernel.refuse(problem.routed) is None:
-            made = plan(problem, Choice(kernel=kernel.name))
+            made = plan(problem, Overrides(kernel=kernel.name))
             layer = MoELayer(ExpertWeights(gate_up=wide, down=narrow), made)
             found = layer(x, routing=Routing(topk_ids=ids, topk_weights=weights))
             assert relative_error(found, truth) < 0.01, kernel.name

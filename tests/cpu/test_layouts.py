@@ -15,7 +15,7 @@ from collegium.experts.triton.layout import Words
 from collegium.experts.triton.matrix import PackedMatrix
 from collegium.formats import Int4Group
 from collegium.formats.unquantised import DTYPES
-from collegium.kernels import numbers
+from collegium.kernels import enums
 from collegium.problem import DeviceFacts, Problem
 from collegium.runtime.machine import Machine
 from collegium.testing.compare import random_experts
@@ -82,7 +82,7 @@ def question(given: Given) -> Problem:
 def check_sizes(matrix: PackedMatrix) -> None:
     layout = matrix.layout
     assert matrix.values.shape == layout.values_shape
-    assert matrix.values.dtype == (layout.row_dtype if layout.weight == numbers.PLAIN else layout.stored)
+    assert matrix.values.dtype == (layout.row_dtype if layout.weight == enums.PLAIN else layout.stored)
     assert matrix.values.nbytes == layout.nbytes
     if isinstance(layout, Words):
         assert matrix.scale is not None
@@ -94,8 +94,8 @@ def check_sizes(matrix: PackedMatrix) -> None:
     elif matrix.scale is not None:
         assert matrix.scale.shape[2:] == (layout.k_blocks, layout.words, layout.shape[2])
     else:
-        assert layout.scale_kind == numbers.NO_SCALE
-        if layout.code_bits == 4 or layout.scale_kind != numbers.NO_SCALE:
+        assert layout.scale_kind == enums.NO_SCALE
+        if layout.code_bits == 4 or layout.scale_kind != enums.NO_SCALE:
             stored = 8 * (matrix.values.nbytes + matrix.scale.nbytes)
             padded = matrix.values.numel() * 16 // layout.code_bits
             assert stored == layout.bits * padded
@@ -124,7 +124,7 @@ def test_layouts_for_tensor_cores_that_decode(monkeypatch: pytest.MonkeyPatch, w
     given = Given(weight_format=weights, activation_format=act, dtype="bf16", parts=2)
     kernel, found = packed("triton_w4a8", given)
     assert kernel.layouts(question(given).routed, machine) == (found.gate_up.layout, found.down.layout)
-    assert (found.gate_up.layout.weight == numbers.E2M1_SCALED) == (weights == "mxfp4" and act == "fp8_token")
+    assert (found.gate_up.layout.weight == enums.E2M1_SCALED) == (weights == "mxfp4" and act == "fp8_token")
     check_sizes(found.gate_up)
     check_sizes(found.down)
 
@@ -162,7 +162,7 @@ def test_a_layout_is_not_equal_to_another_format_of_its_sizes() -> None:
 
 
 def test_no_two_formats_share_a_number() -> None:
-    named: dict[str, int] = {name: getattr(numbers, name) for name in numbers.__all__}
+    named: dict[str, int] = {name: getattr(enums, name) for name in enums.__all__}
     scales = [value for name, value in named.items() if name.endswith("_SCALE")]
     assert sorted(scales) == list(range(9))
     others = ("SCALE", "CODES", "ACTIVATION", "ROWS", "NOWHERE", "MATH")

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import collegium
-from collegium import Choice, InputError, MissingExtraError, SpecError, load_layer
+from collegium import InputError, MissingExtraError, Overrides, SpecError, load_layer
 from family_cases import CASES, build
 from quantised_models import write_model
 
@@ -94,7 +94,7 @@ def test_weights_beyond_fp16_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("form", "kernel"), [(None, "cpu_grouped"), ("mxfp4", "reference"), ("int4_group", None)])
 def test_print_names_what_runs(tmp_path: Path, form: str | None, kernel: str | None) -> None:
     folder = write_model(tmp_path / "model", form and "compressed-tensors", form)
-    model = collegium.load_model(folder, device="cpu", force=Choice(kernel=kernel) if kernel else None)
+    model = collegium.load_model(folder, device="cpu", overrides=Overrides(kernel=kernel) if kernel else None)
     for shown in (model, copy.deepcopy(model), repickled(model)):
         lines = [line for line in repr(shown).splitlines() if "Collegium" in line]
         assert lines
@@ -130,7 +130,7 @@ def repickled(model: Any) -> Any:
 def test_packed_experts_are_counted(tmp_path: Path, form: str | None) -> None:
     folder = write_model(tmp_path / "model", form and "compressed-tensors", form)
     # The reference keeps experts as they are stored.
-    model: Any = collegium.load_model(folder, device="cpu", force=Choice(kernel="reference"))
+    model: Any = collegium.load_model(folder, device="cpu", overrides=Overrides(kernel="reference"))
     experts = stored_bytes(folder, experts=True)
     if form == "int4_group":
         experts -= 3 * 5 * 3 * 16  # weight_shape, two int64 a matrix

@@ -24,7 +24,7 @@ from collegium.loading import load_layer
 from collegium.parallel.placement import linear, tensor_parallel
 from collegium.placement import Placement
 from collegium.planning import plan
-from collegium.problem import Choice, DeviceFacts, Problem
+from collegium.problem import DeviceFacts, Overrides, Problem
 from collegium.types import ActivationSpec, ExpertWeights, MoESpec, Routing, RoutingSpec
 from toys import TinySize, write_checkpoint
 
@@ -238,7 +238,7 @@ def test_scales_of_gate_and_up_stay_apart(tmp_path: Path) -> None:
 def test_unequal_activation_scales_are_reported(tmp_path: Path, storage: str, suffix: str, refused: bool) -> None:
     write_checkpoint(tmp_path, "mixtral", "nvfp4", storage, size=TinySize(experts=2, layers=1))
     base = "model.layers.0.block_sparse_moe.experts.1."
-    one, static = torch.tensor(0.25), Choice(activation_format="nvfp4_static")
+    one, static = torch.tensor(0.25), Overrides(activation_format="nvfp4_static")
     same = {f"{base}w1{suffix}": one, f"{base}w3{suffix}": one * (1 + 1e-6), f"{base}w2{suffix}": one * 3}
     remarks = [f for f in audit(rewrite(tmp_path, **same)).findings if "activation" in f]
     assert len(remarks) == 1
@@ -249,13 +249,13 @@ def test_unequal_activation_scales_are_reported(tmp_path: Path, storage: str, su
     assert ("they share one input" in findings) is refused
     if refused:
         with pytest.raises(BadScaleError, match=r"layer 0, expert 1, up.*they share one input"):
-            load_layer(other, 0, device="cpu", force=static)
+            load_layer(other, 0, device="cpu", overrides=static)
     else:
-        load_layer(other, 0, device="cpu", force=static)
+        load_layer(other, 0, device="cpu", overrides=static)
     wrong = rewrite(tmp_path, **{f"{base}w2{suffix}": one * -4, f"{base}w3{suffix}": one})
     assert "w2" + suffix + " is -1, allowed are finite and positive" in " ".join(audit(wrong).findings)
     with pytest.raises(BadScaleError, match=r"w2.*is -1, allowed are finite and positive"):
-        load_layer(wrong, 0, device="cpu", force=static)
+        load_layer(wrong, 0, device="cpu", overrides=static)
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,15 @@ from torch import distributed
 
 from collegium import InputError, Placement, RankError
 from collegium.parallel.groups import check_ranks, group_named
-from collegium.parallel.meeting import Meeting, meeting_of, timeout_seconds
+from collegium.parallel.rendezvous import Rendezvous, rendezvous_of, timeout_seconds
 from ranks import run_ranks
 
 
 def _exchange(rank: int) -> Any:
-    own = meeting_of()
+    own = rendezvous_of()
     found = [own.exchange((rank, turn), "turns") for turn in range(20)]
     # A second meeting of the same ranks starts from nothing.
-    return found, Meeting().exchange(rank * 10, "again")
+    return found, Rendezvous().exchange(rank * 10, "again")
 
 
 def test_everyone_hears_everyone_in_order() -> None:
@@ -35,7 +35,7 @@ def _late(rank: int) -> Any:
         time.sleep(3)
         return None
     try:
-        meeting_of().exchange(rank, "dispatch of layer 7")
+        rendezvous_of().exchange(rank, "dispatch of layer 7")
     except RankError as error:
         return error.ranks, error.phase, str(error), time.monotonic() - started
     return None
@@ -62,7 +62,7 @@ class _Broken:
 
 
 def _without_store(rank: int, broken: str) -> Any:
-    own = meeting_of()
+    own = rendezvous_of()
     before = [own.exchange((rank, turn), "turns") for turn in range(4)]
     timeout_seconds(1.0)
     if rank == 0:
@@ -97,8 +97,8 @@ def test_a_time_that_no_wait_can_have_is_refused(wrong: Any) -> None:
 def _elsewhere(rank: int) -> Any:
     errors: list[str] = []
     for asked in (
-        lambda: meeting_of().exchange(0, "layer 1" if rank else "layer 0"),
-        lambda: meeting_of().agree(rank // 2, "plan"),
+        lambda: rendezvous_of().exchange(0, "layer 1" if rank else "layer 0"),
+        lambda: rendezvous_of().agree(rank // 2, "plan"),
         lambda: check_ranks("all_gather", Placement(rank=0, world_size=3, expert_ids=(0,))),
         lambda: group_named("nobody"),
     ):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from collegium import Choice, DeviceFacts, InputError, Limits, MoESpec, Problem, RankError, RoutingSpec, plan
+from collegium import DeviceFacts, InputError, Limits, MoESpec, Overrides, Problem, RankError, RoutingSpec, plan
 from collegium.experts.reference import Reference
 from collegium.ops.buffers import sizes
 from collegium.parallel.peers_in_torch import raise_status
@@ -169,13 +169,13 @@ def test_it_runs_only_where_it_is_asked_for_and_says_why() -> None:
     ) -> str:
         placed = None if world == 1 else linear(64, 0, world)
         asked = Problem(spec=replace(spec, **changes), device=device, placement=placed, limits=Limits(max_tokens=most))
-        made = plan(asked, Choice(activation_format=act, **dict(wish)))
+        made = plan(asked, Overrides(activation_format=act, **dict(wish)))
         assert made.pipelines[-1] == "split"
         return next(refusal.reason for refusal in made.refusals if refusal.name == "mega")
 
     slow = "only for tokens from {} wide and up to {} of them on each of {} ranks with {} weights; found "
     four, eight = slow.format(7168, 8, 2, "mxfp4"), slow.format(4096, 128, 2, "fp8_block")
-    assert four + "64 and 64; Choice(pipeline='mega') takes it" in why()
+    assert four + "64 and 64; Overrides(pipeline='mega') takes it" in why()
     assert four + "7168 and 9" in why(most=9, hidden_size=7168)
     blocks: dict[str, Any] = {"act": "fp8_group128", "weight_format": "fp8_block"}
     assert eight + "4096 and 129" in why(**blocks, most=129, hidden_size=4096)
@@ -192,7 +192,7 @@ def test_it_runs_only_where_it_is_asked_for_and_says_why() -> None:
     coded: dict[str, Any] = {"act": "fp8_group128", "weight_format": "fp8_block"}
     assert "asked for tokens of 40; their codes are copied by sixteen" in why(**coded, hidden_size=40)
     assert "asked for int4_group weights with fp8_token activations" in why(weight_format="int4_group")
-    assert "measured too little with nvfp4 weights; Choice(pipeline='mega') takes it" in why(weight_format="nvfp4")
+    assert "measured too little with nvfp4 weights; Overrides(pipeline='mega') takes it" in why(weight_format="nvfp4")
     assert "found sm_100" in why(replace(GPU, capability=(10, 0)))
     assert "asked for the combine reduced" in why(wish={"combine": "reduced"})
     for weights, width, most, act, world in (
@@ -203,15 +203,15 @@ def test_it_runs_only_where_it_is_asked_for_and_says_why() -> None:
         for spare, taken in ((0, "mega"), (1, "split")):
             given = replace(linear(64, 0, world), spare=spare)
             few = Problem(spec=wide, device=many, placement=given, limits=Limits(max_tokens=most))
-            assert plan(few, Choice(activation_format=act)).pipelines == (taken,)
+            assert plan(few, Overrides(activation_format=act)).pipelines == (taken,)
             # What an error tells people to ask for, whatever the plan prefers.
-            assert plan(few, Choice(activation_format=act, pipeline="split")).pipelines == ("split",)
+            assert plan(few, Overrides(activation_format=act, pipeline="split")).pipelines == ("split",)
     assert f"asked for 9,999 tokens of a rank; it has lists for {MOST_TOKENS:,}" in why(most=9999)
-    carried = RoutingSpec(top_k=1, weight_on_input=True, renormalise=False)
+    carried = RoutingSpec(top_k=1, weight_on_input=True, renormalize=False)
     assert "asked for router weights on the input" in why(routing=carried)
 
     asked = Problem(spec=spec, device=GPU, placement=linear(64, 0, 2), limits=Limits(max_tokens=64), graph=True)
-    made = plan(asked, Choice(activation_format="fp8_token", pipeline="mega"))
+    made = plan(asked, Overrides(activation_format="fp8_token", pipeline="mega"))
     assert made.pipelines == ("mega",)
     assert "1 to 64 tokens mega (one kernel over all ranks)" in made.explain()
     assert made.capturable
@@ -220,5 +220,5 @@ def test_it_runs_only_where_it_is_asked_for_and_says_why() -> None:
 
 def test_a_function_that_sees_rows_is_refused() -> None:
     parts = replace(Ranks(CASES[0], 2).pipelines[0].parts, after_expert=lambda rows: rows)
-    with pytest.raises(InputError, match=r"found after_expert, .* take Choice\(pipeline='split'\)"):
+    with pytest.raises(InputError, match=r"found after_expert, .* take Overrides\(pipeline='split'\)"):
         Mega(parts=parts)

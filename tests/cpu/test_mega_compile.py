@@ -34,7 +34,7 @@ import json, re, subprocess, sys, tempfile
 from dataclasses import replace
 import torch, triton
 from launches import layer_on, pretending
-from collegium import ActivationSpec, Choice, DeviceFacts, Limits, MoESpec, Problem, Routing, RoutingSpec, plan
+from collegium import ActivationSpec, Overrides, DeviceFacts, Limits, MoESpec, Problem, Routing, RoutingSpec, plan
 from collegium.parallel.expert_map import ExpertMap
 from collegium.parallel.local import Local
 from collegium.parallel.placement import linear
@@ -43,7 +43,7 @@ from collegium.pipelines import Parts
 from collegium.pipelines import mega
 from collegium.pipelines.mega import CUTS, Mega
 from collegium.runtime.memory import Arena, memory_map
-from collegium.runtime.warming import sizes_for
+from collegium.runtime.warm_up import sizes_for
 
 tool = triton.__path__[0] + "/backends/nvidia/bin/cuobjdump"
 found = []
@@ -57,7 +57,7 @@ for hidden, inner, top_k, kind, weights, wide in json.load(sys.stdin):
     facts = DeviceFacts(kind="cuda", name="pretended", capability=(9, 0), memory=1 << 36, sms=132)
     problem = Problem(spec=spec, device=facts, limits=Limits(max_tokens=600), placement=placed, graph=True)
     act = "fp8_group128" if weights == "fp8_block" else "fp8_token"
-    chosen = plan(problem, Choice(activation_format=act, pipeline="mega"))
+    chosen = plan(problem, Overrides(activation_format=act, pipeline="mega"))
     with pretending((9, 0)) as launches, torch.inference_mode():
         small = replace(spec, num_experts=4, routing=replace(rule, top_k=1))
         packed, table = layer_on(small, act).experts, ExpertMap(placed, 8, "cpu")

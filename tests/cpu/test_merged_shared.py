@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from collegium import (
-    Choice,
     DeviceFacts,
     ExpertWeights,
     Limits,
     MoELayer,
     MoESpec,
+    Overrides,
     Placement,
     PlanError,
     Problem,
@@ -47,7 +47,7 @@ from truth import moe_truth
 if TYPE_CHECKING:
     from pathlib import Path
 
-MERGED, APART = Choice(shared="merged"), Choice(shared="apart")
+MERGED, APART = Overrides(shared="merged"), Overrides(shared="apart")
 HOPPER = DeviceFacts(kind="cuda", name="H200", capability=(9, 0), memory=140 << 30)
 E, H, WIDE, K = 6, 64, 32, 2
 
@@ -84,10 +84,10 @@ def test_a_checkpoint_computes_what_its_class_does_both_ways(
     assert len(blocks) == 2
     with torch.no_grad():
         wanted = model(IDS).logits
-    seen: dict[Choice, torch.Tensor] = {}
+    seen: dict[Overrides, torch.Tensor] = {}
     for force in (MERGED, APART):
         more: dict[str, Any] = {"dtype": "fp32", "device": "cpu", "limits": Limits(max_tokens=8)}
-        layers = {index: load_layer(tmp_path / "model", index, force=force, **more) for index in blocks}
+        layers = {index: load_layer(tmp_path / "model", index, overrides=force, **more) for index in blocks}
         for index, layer in layers.items():
             assert layer.plan.merged == (shared if force is MERGED else 0)
             assert (layer.shared is None) == (force is MERGED)
@@ -110,14 +110,14 @@ def test_a_checkpoint_computes_what_its_class_does_both_ways(
 
 
 @pytest.mark.parametrize("way", [MERGED, APART])
-def test_a_whole_model_whose_weights_are_on_the_input(tmp_path: Path, way: Choice) -> None:
+def test_a_whole_model_whose_weights_are_on_the_input(tmp_path: Path, way: Overrides) -> None:
     """Llama-4, whose blocks have no experts interface: the layer holds router and shared expert."""
     pytest.importorskip("transformers")
     from collegium.integrations.transformers import layers_of
-    from collegium.integrations.transformers.whole_model import load_model_in
+    from collegium.integrations.transformers.loading import load_model_in
 
     model = build(CASES["llama4_text"], tmp_path)
-    ours = load_model_in("fp32", str(tmp_path), device="cpu", force=way)
+    ours = load_model_in("fp32", str(tmp_path), device="cpu", overrides=way)
     assert [layer.plan.merged for layer in layers_of(ours)] == [int(way is MERGED)]
     with torch.no_grad():
         found, wanted = ours(IDS).logits, model(IDS).logits
@@ -128,14 +128,14 @@ def test_a_whole_model_whose_weights_are_on_the_input(tmp_path: Path, way: Choic
 def test_what_cannot_be_cut_is_refused_by_name(tmp_path: Path) -> None:
     stored(tmp_path / "model", "glm4_moe", "fp8 blocks", 2)
     with pytest.raises(PlanError, match=r"found 64 columns; needed .* 32 each, in whole groups of 128.*shared='apart'"):
-        load_layer(tmp_path / "model", 1, dtype="fp32", device="cpu", force=MERGED)
+        load_layer(tmp_path / "model", 1, dtype="fp32", device="cpu", overrides=MERGED)
     layer = load_layer(tmp_path / "model", 1, dtype="fp32", device="cpu")
     assert layer.plan.merged == 0
     assert "shared     apart" in str(layer)
 
 
 def layer_of(
-    force: Choice | None = None,
+    force: Overrides | None = None,
     *,
     weights: str = "bf16",
     count: int = 1,
@@ -197,7 +197,7 @@ def test_kernels_of_a_gpu_give_the_bits_of_apart(
         pytest.skip("tests/gpu makes these comparisons on the device")
     pytest.importorskip("triton")
     rule = RoutingSpec(top_k=K, scale=2.5, weight_on_input=on_input)
-    wishes = [Choice(activation_format=activations, shared=own) for own in ("merged", "apart")]
+    wishes = [Overrides(activation_format=activations, shared=own) for own in ("merged", "apart")]
     merged, apart = (layer_of(force, weights=weights, device=HOPPER, rule=rule) for force in wishes)
     assert (merged.plan.merged, merged.shared, apart.plan.merged) == (1, None, 0)
     assert merged.plan.pipelines == (("split",) if on_input else ("direct", "split"))
@@ -277,7 +277,7 @@ def test_a_swap_keeps_the_shared_expert() -> None:
     x, other = heavy_tailed(9, H, seed=7).bfloat16(), encode_experts(random_experts(E, 2, WIDE, H, seed=8), "bf16")
     merged, apart = layer_of(MERGED), layer_of()
     before = merged(x)
-    with pytest.raises(InputError, match=r"swap: the shared expert is merged, as 1 of .*Choice\(shared='beside'\)"):
+    with pytest.raises(InputError, match=r"swap: the shared expert is merged, as 1 of .*Overrides\(shared='beside'\)"):
         merged.swap(other)
     assert torch.equal(merged(x), before)
     assert torch.equal(pickle.loads(pickle.dumps(merged))(x), copy.deepcopy(merged)(x))
@@ -287,9 +287,9 @@ def test_a_swap_keeps_the_shared_expert() -> None:
     apart.swap(other)
     assert relative_error(apart(x).float(), before.float()) > 0.1
     wished = layer_of(APART)
-    for force in (None, Choice(activation_format="bf16")):
+    for force in (None, Overrides(activation_format="bf16")):
         wished.swap(other, force)
-        assert wished.plan.force.shared == "apart"
+        assert wished.plan.overrides.shared == "apart"
 
 
 def test_weights_that_are_stored_in_another_way_are_refused() -> None:
@@ -350,7 +350,7 @@ def test_what_a_plan_says_of_a_merged_one() -> None:
     with pytest.raises(PlanError, match="each rank has the whole shared expert"):
         plan(Problem(spec=spec, device=DeviceFacts(kind="cpu"), placement=half), MERGED)
     with pytest.raises(SpecError, match="shared: found 'aside', allowed: merged, beside, apart"):
-        Choice(shared="aside")  # type: ignore[arg-type]
+        Overrides(shared="aside")  # type: ignore[arg-type]
 
 
 def test_what_a_plan_says_of_one_beside_the_others() -> None:
@@ -362,7 +362,7 @@ def test_what_a_plan_says_of_one_beside_the_others() -> None:
         routing=RoutingSpec(top_k=K),
         shared=SharedSpec(intermediate_size=WIDE),
     )
-    problem, beside = Problem(spec=spec, device=HOPPER), Choice(shared="beside")
+    problem, beside = Problem(spec=spec, device=HOPPER), Overrides(shared="beside")
     for made in (plan(problem), plan(problem, beside)):
         assert (made.merged, made.beside, made.to_json()["beside"]) == (0, 512, 512)
         assert "shared     apart; in a CUDA graph beside the routed experts up to 512 tokens" in made.explain()

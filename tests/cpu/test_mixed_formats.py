@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from collegium import (
-    Choice,
     DeviceFacts,
     ExpertWeights,
     Limits,
     MoELayer,
     MoESpec,
+    Overrides,
     Placement,
     PlanError,
     Problem,
@@ -113,7 +113,7 @@ def test_kernels_of_a_cpu(first: str, second: str, dtype: Any, kernel: str) -> N
     weights = weights_in(first, second)
     problem = problem_of(weights, CPU, dtype)
     try:
-        made = plan(problem, Choice(kernel=kernel))
+        made = plan(problem, Overrides(kernel=kernel))
     except PlanError:
         assert dtype == "fp32" if kernel == "cpu_fused" else {first, second} & ONLY_FUSED
         return
@@ -138,7 +138,7 @@ def test_kernels_of_a_gpu(
     problem = problem_of(weights, device, dtype, activation_format=act)
     if act.startswith("fp8") and device is AMPERE:
         with pytest.raises(PlanError, match="sm_89 or later"):
-            plan(problem, Choice(kernel=one))
+            plan(problem, Overrides(kernel=one))
         return
     made = plan(problem)
     assert (made.kernel, made.down_kernel) == (one, two)
@@ -174,7 +174,7 @@ def test_tiles_of_large_batches(first: str, second: str, monkeypatch: pytest.Mon
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("the kernel of large batches runs in C++ on the CPU here")
-    for name in ("once_from", "large_from"):
+    for name in ("dequantize_threshold", "large_from"):
         monkeypatch.setattr(tiles, name, lambda *_: 1)
     monkeypatch.setattr(tiles, "_LONG", 8)
     weights = weights_in(first, second)
@@ -231,8 +231,8 @@ def test_mega_is_refused_by_name() -> None:
     device = replace(HOPPER, peers=2)
     problem = problem_of(weights, device, placement=placement, activation_format="fp8_token")
     with pytest.raises(PlanError, match=r"mxfp4 \(gate_up\) and fp8_tensor \(down\); its kernel takes one format"):
-        plan(problem, Choice(pipeline="mega", dispatcher="symm_mem"))
-    made = plan(problem, Choice(dispatcher="symm_mem"))
+        plan(problem, Overrides(pipeline="mega", dispatcher="symm_mem"))
+    made = plan(problem, Overrides(dispatcher="symm_mem"))
     assert "mega" not in made.pipelines
     assert made.down_kernel == "triton_fp8"
 
@@ -283,11 +283,11 @@ def test_a_shared_expert_beside_mixed_ones(shared: tuple[str, str], way: Any) ->
     problem = replace(problem, spec=replace(problem.spec, shared=asked))
     if way == "merged" and shared != ("nvfp4", "fp8_tensor"):
         with pytest.raises(PlanError, match="found weights"):
-            plan(problem, Choice(shared="merged"))
+            plan(problem, Overrides(shared="merged"))
         return
     given = SharedWeights(experts=own)
     router = RouterWeights(weight=heavy_tailed(E, H, seed=5))
-    layer = MoELayer(routed, plan(problem, Choice(shared=way)), router=router, shared=given)
+    layer = MoELayer(routed, plan(problem, Overrides(shared=way)), router=router, shared=given)
     x, routing = heavy_tailed(9, H, seed=3).bfloat16(), routing_of(9)
     every = Routing(topk_ids=torch.zeros(9, 1, dtype=torch.int64), topk_weights=torch.ones(9, 1))
     truth = truth_of(x, routing, routed) + truth_of(x, every, own)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from collegium import CheckpointError, Choice, ConfigError, Placement, Ranks, Routing, load_layer
+from collegium import CheckpointError, ConfigError, Overrides, Placement, Ranks, Routing, load_layer
 from collegium.checkpoint import Checkpoint, CheckpointLayer, load_experts
 from collegium.checkpoint.adapter import with_adapter
 from collegium.commands.inspect import inspect_model, plan_model
@@ -151,8 +151,8 @@ def test_slices_and_ranks_of_mixed_experts(tmp_path: Path) -> None:
     ):
         total = torch.zeros_like(wanted)
         for placement in placements:
-            force = Choice(dispatcher="partial")
-            layer = load_routed(opened, device="cpu", dtype="fp32", placement=placement, force=force)
+            force = Overrides(dispatcher="partial")
+            layer = load_routed(opened, device="cpu", dtype="fp32", placement=placement, overrides=force)
             assert layer.spec.formats == ("nvfp4", "fp8_tensor")
             total += layer(x, routing=routing)
         assert off(total, wanted.double()) < 1e-5
@@ -228,7 +228,7 @@ def test_static_scales_of_both_products(tmp_path: Path) -> None:
     for name in [name for name in tensors if name.endswith("_proj.weight") and ".experts." in name]:
         tensors[name.removesuffix("weight") + "input_scale"] = torch.tensor(0.02 if "down" in name else 0.004)
     save_file(tensors, tmp_path / "model.safetensors")
-    layer = load_layer(path, 0, device="cpu", force=Choice(activation_format="fp8_static"))
+    layer = load_layer(path, 0, device="cpu", overrides=Overrides(activation_format="fp8_static"))
     # NVFP4's input scales belong to codes up to 6 times 448, FP8's to codes up to 448.
     assert layer.experts.input_reach == pytest.approx((0.004 * 6 * 448, 0.02 * 448))
 

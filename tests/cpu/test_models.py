@@ -64,7 +64,7 @@ def test_published_models_are_described() -> None:
         hidden_size=4096, intermediate_size=14336, num_experts=8, routing=RoutingSpec(top_k=2)
     )
     routing = RoutingSpec(
-        top_k=8, score="sigmoid", renormalise_eps=1e-20, groups=8, kept_groups=4, group_score="top2_sum",
+        top_k=8, score="sigmoid", renormalize_eps=1e-20, groups=8, topk_groups=4, group_score="top2_sum",
         scale=2.5, correction_bias=True,
     )  # fmt: skip
     assert describe(DEEPSEEK) == MoESpec(
@@ -305,7 +305,7 @@ def test_compressed_integers(weights: dict[str, object], wanted: tuple[object, .
 
 
 def test_blocks_and_groups_of_other_sizes(tmp_path: Path) -> None:
-    from collegium.checkpoint.stored import StoredFormat
+    from collegium.checkpoint.stored_format import StoredFormat
 
     declared = declared_format({"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 32]}}, EXPERT)
     assert declared.block == (64, 32)

@@ -17,7 +17,7 @@ from collegium.balance.balancer import Balancer
 from collegium.balance.checksum import agreed, checksum
 from collegium.balance.mover import rounds
 from collegium.balance.slots import balancedness
-from collegium.parallel.meeting import timeout_seconds
+from collegium.parallel.rendezvous import timeout_seconds
 from moving import (
     by_policy,
     placement,
@@ -219,7 +219,7 @@ def test_layers_in_one_kernel_are_refused() -> None:
     placed = SimpleNamespace(spare=1, group="")
     made = SimpleNamespace(problem=SimpleNamespace(placement=placed), dispatcher="symm_mem", pipelines=("mega",))
     layer: Any = SimpleNamespace(plan=made, dispatcher=SimpleNamespace(map=object()))
-    with pytest.raises(InputError, match=r"layer a: found the pipeline mega.*Choice\(pipeline='split'\)"):
+    with pytest.raises(InputError, match=r"layer a: found the pipeline mega.*Overrides\(pipeline='split'\)"):
         Balancer({"a": layer})
 
 

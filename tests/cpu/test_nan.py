@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from collegium import (
-    Choice,
     LatentWeights,
     Limits,
     MoELayer,
     MoESpec,
+    Overrides,
     Problem,
     RouterWeights,
     Routing,
@@ -39,7 +39,7 @@ def build(kernel: str = "cpu_grouped", activations: str | None = None, *, spec: 
     made = MoESpec(intermediate_size=WIDE, num_experts=E, weight_format="bf16", **facts)
     experts = random_experts(E, made.gate_up_parts, WIDE, made.expert_hidden_size, seed=1)
     problem = Problem(spec=made, device=probe("cpu"), limits=Limits(max_tokens=64))
-    chosen = plan(problem, Choice(kernel=kernel, activation_format=activations))
+    chosen = plan(problem, Overrides(kernel=kernel, activation_format=activations))
     return MoELayer(encode_experts(experts, "bf16"), chosen, **extras)
 
 
@@ -126,11 +126,11 @@ def test_the_layers_own_router_shows_it(count: int) -> None:
 
 
 BIASED = [
-    RoutingSpec(top_k=K, score="sigmoid", correction_bias=True, renormalise_eps=1e-20),
-    RoutingSpec(top_k=K, score="softmax", correction_bias=True, renormalise=False),
+    RoutingSpec(top_k=K, score="sigmoid", correction_bias=True, renormalize_eps=1e-20),
+    RoutingSpec(top_k=K, score="softmax", correction_bias=True, renormalize=False),
     RoutingSpec(top_k=K, score="sqrt_softplus", correction_bias=True, scale=2.5),
-    RoutingSpec(top_k=K, score="sigmoid", correction_bias=True, groups=3, kept_groups=1, group_score="top2_sum"),
-    RoutingSpec(top_k=K, score="softmax", correction_bias=True, renormalise_floor=1e-12),
+    RoutingSpec(top_k=K, score="sigmoid", correction_bias=True, groups=3, topk_groups=1, group_score="top2_sum"),
+    RoutingSpec(top_k=K, score="softmax", correction_bias=True, renormalize_floor=1e-12),
 ]
 
 

@@ -11,8 +11,8 @@ from collegium.errors import PlanError
 from collegium.planning import plan
 from collegium.problem import DeviceFacts, Problem
 from collegium.runtime import nvrtc
-from collegium.runtime.cached import cache_folder
 from collegium.runtime.machine import machine_for
+from collegium.runtime.user_cache import cache_folder
 from collegium.types import MoESpec, RoutingSpec
 
 TEXT = 'extern "C" __global__ void twice(float* x) { x[threadIdx.x] *= FACTOR; }\n'
@@ -76,8 +76,8 @@ def test_without_nvrtc_large_batches_run_small_tiles_and_the_plan_says_so(monkey
         facts = DeviceFacts(kind="cuda", name="a GPU", capability=(9, 0), nvrtc=there)
         assert machine_for(facts).compiles == there
         found[there] = plan(Problem(spec=spec, device=facts))
-    assert {stretch.tiles for stretch in found[True].stretches} == {"small tiles", "large tiles"}
-    assert {stretch.tiles for stretch in found[False].stretches} == {"small tiles"}
+    assert {stretch.tiles for stretch in found[True].token_ranges} == {"small tiles", "large tiles"}
+    assert {stretch.tiles for stretch in found[False].token_ranges} == {"small tiles"}
     assert "a GPU; no NVRTC, so large batches run small tiles: install nvidia-cuda-nvrtc" in found[False].explain()
     assert "NVRTC" not in found[True].explain()
     monkeypatch.setattr(nvrtc, "_nvrtc", lambda: None)

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from collegium import (
-    Choice,
     ExpertWeights,
     InputError,
     Limits,
     MoELayer,
     MoESpec,
+    Overrides,
     Problem,
     RouterWeights,
     Routing,
@@ -85,7 +85,7 @@ def spec_of(weights: ExpertWeights[Any], **others: Any) -> MoESpec:
 
 def layer_of(weights: ExpertWeights[Any], spec: MoESpec | None = None, **others: Any) -> MoELayer:
     problem = Problem(spec=spec or spec_of(weights), device=probe("cpu"), limits=Limits(max_tokens=T), dtype="fp32")
-    return MoELayer(weights, plan(problem, Choice(kernel="reference")), **others)
+    return MoELayer(weights, plan(problem, Overrides(kernel="reference")), **others)
 
 
 gate, up, down = tensors()

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from collegium import (
-    Choice,
     InputError,
     MoESpec,
+    Overrides,
     Placement,
     PlanError,
     Problem,
@@ -22,7 +22,7 @@ from collegium import (
     plan,
 )
 from collegium.checkpoint import Checkpoint
-from collegium.checkpoint.opened import CheckpointLayer
+from collegium.checkpoint.layer_view import CheckpointLayer
 from collegium.loading import load_routed
 from collegium.parallel.placement import linear, round_robin, tensor_parallel
 from collegium.runtime.devices import probe
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 EXPERTS, TOP_K = 7, 3
-PARTIAL = Choice(dispatcher="partial")
+PARTIAL = Overrides(dispatcher="partial")
 SPLITS = {
     "experts": [linear(EXPERTS, rank, 3) for rank in range(3)],
     "experts in turn": [round_robin(EXPERTS, rank, 4) for rank in range(4)],
@@ -65,7 +65,7 @@ def test_the_parts_of_all_ranks_are_the_layer(tmp_path: Path, family: str, weigh
     if weights == "fp8_block" and split == "uneven slices":
         pytest.skip("two blocks of 128 are no three slices")
     whole = load_routed(layer, device="cpu", dtype="fp32")
-    ranks = [load_routed(layer, device="cpu", dtype="fp32", placement=p, force=PARTIAL) for p in SPLITS[split]]
+    ranks = [load_routed(layer, device="cpu", dtype="fp32", placement=p, overrides=PARTIAL) for p in SPLITS[split]]
     for tokens in (1, 5, 70):
         x, routing = heavy_tailed(tokens, whole.spec.hidden_size, seed=tokens), routing_of(tokens)
         parts = [rank(x, routing=routing) for rank in ranks]
@@ -81,7 +81,7 @@ def test_the_parts_of_all_ranks_are_the_layer(tmp_path: Path, family: str, weigh
 
 def test_only_this_ranks_weights_are_held_and_the_plan_says_so(tmp_path: Path) -> None:
     layer = opened(tmp_path, "qwen3_moe", "bf16")
-    rank = load_routed(layer, device="cpu", placement=SPLITS["both"][3], force=PARTIAL)
+    rank = load_routed(layer, device="cpu", placement=SPLITS["both"][3], overrides=PARTIAL)
     chosen = rank.plan
     assert "rank 3 of 4, experts 6, 1, 3, 4, slice 1 of 2" in chosen.explain()
     assert chosen.dispatcher == "partial"
@@ -103,7 +103,7 @@ def test_it_is_never_taken_unasked(tmp_path: Path) -> None:
 
 def test_weights_of_another_rank_are_refused(tmp_path: Path) -> None:
     layer = opened(tmp_path, "qwen3_moe", "bf16")
-    made = load_routed(layer, device="cpu", placement=SPLITS["experts"][0], force=PARTIAL)
+    made = load_routed(layer, device="cpu", placement=SPLITS["experts"][0], overrides=PARTIAL)
     from collegium import MoELayer
     from collegium.checkpoint.loader import load_experts
 

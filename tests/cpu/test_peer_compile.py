@@ -29,8 +29,8 @@ import json, re, subprocess, sys, tempfile
 from dataclasses import replace
 import torch, triton
 from launches import layer_on, pretending
-from collegium import Choice, DeviceFacts, Limits, MoESpec, Problem, Routing, RoutingSpec, plan
-from collegium.parallel.combine import reduced_of
+from collegium import Overrides, DeviceFacts, Limits, MoESpec, Problem, Routing, RoutingSpec, plan
+from collegium.parallel.combine import reduced_combine
 from collegium.parallel.expert_map import ExpertMap
 from collegium.parallel.local import Local
 from collegium.parallel.placement import linear
@@ -43,17 +43,18 @@ tool = triton.__path__[0] + "/backends/nvidia/bin/cuobjdump"
 found = []
 for weights, activations, hidden, carried, combine in json.load(sys.stdin):
     placed, top_k = linear(8, 1, 2), 1 if carried else 6
-    rule = RoutingSpec(top_k=top_k, weight_on_input=carried, renormalise=not carried)
+    rule = RoutingSpec(top_k=top_k, weight_on_input=carried, renormalize=not carried)
     spec = MoESpec(hidden_size=hidden, intermediate_size=256, num_experts=8, weight_format=weights, routing=rule)
     facts = DeviceFacts(kind="cuda", name="pretended", capability=(9, 0), memory=1 << 36, sms=132)
     problem = Problem(spec=spec, device=facts, limits=Limits(max_tokens=600), placement=placed, graph=True)
-    chosen = plan(problem, Choice(activation_format=activations, combine=combine))
+    chosen = plan(problem, Overrides(activation_format=activations, combine=combine))
     assert chosen.dispatcher == "symm_mem" and chosen.capturable, chosen
     with pretending((9, 0)) as launches, torch.inference_mode():
         packed = layer_on(replace(spec, num_experts=4, routing=replace(rule, top_k=1)), activations).experts
         table = ExpertMap(placed, 8, "cpu")
         inner = Local(num_experts=4, weight_on_input=carried)
-        reach = SymmMem(inner=inner, map=table, limit=600, blocks=None, on_gpu=True, reduced=reduced_of(chosen.problem))
+        reduced = reduced_combine(chosen.problem)
+        reach = SymmMem(inner=inner, map=table, limit=600, blocks=None, on_gpu=True, reduced=reduced)
         run = Split(parts=Parts(experts=packed, dispatcher=reach, top_k=top_k, num_experts=4))
         memory = Arena(torch.empty(chosen.workspace_bytes, dtype=torch.uint8), memory_map(chosen.regions))
         for tokens in (0, 1, 8, 65, 600):

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from collegium import (
-    Choice,
     DeviceFacts,
     ExpertWeights,
     InputError,
     Limits,
     MoELayer,
     MoESpec,
+    Overrides,
     PlanError,
     Problem,
     Ranks,
@@ -71,7 +71,7 @@ def accepts(kernel: str, name: str) -> bool:
         weight_format="gguf" if name in KINDS else name,
     )
     try:
-        plan(Problem(spec=spec, device=probe("cpu"), limits=Limits(max_tokens=16)), Choice(kernel=kernel))
+        plan(Problem(spec=spec, device=probe("cpu"), limits=Limits(max_tokens=16)), Overrides(kernel=kernel))
     except PlanError:
         return False
     return True
@@ -92,7 +92,7 @@ def layer_in(name: str, kernel: str | None, **asked: Any) -> MoELayer:
     problem = Problem(spec=spec, device=device, limits=Limits(max_tokens=16))
     return MoELayer(
         weights,
-        plan(problem, Choice(kernel=kernel, activation_format=asked.pop("activations", None))),
+        plan(problem, Overrides(kernel=kernel, activation_format=asked.pop("activations", None))),
         router=RouterWeights(weight=heavy_tailed(EXPERTS, HIDDEN, seed=8)),
         shared=SharedWeights(experts=encode_experts(random_experts(1, 2, WIDE, HIDDEN, seed=5), name))
         if shared
@@ -306,7 +306,7 @@ def test_parts_of_sums_are_pickled() -> None:
         hidden_size=HIDDEN, intermediate_size=WIDE, num_experts=6, routing=RoutingSpec(top_k=2), weight_format="nvfp4"
     )
     problem = Problem(spec=spec, device=probe("cpu"), limits=Limits(max_tokens=16), placement=linear(6, 1, 2))
-    layer = MoELayer(weights_in("nvfp4"), plan(problem, Choice(dispatcher="partial")))
+    layer = MoELayer(weights_in("nvfp4"), plan(problem, Overrides(dispatcher="partial")))
     x, logits = heavy_tailed(5, HIDDEN, seed=2).bfloat16(), heavy_tailed(5, 6, seed=3)
     for run in WAYS.values():
         assert same_bits(run(layer)(x, router_logits=logits), layer(x, router_logits=logits))

@@ -8,11 +8,11 @@ import pytest
 
 from collegium import (
     ActivationSpec,
-    Choice,
     DeviceFacts,
     InputError,
     Limits,
     MoESpec,
+    Overrides,
     Placement,
     PlanError,
     Problem,
@@ -54,7 +54,7 @@ def test_every_candidate_is_chosen_or_refused_with_a_reason(monkeypatch):
     assert "cpu_grouped is before it" in reasons["reference"]
     assert reasons["triton_w4a16"] == "asked for cpu; it needs a CUDA GPU"
     assert reasons["direct"] == "asked for cpu; it needs a CUDA GPU"
-    assert "Choice(dispatcher='partial')" in reasons["partial"]
+    assert "Overrides(dispatcher='partial')" in reasons["partial"]
     for piece in ("17 experts", "top-3", "cpu_grouped", "mxfp4", "refused    reference"):
         assert piece in made.explain()
 
@@ -67,17 +67,17 @@ def test_planning_for_another_machine_needs_no_gpu():
 
 
 def test_a_forced_choice_is_obeyed_or_refused_never_replaced():
-    assert plan(problem(), Choice(kernel="reference")).kernel == "reference"
+    assert plan(problem(), Overrides(kernel="reference")).kernel == "reference"
     with pytest.raises(PlanError, match=r"cpu_grouped.*cuda"):
-        plan(problem(H200), Choice(kernel="cpu_grouped"))
+        plan(problem(H200), Overrides(kernel="cpu_grouped"))
     with pytest.raises(PlanError, match=r"known kernels: .*cpu_grouped, reference"):
-        plan(problem(), Choice(kernel="marlin"))
+        plan(problem(), Overrides(kernel="marlin"))
     with pytest.raises(InputError, match="fp8_group128"):
-        plan(problem(), Choice(activation_format="fp7"))
+        plan(problem(), Overrides(activation_format="fp7"))
 
 
 def test_a_quantised_activation_format_goes_to_a_kernel_that_applies_it():
-    made = plan(problem(), Choice(activation_format="fp8_group128"))
+    made = plan(problem(), Overrides(activation_format="fp8_group128"))
     assert made.kernel == "reference"
     assert made.problem.activation_format == "fp8_group128"
     assert any(r.name == "cpu_grouped" and "fp8_group128" in r.reason for r in made.refusals)
@@ -127,7 +127,7 @@ def test_the_routed_experts_alone_are_a_layer_of_their_width():
     ("make", "text"),
     [
         (lambda: RoutingSpec(top_k=0), "top_k"),
-        (lambda: RoutingSpec(top_k=2, kept_groups=3, groups=2), "kept_groups"),
+        (lambda: RoutingSpec(top_k=2, topk_groups=3, groups=2), "topk_groups"),
         (lambda: ActivationSpec(kind="situ", limit=3.0), "limit"),
         (lambda: replace(problem().spec, latent_size=-5), "latent_size: found -5, allowed: a whole number, at least 1"),
         (lambda: Limits(max_tokens=1 << 63), "max_tokens: found 9223372036854775808, allowed: at least 1"),
@@ -194,7 +194,7 @@ def test_a_shared_expert_that_only_the_slow_kernel_runs_needs_no_wish():
     # A wish for an activation format is no wish for the slow kernel.
     four = replace(SMALL, weight_format="mxfp4", shared=SharedSpec(intermediate_size=32, weight_format="bf16"))
     with pytest.raises(PlanError, match="Force another activation format"):
-        plan(Problem(spec=four, device=H200), Choice(activation_format="fp8_token"))
+        plan(Problem(spec=four, device=H200), Overrides(activation_format="fp8_token"))
 
 
 @pytest.mark.parametrize("more", [{"spec": WITH_SHARED}, {"combine": "reduced"}, {"placement": linear(2, 2, 3)}])
@@ -203,9 +203,9 @@ def test_only_what_can_be_asked_for_is_offered(more):
     if "placement" in more:
         asked = replace(asked, spec=replace(SMALL, num_experts=2))
     with pytest.raises(PlanError):
-        plan(asked, Choice(dispatcher="partial"))
+        plan(asked, Overrides(dispatcher="partial"))
     try:
         said = plan(asked).explain()
     except PlanError as error:
         said = str(error)
-    assert "ask for it with Choice(dispatcher='partial')" not in said
+    assert "ask for it with Overrides(dispatcher='partial')" not in said

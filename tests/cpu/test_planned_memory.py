@@ -59,7 +59,7 @@ from unittest.mock import patch
 import torch
 from integers import encoded
 from launches import Launches, pretending
-from collegium import Choice, DeviceFacts, LatentWeights, Limits, MoELayer, MoESpec, Placement, PlanError, Problem
+from collegium import Overrides, DeviceFacts, LatentWeights, Limits, MoELayer, MoESpec, Placement, PlanError, Problem
 from collegium import RouterWeights, Routing, RoutingSpec, SharedSpec, SharedWeights, plan
 from collegium.commands.bench import random_weights
 from collegium.commands.integers import ENCODERS
@@ -67,7 +67,7 @@ from collegium.experts.triton.table import TritonKernel
 from collegium.formats.unquantised import DTYPES
 from collegium.planning import kernel_named
 from collegium.runtime.memory import MemoryMap, Workspaces
-from collegium.runtime.warming import sizes_for
+from collegium.runtime.warm_up import sizes_for
 
 CPU = torch.device("cpu")
 
@@ -127,7 +127,7 @@ def run(capability, weights, activations, dtype, most, sizes, rule, shared, held
     spec = spec_of(weights, sizes, rule, shared)
     placed = None if held is None else Placement(rank=0, world_size=3, expert_ids=tuple(held))
     problem = Problem(spec=spec, device=facts, limits=Limits(max_tokens=most), dtype=dtype, placement=placed)
-    force = Choice(activation_format=activations, dispatcher=None if held is None else "partial")
+    force = Overrides(activation_format=activations, dispatcher=None if held is None else "partial")
     try:
         chosen = plan(problem, force)
     except PlanError:
@@ -141,7 +141,7 @@ def run(capability, weights, activations, dtype, most, sizes, rule, shared, held
     with quiet, pretending(tuple(capability)), torch.inference_mode(), noting:
         layer, largest = layer_of(spec, chosen), {}
         counts = (0, *sizes_for(layer.variants, most), most - 1, most + 1, 2 * most + 3)
-        families = [f"{stretch.pipeline} {stretch.tiles}" for stretch in layer.plan.stretches]
+        families = [f"{stretch.pipeline} {stretch.tiles}" for stretch in layer.plan.token_ranges]
         try:
             for aligned in (True, False):
                 if not aligned:

@@ -16,7 +16,7 @@ from collegium.experts.triton import tiles
 from collegium.experts.triton.grouped import tile_list
 from collegium.experts.triton.matrix import PackedMatrix
 from collegium.experts.triton.prefill import CodeScales, prefill_gemm
-from collegium.kernels.numbers import NOWHERE
+from collegium.kernels.enums import NOWHERE
 from collegium.ops.quantize import activation_format
 from collegium.problem import DeviceFacts
 from collegium.runtime.machine import Machine
@@ -132,7 +132,7 @@ def test_rows_go_to_their_places(n_out: int) -> None:
 def test_weights_that_were_decoded_once(
     name: str, group: int, sizes: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiles, "once_from", lambda *_: 1)
+    monkeypatch.setattr(tiles, "dequantize_threshold", lambda *_: 1)
     monkeypatch.setattr(tiles, "_LONG", 8)
     hopper = DeviceFacts(kind="cuda", capability=(9, 0))
     packed, batch, truth = decoded_layer(name, "fp16", group, hopper, tokens=6, sizes=sizes)

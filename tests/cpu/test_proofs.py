@@ -9,7 +9,7 @@ import torch
 
 from collegium.experts.reference import Reference
 from collegium.experts.triton import grouped as ops
-from collegium.experts.triton.lanes import pack_nvfp4, with_part
+from collegium.experts.triton.lanes import add_projection_dim, pack_nvfp4
 from collegium.experts.triton.tile_choice import TileChoice
 from collegium.formats import NvFp4
 from collegium.ops.quantize import activation_format
@@ -39,7 +39,7 @@ def test_packed_nvfp4_weights_know_whether_their_global_scale_divides(divides: b
     """In Triton's interpreter, with global scales far from 1 and different for gate and up."""
     weight = heavy_tailed(3, 2, 70, 96, seed=8, channels=False) * torch.tensor([0.02, 3.0])[:, None, None]
     payload = NvFp4.encode(weight, global_divides=divides)
-    down = with_part(NvFp4.encode(heavy_tailed(3, 40, 70, seed=9, channels=False), global_divides=divides))
+    down = add_projection_dim(NvFp4.encode(heavy_tailed(3, 40, 70, seed=9, channels=False), global_divides=divides))
     offsets, spec = torch.tensor([0, 4, 4, 9]), ActivationSpec()
     x: Any = heavy_tailed(9, 96, seed=10).bfloat16()
     tiles = ops.tile_list(offsets, 9, TILE)

@@ -31,7 +31,7 @@ from collegium.formats import FORMATS, Bnb4, Fp32, Int4Affine, Int4Group, Int4Or
 from collegium.layer import MoELayer
 from collegium.parallel.placement import linear, tensor_parallel
 from collegium.planning import plan
-from collegium.problem import Choice
+from collegium.problem import Overrides
 from collegium.types import ExpertWeights
 from toys import TinySize, write_checkpoint
 
@@ -415,8 +415,8 @@ def test_published_checkpoints_load_and_run(tmp_path: Path, method: str) -> None
     assert same(weights.gate_up.decode(), gate_up)
     assert same(weights.down.decode(), down)
 
-    reference = Choice(kernel="reference")
-    layer = load_layer(tmp_path, 0, dtype="fp32", device="cpu", force=reference)
+    reference = Overrides(kernel="reference")
+    layer = load_layer(tmp_path, 0, dtype="fp32", device="cpu", overrides=reference)
     problem = replace(layer.plan.problem, spec=replace(layer.plan.problem.spec, weight_format="fp32"))
     plain = MoELayer(
         ExpertWeights(

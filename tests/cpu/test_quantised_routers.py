@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from collegium.checkpoint import Checkpoint, CheckpointLayer, audit
-from collegium.checkpoint.beside import load_router, load_shared
+from collegium.checkpoint.non_expert_weights import load_router, load_shared
 from collegium.errors import BadScaleError, CheckpointError, ConfigError, TensorMismatchError, UnknownTensorError
 from collegium.loading import load_layer
 from quantised_layers import BASE, COMMANDS, CONFIG, GATE, ROUTER, WIDTH, D, E, check, everything, rewrite, write

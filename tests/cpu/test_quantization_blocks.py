@@ -19,7 +19,7 @@ from collegium.errors import BadScaleError, ConfigError, TensorMismatchError, Un
 from collegium.loading import load_layer
 from collegium.models import declared_format, quantization_block, without_quantization
 from collegium.parallel.placement import linear
-from collegium.problem import Choice
+from collegium.problem import Overrides
 from quantised_layers import BASE, COMMANDS, CONFIG, GATE, ROUTER, check, everything, rewrite, write
 from quantised_matrices import GROUP, KINDS
 from toys import TinySize, write_checkpoint
@@ -277,8 +277,8 @@ def test_static_scales_of_w4a8(tmp_path: Path, algorithm: str, most: float) -> N
     """The scale of FP8 activations lets 448 times itself through, that of NVFP4 activations 6 * 448 times."""
     write(tmp_path, KINDS["modelopt nvfp4"], everything)
     configure(tmp_path, lambda config: config["quantization_config"].update(quant_algo=algorithm))
-    force = Choice(activation_format="fp8_static", kernel="reference")
-    layer = load_layer(tmp_path, 0, device="cpu", force=force)
+    force = Overrides(activation_format="fp8_static", kernel="reference")
+    layer = load_layer(tmp_path, 0, device="cpu", overrides=force)
     assert layer.experts.input_reach == (0.5 * most, 0.5 * most)
     static = "fp8_static" if algorithm.startswith("W4A8") else "nvfp4_static"
     assert any(f"--activations {static} uses" in text for text in audit(Checkpoint.open(tmp_path)).findings)
@@ -319,10 +319,10 @@ def test_input_scales_that_nothing_uses(tmp_path: Path, name: str, value: float 
     static = "nvfp4_static" if "nvfp4" in name else "fp8_static"
     if value is None and name != "ct nvfp4" and not name.startswith("ct"):
         return  # different scales of gate and up: the larger one is used
-    force = Choice(activation_format=static, kernel="reference")
+    force = Overrides(activation_format=static, kernel="reference")
     for command in (load_layer, lambda path, _, **more: verify_model(str(path), **more)):
         with pytest.raises(BadScaleError, match=f"expert 0, up: {scale} is"):
-            command(tmp_path, 0, device="cpu", force=force)
+            command(tmp_path, 0, device="cpu", overrides=force)
 
 
 @pytest.mark.parametrize("shape", [(0,), (7,), (2, 2)])
@@ -330,9 +330,9 @@ def test_input_scales_of_another_shape(tmp_path: Path, shape: tuple[int, ...]) -
     written = write(tmp_path, KINDS["modelopt fp8"], everything)
     rewrite(tmp_path, {f"{EXPERT}.input_scale": torch.ones(shape)})
     check(written)
-    force = Choice(activation_format="fp8_static", kernel="reference")
+    force = Overrides(activation_format="fp8_static", kernel="reference")
     with pytest.raises(TensorMismatchError, match=r"expert 0, up: .*input_scale is F32"):
-        load_layer(tmp_path, 0, device="cpu", force=force)
+        load_layer(tmp_path, 0, device="cpu", overrides=force)
 
 
 def test_dense_layers_with_experts(tmp_path: Path) -> None:

@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 pytest.importorskip("transformers")
 
 from collegium import (
-    Choice,
     DeviceFacts,
     InputError,
     Limits,
     MoELayer,
     MoESpec,
+    Overrides,
     Plan,
     PlanError,
     Problem,
@@ -32,8 +32,8 @@ from collegium import (
     plan,
     probe,
 )
+from collegium.checkpoint.layer_view import CheckpointLayer
 from collegium.checkpoint.loader import load_experts
-from collegium.checkpoint.opened import CheckpointLayer
 from collegium.checkpoint.reader import Checkpoint
 from collegium.testing.compare import random_experts
 from moving import placement, split_layer, whole_weights
@@ -107,8 +107,8 @@ def test_what_cannot_be_shared_is_one_error_on_every_rank(
 
 def _other_shares(rank: int) -> tuple[list[str], bool]:
     """Return the errors of ranks that read each other's memory and have 4 and 5 tokens, or 4 and 6; then they go on."""
-    force = Choice(dispatcher="symm_mem")
-    layer: Any = load_layer(os.environ[FOLDERS], 1, device=Ranks.of(same_tokens=True), force=force)
+    force = Overrides(dispatcher="symm_mem")
+    layer: Any = load_layer(os.environ[FOLDERS], 1, device=Ranks.of(same_tokens=True), overrides=force)
     x = torch.rand(4 + 2 * rank, layer.spec.hidden_size).to(layer.input_dtype)
     x[:4] = torch.arange(layer.spec.hidden_size)
     errors = [error_of(lambda: layer(x))]
@@ -218,7 +218,7 @@ def test_a_plan_says_what_travels_and_what_it_costs() -> None:
 
     def made(ranks: Ranks, tokens: int = 100, **force: Any) -> Plan:
         asked = Problem(spec=spec, device=probe("cpu"), limits=Limits(max_tokens=tokens), placement=ranks.placement(8))
-        return plan(asked, Choice(**force))
+        return plan(asked, Overrides(**force))
 
     sliced = made(Ranks(slices=2))
     assert (sliced.dispatcher, sliced.capacity) == ("local", 200)

@@ -14,7 +14,7 @@ from torch import distributed
 from collegium import Routing
 from collegium.ops.quantize import activation_format
 from collegium.ops.weighted_sum import weighted_sum
-from collegium.parallel.combine import Reduced
+from collegium.parallel.combine import ReducedCombine
 from collegium.parallel.placement import linear
 from collegium.testing.compare import heavy_tailed, relative_error, uneven_ids
 from ranks import run_ranks
@@ -135,7 +135,7 @@ def test_the_errors_are_those_of_the_page() -> None:
     assert f"| {exact:.4f}, BF16 rounding alone |" in page
     for world, (form, line) in product((2, 4, 8), ((None, "| `reduced` |"), ("fp8_group128", "| `reduced_fp8` |"))):
         owner = torch.randint(world, slots.shape, generator=torch.Generator().manual_seed(3))
-        wire = Reduced(dtype=torch.bfloat16, hidden=hidden, form=form)
+        wire = ReducedCombine(dtype=torch.bfloat16, hidden=hidden, form=form)
         sent = torch.cat([wire.parts(rows, slots.masked_fill(owner != rank, -1), weights) for rank in range(world)])
         assert sent.shape[1] == (hidden * 2 if form is None else hidden + hidden // 128 * 4)
         places = torch.arange(tokens)[:, None] + torch.arange(world) * tokens

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from collegium import (
-    Choice,
     DeviceFacts,
     Limits,
     MoESpec,
+    Overrides,
     Placement,
     PlanError,
     Problem,
@@ -28,9 +28,9 @@ from collegium.experts import KERNELS
 from collegium.experts.cpu import panels
 from collegium.experts.triton import table, tiling
 from collegium.parallel import DISPATCHERS
+from collegium.parallel.expert_parallel import refuse_split
 from collegium.parallel.placement import linear, tensor_parallel
 from collegium.parallel.slices import SlicesKind
-from collegium.parallel.split import refuse_split
 from collegium.pipelines import PIPELINES, mega
 from collegium.planning import _cannot_capture  # pyright: ignore[reportPrivateUsage]
 
@@ -58,10 +58,10 @@ def on(*capability: int, **more: Any) -> DeviceFacts:
     return replace(HOPPER, capability=capability or None, **more)
 
 
-FP8 = Choice(activation_format="fp8_token")
+FP8 = Overrides(activation_format="fp8_token")
 MEGA = replace(FP8, pipeline="mega")
 BLOCKS = replace(MEGA, activation_format="fp8_group128")
-ASKS: list[tuple[Problem, Choice | None]] = [
+ASKS: list[tuple[Problem, Overrides | None]] = [
     (asked(device=CPU), None),
     (asked(), None),
     (asked(device=CPU, activation_format="fp8_token"), None),
@@ -71,19 +71,22 @@ ASKS: list[tuple[Problem, Choice | None]] = [
     (asked(FOUR, CPU), None),
     *[(asked(FOUR, device), FP8) for device in (CPU, on(7, 0), on(8, 0), HOPPER)],
     (asked(device=CPU, graph=True), None),
-    (asked(), Choice(combine="reduced")),
+    (asked(), Overrides(combine="reduced")),
     (asked(placement=Placement(expert_ids=(0, 1))), None),
     (asked(placement=SPLIT), None),
     (asked(device=CPU, placement=SPLIT), None),
-    (asked(placement=SPLIT), Choice(dispatcher="partial", combine="reduced")),
-    (asked(replace(SPEC, shared=SharedSpec(intermediate_size=64)), placement=SPLIT), Choice(dispatcher="partial")),
-    (asked(replace(SPEC, latent_size=64, latent_norm_eps=1e-5), placement=SPLIT), Choice(dispatcher="partial")),
-    (asked(placement=Placement(world_size=2, expert_ids=(), ranks=((), (*range(8),)))), Choice(dispatcher="partial")),
+    (asked(placement=SPLIT), Overrides(dispatcher="partial", combine="reduced")),
+    (asked(replace(SPEC, shared=SharedSpec(intermediate_size=64)), placement=SPLIT), Overrides(dispatcher="partial")),
+    (asked(replace(SPEC, latent_size=64, latent_norm_eps=1e-5), placement=SPLIT), Overrides(dispatcher="partial")),
+    (
+        asked(placement=Placement(world_size=2, expert_ids=(), ranks=((), (*range(8),)))),
+        Overrides(dispatcher="partial"),
+    ),
     (asked(placement=replace(SPLIT, ranks=())), None),
     (asked(placement=Placement(rank=0, world_size=2, expert_ids=tuple(range(8)), ranks=(tuple(range(8)), ()))), None),
     (asked(placement=Placement(rank=0, world_size=2, expert_ids=(0, 1), ranks=((0, 1), (2,)))), None),
     (asked(replace(SPEC, num_experts=130), placement=linear(130, 1, 65)), None),
-    (asked(placement=SPLIT), Choice(combine="reduced_fp8")),
+    (asked(placement=SPLIT), Overrides(combine="reduced_fp8")),
     (asked(device=replace(HOPPER, peers=2), placement=SPLIT), None),
     (asked(placement=tensor_parallel(8, 1, 2)), None),
     (asked(placement=replace(SPLIT, tp_size=2)), None),
@@ -91,7 +94,7 @@ ASKS: list[tuple[Problem, Choice | None]] = [
     (asked(routed(top_k=8), limits=Limits(max_tokens=8)), None),
     (asked(FOUR, CPU, placement=SPLIT), MEGA),
     (asked(FOUR, placement=SPLIT), replace(MEGA, dispatcher="all_gather")),
-    (asked(placement=SPLIT), Choice(pipeline="mega")),
+    (asked(placement=SPLIT), Overrides(pipeline="mega")),
     (asked(replace(SPEC, weight_format="fp8_block", hidden_size=7176), placement=SPLIT), BLOCKS),
     (asked(FOUR, on(), placement=SPLIT), MEGA),
     (asked(FOUR, on(10, 0), placement=SPLIT), MEGA),

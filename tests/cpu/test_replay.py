@@ -130,7 +130,7 @@ class Pass:
     def __call__(self, *inputs: Any) -> None:
         x, _, out = inputs
         self.calls += 1
-        middle = self.space.memory(PLACES).take("middle", (x.numel(),), torch.float32)
+        middle = self.space.memory(PLACES).alloc("middle", (x.numel(),), torch.float32)
         self._multiply(x, middle)
         self.extra(x, middle)
         self._multiply(middle, out)
@@ -326,7 +326,7 @@ def test_recorded_buffers_outlive_the_workspace() -> None:
         give(replay, one, numbers(8))
     larger = memory_map((Region("before", 1 << 20), *PLACES.regions))
     one.space = Workspace(CPU, larger.nbytes)
-    one.space.memory(larger).take("before", (1 << 20,), torch.uint8).fill_(255)
+    one.space.memory(larger).alloc("before", (1 << 20,), torch.uint8).fill_(255)
     give(replay, one, numbers(8))
     one.space, one.weight = Workspace(CPU, PLACES.nbytes), torch.empty(0)
     taken = [torch.full((64,), torch.nan) for _ in range(50)]
@@ -340,7 +340,7 @@ def test_what_was_recorded_in_one_workspace_is_not_repeated_in_another() -> None
     replay, one = Replay(), Pass()
     for count, number in enumerate((1, 2), start=1):
         one.space = Workspace(CPU, PLACES.nbytes)
-        middle = one.space.memory(PLACES).take("middle", (8,), torch.float32)
+        middle = one.space.memory(PLACES).alloc("middle", (8,), torch.float32)
         for _ in range(4):
             x, out = numbers(8), torch.empty(8)
             middle.fill_(torch.nan)

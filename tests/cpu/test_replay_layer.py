@@ -15,12 +15,12 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from collegium import (
-    Choice,
     DeviceFacts,
     LatentWeights,
     Limits,
     MoELayer,
     MoESpec,
+    Overrides,
     Problem,
     RouterWeights,
     Routing,
@@ -153,7 +153,7 @@ def layer_of(
         latent_norm_eps=None if latent is None else 1e-5,
     )
     problem = Problem(spec=spec, device=HOPPER, limits=Limits(max_tokens=SORTED))
-    chosen = plan(problem, Choice(activation_format=activations))
+    chosen = plan(problem, Overrides(activation_format=activations))
     layer = MoELayer(
         encode_experts(random_experts(E, 2, INNER, wide, seed=1), weights),
         chosen,
@@ -221,7 +221,7 @@ def test_repeated_passes_give_the_bits_of_computed_ones(
     plain.workspaces = None
     pipelines = ("split",) if "on_input" in more else ("direct", "split")
     assert layer.plan.pipelines == pipelines
-    assert [stretch.pipeline for stretch in layer.plan.stretches if stretch.tokens <= tokens][-1] == (
+    assert [stretch.pipeline for stretch in layer.plan.token_ranges if stretch.tokens <= tokens][-1] == (
         pipelines[0] if tokens == FEW else "split"
     )
     kept: list[object] = []
@@ -260,8 +260,8 @@ def test_passes_of_a_batch_beyond_max_tokens_are_repeated(machine: Machine, monk
         {"round_logits": True, "id_dtype": "int32"},
         {"shared": True, "gated": True},
         {"input_norm_eps": 1e-6, "expert_scale": True},
-        {"renormalise_floor": 0.9, "score": "sigmoid"},
-        {"score": "sparsemixer", "renormalise": False, "jitter": 0.2},
+        {"renormalize_floor": 0.9, "score": "sigmoid"},
+        {"score": "sparsemixer", "renormalize": False, "jitter": 0.2},
     ],
     ids=str,
 )

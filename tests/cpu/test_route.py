@@ -15,26 +15,26 @@ from collegium.types import MoESpec, Routing, RoutingSpec
 V3 = RoutingSpec(
     top_k=4,
     score="sigmoid",
-    renormalise_eps=1e-20,
+    renormalize_eps=1e-20,
     groups=4,
-    kept_groups=2,
+    topk_groups=2,
     group_score="top2_sum",
     scale=2.5,
     correction_bias=True,
 )
 SPECS = {
     "mixtral": RoutingSpec(top_k=2),
-    "olmoe": RoutingSpec(top_k=8, renormalise=False),
-    "gpt_oss": RoutingSpec(top_k=4, score="topk_softmax", renormalise=False),
-    "deepseek_v2": RoutingSpec(top_k=6, renormalise=False, groups=4, kept_groups=2, scale=16.0),
+    "olmoe": RoutingSpec(top_k=8, renormalize=False),
+    "gpt_oss": RoutingSpec(top_k=4, score="topk_softmax", renormalize=False),
+    "deepseek_v2": RoutingSpec(top_k=6, renormalize=False, groups=4, topk_groups=2, scale=16.0),
     "deepseek_v3": V3,
-    "deepseek_v4": RoutingSpec(top_k=6, score="sqrt_softplus", renormalise_eps=1e-20, scale=1.5, correction_bias=True),
-    "llama4": RoutingSpec(top_k=1, score="sigmoid", renormalise=False, weight_on_input=True),
+    "deepseek_v4": RoutingSpec(top_k=6, score="sqrt_softplus", renormalize_eps=1e-20, scale=1.5, correction_bias=True),
+    "llama4": RoutingSpec(top_k=1, score="sigmoid", renormalize=False, weight_on_input=True),
     "ernie": RoutingSpec(top_k=6, correction_bias=True),
     "top2_without_bias": replace(V3, correction_bias=False),
     "max_with_bias": replace(V3, group_score="max"),
     "biased_logits": RoutingSpec(top_k=3, score="topk_softmax", correction_bias=True),
-    "single_expert_groups": RoutingSpec(top_k=3, groups=20, kept_groups=5, group_score="top2_sum"),
+    "single_expert_groups": RoutingSpec(top_k=3, groups=20, topk_groups=5, group_score="top2_sum"),
 }
 
 
@@ -67,14 +67,14 @@ def judge(row, spec, bias=None):
     size = experts // spec.groups
     groups = [sorted(ranked[g * size : (g + 1) * size], reverse=True) for g in range(spec.groups)]
     value = [sum(g[:2]) if spec.group_score == "top2_sum" else g[0] for g in groups]
-    kept = sorted(range(spec.groups), key=lambda g: (-value[g], g))[: spec.kept_groups]
+    kept = sorted(range(spec.groups), key=lambda g: (-value[g], g))[: spec.topk_groups]
     allowed = [e for e in range(experts) if e // size in kept]
     ids = sorted(allowed, key=lambda e: (-ranked[e], e))[: spec.top_k]
     weights = [scores[e] for e in ids]
     if spec.score == "topk_softmax":
         weights = scores_of(weights, "softmax")
-    if spec.renormalise:
-        total = sum(weights) + spec.renormalise_eps
+    if spec.renormalize:
+        total = sum(weights) + spec.renormalize_eps
         weights = [w / total for w in weights]
     return ids, [w * spec.scale for w in weights]
 
@@ -118,14 +118,14 @@ def test_route_bits_do_not_depend_on_the_batch(name):
 )
 def test_route_score_worked_examples(score, pairs):
     logits = torch.tensor([[x for x, _ in pairs]])
-    found = route(logits, RoutingSpec(top_k=len(pairs), score=score, renormalise=False))
+    found = route(logits, RoutingSpec(top_k=len(pairs), score=score, renormalize=False))
     want = sorted((y for _, y in pairs), reverse=True)
     assert found.topk_weights[0].tolist() == pytest.approx(want, rel=6e-8)
 
 
 def test_route_bias_selects_but_never_weighs():
     logits, bias = torch.tensor([[2.0, 1.0, 0.0, -1.0]]), torch.tensor([0.0, 0.0, 0.0, 9.0])
-    spec = RoutingSpec(top_k=2, score="sigmoid", renormalise=False, correction_bias=True)
+    spec = RoutingSpec(top_k=2, score="sigmoid", renormalize=False, correction_bias=True)
     found = route(logits, spec, bias=bias)
     assert found.topk_ids.tolist() == [[3, 0]]
     assert found.topk_weights[0].tolist() == pytest.approx([1 / (1 + math.e), 1 / (1 + math.exp(-2))], rel=1e-6)
@@ -133,7 +133,7 @@ def test_route_bias_selects_but_never_weighs():
 
 def test_route_eps_is_added_to_the_sum():
     logits = torch.zeros(1, 4)
-    spec = RoutingSpec(top_k=2, score="sigmoid", renormalise_eps=1.0, scale=4.0)
+    spec = RoutingSpec(top_k=2, score="sigmoid", renormalize_eps=1.0, scale=4.0)
     assert route(logits, spec).topk_weights.tolist() == [[1.0, 1.0]]
 
 
@@ -188,7 +188,7 @@ def test_route_masked_groups_lose_to_negative_scores():
 
 def test_route_without_a_bias_tells_saturated_scores_apart():
     logits = torch.tensor([[20.0, 30.0, 25.0]])  # float32 sigmoid: 1 for all of them
-    spec = RoutingSpec(top_k=2, score="sigmoid", renormalise=False)
+    spec = RoutingSpec(top_k=2, score="sigmoid", renormalize=False)
     found = route(logits, spec)
     assert found.topk_ids.tolist() == [[1, 2]]
     assert found.topk_weights.tolist() == [[1.0, 1.0]]
@@ -221,9 +221,9 @@ PLAIN = {
 
 
 @pytest.mark.parametrize("score", [*PLAIN, "topk_softmax"])
-@pytest.mark.parametrize("renormalise", [False, True])
-def test_route_infinite_logits_do_what_plain_code_does(score, renormalise):
-    spec = RoutingSpec(top_k=3, score=score, renormalise=renormalise)
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_route_infinite_logits_do_what_plain_code_does(score, renormalize):
+    spec = RoutingSpec(top_k=3, score=score, renormalize=renormalize)
     logits = logits_for(tokens=5)
     logits[0, 3], logits[1, 4], logits[2, ::2], logits[3] = torch.inf, -torch.inf, -torch.inf, -torch.inf
     found = route(logits, spec)
@@ -232,7 +232,7 @@ def test_route_infinite_logits_do_what_plain_code_does(score, renormalise):
         wanted = torch.softmax(values, 1)
     else:
         wanted = PLAIN[score](logits.double()).gather(1, ids)
-        wanted = wanted / wanted.sum(1, keepdim=True) if renormalise else wanted
+        wanted = wanted / wanted.sum(1, keepdim=True) if renormalize else wanted
         if score != "softmax":
             wanted[3] = 0.0  # so is a sum of 0
     torch.testing.assert_close(found.topk_weights.double(), wanted, rtol=1e-6, atol=0, equal_nan=True)
@@ -296,7 +296,7 @@ def test_ids_that_cannot_say_not_here_are_refused():
         RoutingSpec(top_k=1, id_dtype="uint32")
 
 
-@pytest.mark.parametrize("change", [{"top_k": 2.0}, {"top_k": 0}, {"top_k": "2"}, {"groups": 1.5}, {"kept_groups": 0}])
+@pytest.mark.parametrize("change", [{"top_k": 2.0}, {"top_k": 0}, {"top_k": "2"}, {"groups": 1.5}, {"topk_groups": 0}])
 def test_counts_are_whole_numbers(change: dict[str, object]) -> None:
     with pytest.raises(SpecError, match=f"{next(iter(change))}: found .*, allowed: a whole number, at least 1"):
         RoutingSpec(**{"top_k": 2, **change})  # type: ignore[arg-type]
@@ -323,22 +323,22 @@ def test_a_rule_has_the_name_that_engines_give_it(name):
 @pytest.mark.parametrize(
     ("change", "name"),
     [
-        ({"groups": 1, "kept_groups": 1}, "deepseek_v3"),
-        ({"scale": 1.0, "top_k": 8, "renormalise_eps": 0.0}, "deepseek_v3"),
-        ({"correction_bias": False, "groups": 1, "kept_groups": 1}, "sigmoid_renorm"),
-        ({"correction_bias": False, "groups": 1, "kept_groups": 1, "renormalise": False}, "sigmoid"),
-        ({"renormalise": False}, "unspecified"),
+        ({"groups": 1, "topk_groups": 1}, "deepseek_v3"),
+        ({"scale": 1.0, "top_k": 8, "renormalize_eps": 0.0}, "deepseek_v3"),
+        ({"correction_bias": False, "groups": 1, "topk_groups": 1}, "sigmoid_renorm"),
+        ({"correction_bias": False, "groups": 1, "topk_groups": 1, "renormalize": False}, "sigmoid"),
+        ({"renormalize": False}, "unspecified"),
         ({"score": "softmax"}, "unspecified"),
         ({"weight_on_input": True}, "unspecified"),
         ({"hash_routing": True}, "unspecified"),
         ({"expert_scale": True}, "unspecified"),
-        ({"renormalise_floor": 1e-3}, "unspecified"),
+        ({"renormalize_floor": 1e-3}, "unspecified"),
     ],
 )
 def test_what_a_name_does_not_say_is_unspecified(change, name):
     assert replace(V3, **change).method == name
     assert replace(SPECS["llama4"], top_k=2).method == "unspecified"
-    assert RoutingSpec(top_k=2, score="sparsemixer", renormalise=False).method == "unspecified"
+    assert RoutingSpec(top_k=2, score="sparsemixer", renormalize=False).method == "unspecified"
 
 
 def test_route_no_tokens():
@@ -357,7 +357,7 @@ def test_route_nan_bias():
         route(logits_for(), V3, bias=bias, checked=True)
 
 
-HASH = RoutingSpec(top_k=2, score="sqrt_softplus", renormalise_eps=1e-20, scale=1.5, hash_routing=True)
+HASH = RoutingSpec(top_k=2, score="sqrt_softplus", renormalize_eps=1e-20, scale=1.5, hash_routing=True)
 TABLE = torch.tensor([[3, 0], [1, 2], [0, 4], [4, 3]])
 
 
@@ -380,7 +380,7 @@ def test_route_hash_integer_dtypes(dtype):
 
 
 def test_route_hash_softmax_of_the_selected():
-    spec = RoutingSpec(top_k=2, score="topk_softmax", renormalise=False, hash_routing=True)
+    spec = RoutingSpec(top_k=2, score="topk_softmax", renormalize=False, hash_routing=True)
     table = torch.tensor([[0, 2], [1, -1], [-1, -1]])
     found = route(torch.tensor([[1.0, 5.0, 1.0]] * 3), spec, token_ids=torch.arange(3), hash_table=table)
     assert found.topk_weights.tolist() == [[0.5, 0.5], [1.0, 0.0], [0.0, 0.0]]
@@ -545,7 +545,7 @@ def _published(family, spec, experts, hidden):
     facts = {
         "num_experts_per_tok": spec.top_k, "num_local_experts": experts, "num_experts": experts,
         "hidden_size": hidden, "routed_scaling_factor": spec.scale, "n_group": spec.groups,
-        "topk_group": spec.kept_groups, "norm_topk_prob": spec.renormalise, "scoring_func": "sqrtsoftplus",
+        "topk_group": spec.topk_groups, "norm_topk_prob": spec.renormalize, "scoring_func": "sqrtsoftplus",
         "topk_method": "group_limited_greedy",
     }  # fmt: skip
     module, name = family
@@ -583,7 +583,7 @@ def test_route_agrees_with_the_published_router(family, spec):
 
 
 def test_sparsemixer_picks_two_in_turn_and_masks_what_is_far() -> None:
-    spec = RoutingSpec(top_k=2, score="sparsemixer", renormalise=False, jitter=0.1)
+    spec = RoutingSpec(top_k=2, score="sparsemixer", renormalize=False, jitter=0.1)
     logits = torch.tensor([[2.0, 1.9, 1.0, -3.0], [-1.0, -1.1, -4.0, -1.15]])
     found = route(logits, spec)
     assert found.topk_ids.tolist() == [[0, 1], [0, 1]]
@@ -603,19 +603,19 @@ def test_sparsemixer_picks_two_in_turn_and_masks_what_is_far() -> None:
     assert masked.topk_ids.tolist() == [[2, 1]]
 
 
-@pytest.mark.parametrize("change", [{"top_k": 3}, {"renormalise": True}, {"correction_bias": True}, {"jitter": 0.0}])
+@pytest.mark.parametrize("change", [{"top_k": 3}, {"renormalize": True}, {"correction_bias": True}, {"jitter": 0.0}])
 def test_sparsemixer_stands_alone(change: dict[str, object]) -> None:
     with pytest.raises(SpecError, match=r"sparsemixer|jitter"):
-        RoutingSpec(**{"top_k": 2, "score": "sparsemixer", "renormalise": False, **change})  # type: ignore[arg-type]
+        RoutingSpec(**{"top_k": 2, "score": "sparsemixer", "renormalize": False, **change})  # type: ignore[arg-type]
 
 
 def test_the_sum_of_weights_has_a_floor() -> None:
     logits = torch.tensor([[3.0, 2.0, 0.0]])
-    plain = route(logits, RoutingSpec(top_k=1, score="sigmoid", renormalise=True))
-    floored = route(logits, RoutingSpec(top_k=1, score="sigmoid", renormalise=True, renormalise_floor=2.0))
+    plain = route(logits, RoutingSpec(top_k=1, score="sigmoid", renormalize=True))
+    floored = route(logits, RoutingSpec(top_k=1, score="sigmoid", renormalize=True, renormalize_floor=2.0))
     assert plain.topk_weights.item() == 1.0
     assert floored.topk_weights.item() == pytest.approx(torch.sigmoid(torch.tensor(3.0)).item() / 2)
-    floor = RoutingSpec(top_k=2, score="sigmoid", renormalise=True, renormalise_floor=2.0)
+    floor = RoutingSpec(top_k=2, score="sigmoid", renormalize=True, renormalize_floor=2.0)
     assert route(torch.tensor([[3.0, torch.nan, 0.0]]), floor).topk_weights.isnan().all()
 
 

@@ -1,7 +1,7 @@
 """Defects of the five systems that Collegium set out to replace, each as a test of what a user meets here.
 
-``docs/seeds.md`` has the list, and the tests elsewhere that rule out the rest of it. Kernels for GPUs run in Triton's
-interpreter, in workspaces of exactly the planned size.
+``docs/developer/seeds.md`` has the list, and the tests elsewhere that rule out the rest of it. Kernels for GPUs run
+in Triton's interpreter, in workspaces of exactly the planned size.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from torch import distributed
 
 from collegium import (
     ActivationSpec,
-    Choice,
     DeviceFacts,
     ExpertWeights,
     InputError,
     Limits,
     MoELayer,
     MoESpec,
+    Overrides,
     Problem,
     Routing,
     RoutingSpec,
@@ -41,10 +41,10 @@ from collegium import (
 )
 from collegium.formats.unquantised import DTYPES, as_stored
 from collegium.ops.quantize import ACTIVATION_FORMATS, activation_format
-from collegium.parallel import meeting
-from collegium.parallel.meeting import meeting_of
+from collegium.parallel import rendezvous
 from collegium.parallel.placement import linear
-from collegium.parallel.shared_block import shared_blocks
+from collegium.parallel.rendezvous import rendezvous_of
+from collegium.parallel.symmetric_buffer import symmetric_buffers
 from collegium.runtime.memory import MemoryMap, Region, Workspaces, memory_map
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
 from ranks import run_ranks
@@ -99,7 +99,7 @@ def built(
     problem = Problem(spec=spec, device=device, limits=Limits(max_tokens=most), dtype=dtype, **more)
     made = encode_experts(random_experts(len(problem.local_experts), 2, wide, spec.hidden_size, seed=1), weights)
     dispatcher = None if problem.alone else "partial"
-    chosen = plan(problem, Choice(kernel=kernel, activation_format=activations, dispatcher=dispatcher))
+    chosen = plan(problem, Overrides(kernel=kernel, activation_format=activations, dispatcher=dispatcher))
     layer = MoELayer(made, chosen)
     layer.workspaces = Workspaces(torch.device("cpu"))
     layer.workspaces.reserve(MemoryMap(layer.plan.regions).nbytes)
@@ -139,7 +139,7 @@ def _full(rank: int, name: str) -> list[str]:
     problem = Problem(spec=spec, device=CPU, limits=limits, dtype="fp32", placement=placed)
     whole = random_experts(2, 2, 64, 64, seed=1)
     held = replace(whole, gate_up=whole.gate_up[rank : rank + 1], down=whole.down[rank : rank + 1])
-    layer, faults = MoELayer(held, plan(problem, Choice(dispatcher=name))), list[str]()
+    layer, faults = MoELayer(held, plan(problem, Overrides(dispatcher=name))), list[str]()
     x, ones = heavy_tailed(512, 64, seed=rank), torch.ones(512, 1)
     for first in (257, 512):
         ids = (torch.arange(512) >= first).long()[torch.randperm(512, generator=torch.Generator().manual_seed(rank))]
@@ -226,20 +226,20 @@ def test_a_group_at_the_address_of_a_dead_one_has_a_meeting_of_its_own() -> None
     """Its name may be the same, as torch hashes some, and so may the store."""
     alive, store = [_Group()], distributed.HashStore()
     with (
-        patch.object(meeting, "_made", {}),
-        patch.object(meeting, "group_named", lambda _: alive[0]),
-        patch.object(meeting, "world_ranks", lambda _: (0,)),
+        patch.object(rendezvous, "_made", {}),
+        patch.object(rendezvous, "group_named", lambda _: alive[0]),
+        patch.object(rendezvous, "world_ranks", lambda _: (0,)),
         patch.object(distributed, "get_rank", lambda _: 0),
         patch.object(distributed, "get_world_size", lambda _: 1),
         patch.object(distributed.distributed_c10d, "_get_default_store", lambda: store),
     ):
-        first, address = meeting_of("tp"), id(alive.pop())
+        first, address = rendezvous_of("tp"), id(alive.pop())
         made = [_Group() for _ in range(1000)]
         alive += [own for own in made if id(own) == address]
         assert len(alive) == 1, "nothing came to stand there; the test needs another way"
-        second = meeting_of("tp")
+        second = rendezvous_of("tp")
         assert second is not first
-        assert meeting_of("tp") is second
+        assert rendezvous_of("tp") is second
         assert second.exchange("one", "turn") == ["one"]
 
 
@@ -249,9 +249,9 @@ def test_memory_of_a_layer_is_not_that_of_a_dead_one_at_its_address() -> None:
 
 
 def _forgotten(rank: int) -> list[str]:
-    blocks, faults = shared_blocks("", torch.device("cpu")), list[str]()
-    blocks.join(memory_map((Region("x", 1 << 16), Region("rows", 1 << 16))))
-    space = blocks.take()
+    blocks, faults = symmetric_buffers("", torch.device("cpu")), list[str]()
+    blocks.register_layer(memory_map((Region("x", 1 << 16), Region("rows", 1 << 16))))
+    space = blocks.acquire()
     for _ in range(20):
         small = MemoryMap((Region("x", 64), Region("rows", 64)))
         space.memory(small)
@@ -260,10 +260,10 @@ def _forgotten(rank: int) -> list[str]:
         for large in [MemoryMap((Region("x", 256), Region("rows", 512))) for _ in range(100)]:
             if id(large) == address:
                 try:
-                    space.memory(large).take("rows", (512,), torch.uint8)
+                    space.memory(large).alloc("rows", (512,), torch.uint8)
                 except AssertionError as error:
                     faults.append(str(error))
-    blocks.give(space)
+    blocks.release(space)
     return faults
 
 
@@ -284,7 +284,7 @@ def test_layers_of_other_sizes_share_buffers_and_leave_results_alone(case: Any) 
         assert error_of(weights, x, routing, found) < case[3]
         kept.append((which, found, found.clone()))
     assert all(torch.equal(found, copy) for _, found, copy in kept)
-    assert lent.take().nbytes == lent._size, "one workspace served all of them"  # pyright: ignore[reportPrivateUsage]
+    assert lent.acquire().nbytes == lent._size, "one workspace served all of them"  # pyright: ignore[reportPrivateUsage]
 
 
 def _sizes(rank: int) -> list[str]:

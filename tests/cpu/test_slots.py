@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from collegium.encoding import encode_experts
 from collegium.errors import InputError
-from collegium.experts import KERNELS, Packed
+from collegium.experts import KERNELS, PackedWeights
 from collegium.experts.triton import table
 from collegium.formats import Bnb4, Gguf, Int4Affine, Int4Group, Int4Ordered, Int8Affine, Int8Ordered, by_name
 from collegium.formats.unquantised import DTYPES
@@ -77,7 +77,7 @@ def _weights(name: str) -> ExpertWeights[Any]:
     return replace(encode_experts(made, name), **biases)
 
 
-def _packed(kernel: Any, weights: ExpertWeights[Any], act: str) -> Packed:
+def _packed(kernel: Any, weights: ExpertWeights[Any], act: str) -> PackedWeights:
     dtype: Any = act if act in DTYPES else "bf16"
     experts = weights.down.shape[0]
     spec = MoESpec(
@@ -95,7 +95,7 @@ def _packed(kernel: Any, weights: ExpertWeights[Any], act: str) -> Packed:
     return kernel.pack(weights, problem.routed)
 
 
-def _bits(packed: Packed) -> list[torch.Tensor]:
+def _bits(packed: PackedWeights) -> list[torch.Tensor]:
     return [tensor.contiguous().reshape(tensor.shape[0], -1).view(torch.uint8) for tensor in packed.slots()]
 
 
@@ -142,7 +142,7 @@ def test_experts_put_slot_by_slot_are_those_packed_in_that_order(
 
 
 def test_packing_that_mixes_experts_and_slots_that_share_memory_are_refused_by_name() -> None:
-    class Mixed(Packed):
+    class Mixed(PackedWeights):
         pass
 
     with pytest.raises(InputError, match="Mixed mixes experts in its packing"):

@@ -42,26 +42,26 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 V3 = RoutingSpec(
     top_k=4,
     score="sigmoid",
-    renormalise_eps=1e-20,
+    renormalize_eps=1e-20,
     groups=4,
-    kept_groups=2,
+    topk_groups=2,
     group_score="top2_sum",
     scale=2.5,
     correction_bias=True,
 )
 SPECS = {
     "softmax": RoutingSpec(top_k=2),
-    "not_renormalised": RoutingSpec(top_k=8, renormalise=False),
-    "topk_softmax": RoutingSpec(top_k=4, score="topk_softmax", renormalise=False),
+    "not_renormalised": RoutingSpec(top_k=8, renormalize=False),
+    "topk_softmax": RoutingSpec(top_k=4, score="topk_softmax", renormalize=False),
     "topk_softmax_renormalised": RoutingSpec(top_k=4, score="topk_softmax"),
-    "max_groups": RoutingSpec(top_k=6, renormalise=False, groups=4, kept_groups=2, scale=16.0),
+    "max_groups": RoutingSpec(top_k=6, renormalize=False, groups=4, topk_groups=2, scale=16.0),
     "top2_groups": V3,
     "top2_without_bias": replace(V3, correction_bias=False),
     "max_with_bias": replace(V3, group_score="max"),
-    "sqrt_softplus": RoutingSpec(top_k=6, score="sqrt_softplus", renormalise_eps=1e-20, correction_bias=True),
+    "sqrt_softplus": RoutingSpec(top_k=6, score="sqrt_softplus", renormalize_eps=1e-20, correction_bias=True),
     "biased_logits": RoutingSpec(top_k=3, score="topk_softmax", correction_bias=True),
-    "single_expert_groups": RoutingSpec(top_k=3, groups=20, kept_groups=5, group_score="top2_sum"),
-    "five_groups": RoutingSpec(top_k=3, groups=5, kept_groups=2, group_score="top2_sum", score="topk_softmax"),
+    "single_expert_groups": RoutingSpec(top_k=3, groups=20, topk_groups=5, group_score="top2_sum"),
+    "five_groups": RoutingSpec(top_k=3, groups=5, topk_groups=2, group_score="top2_sum", score="topk_softmax"),
 }
 
 
@@ -296,7 +296,7 @@ def test_router(name: str) -> None:
 
 @pytest.mark.parametrize("jitter", [1e-4, 0.05, 0.5])
 def test_router_mixes_two_experts(jitter: float) -> None:
-    spec = RoutingSpec(top_k=2, score="sparsemixer", renormalise=False, jitter=jitter, scale=1.5)
+    spec = RoutingSpec(top_k=2, score="sparsemixer", renormalize=False, jitter=jitter, scale=1.5)
     logits = torch.randn(40, 20) * 3
     logits[3, 4], logits[4, 5], logits[5, 2] = torch.nan, torch.inf, -torch.inf
     logits[6], logits[8], logits[9], logits[10, :18] = 0, torch.inf, -torch.inf, -torch.inf
@@ -311,7 +311,7 @@ def test_router_mixes_two_experts(jitter: float) -> None:
 @pytest.mark.parametrize("floor", [0.0, 3.0])
 def test_router_floors_and_scales(spec: str, floor: float) -> None:
     """A floor of the sum, and a factor for each expert, which may be any number and every second one in memory."""
-    rule = replace(SPECS[spec], renormalise_floor=floor, expert_scale=True)
+    rule = replace(SPECS[spec], renormalize_floor=floor, expert_scale=True)
     logits = torch.randn(30, 20) * 2 - 3
     logits[3, 4], logits[5] = torch.nan, -80.0
     factors = (torch.randn(40).exp())[::2]
@@ -323,7 +323,7 @@ def test_router_floors_and_scales(spec: str, floor: float) -> None:
         assert same_routing(found, wanted)
     plain = route_on_device(logits, replace(rule, expert_scale=False), **given)
     assert same_routing(plain, route(logits, replace(rule, expert_scale=False), **given))
-    other = route(logits, replace(rule, expert_scale=False, renormalise_floor=0.0), **given)
+    other = route(logits, replace(rule, expert_scale=False, renormalize_floor=0.0), **given)
     lowered = plain.topk_weights[6:] < other.topk_weights[6:]
     assert bool(lowered.any()) == bool(floor), "no sum is below the floor"
 
@@ -422,7 +422,7 @@ def test_rows_of_a_dtype_without_a_format_are_refused() -> None:
 class Marked:
     """Memory of one byte value."""
 
-    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def alloc(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.full((*shape[:-1], shape[-1] * dtype.itemsize), 0x5A, dtype=torch.uint8).view(dtype)
 
     def part(self, name: str) -> Marked:

@@ -26,7 +26,7 @@ from collegium.parallel.local import Local
 from collegium.parallel.placement import linear
 from collegium.placement import Placement
 from collegium.planning import kernel_named, plan
-from collegium.problem import Choice, DeviceFacts, Limits, Problem
+from collegium.problem import DeviceFacts, Limits, Overrides, Problem
 from collegium.testing.compare import heavy_tailed, relative_error, uneven_ids
 from collegium.types import ExpertWeights, Routing
 from commands import command
@@ -115,7 +115,9 @@ def test_a_layer_runs_with_the_largest_scales_of_its_experts(tmp_path: Path, nam
     largest = calibrated(tmp_path, name, storage)
     x, routing = tokens()
     for layer, scales in largest.items():
-        made = load_layer(tmp_path, layer, device="cpu", dtype="fp32", force=Choice(activation_format=STATIC[name]))
+        made = load_layer(
+            tmp_path, layer, device="cpu", dtype="fp32", overrides=Overrides(activation_format=STATIC[name])
+        )
         weights = load_experts(CheckpointLayer.open(Checkpoint.open(tmp_path), layer), linear(SIZE.experts))
         found, wanted = made(x, routing=routing), judged(x, weights, routing, scales, name)
         size = wanted.norm(dim=1)
@@ -129,7 +131,9 @@ def test_a_layer_runs_with_the_largest_scales_of_its_experts(tmp_path: Path, nam
         seen_most = seen(x, scales[0], name).abs().amax()
         assert seen_most <= scales[0] * MOST[name] * 1.0001 < x.abs().amax(), "nothing saturates"
         # Asked for nothing, rows have scales of their own.
-        dynamic = load_layer(tmp_path, layer, device="cpu", dtype="fp32", force=Choice(activation_format="fp8_token"))
+        dynamic = load_layer(
+            tmp_path, layer, device="cpu", dtype="fp32", overrides=Overrides(activation_format="fp8_token")
+        )
         own = dynamic(x, routing=routing)
         assert (own.norm(dim=1) > 0).all()
         assert relative_error(own, wanted) > 0.1
@@ -142,8 +146,8 @@ def test_the_scales_of_fp8_and_nvfp4_serve_each_others_formats(tmp_path: Path) -
     """A scale says how large numbers may be; 448 and 6 * 448 are the largest codes."""
     largest = calibrated(tmp_path, "fp8_tensor", "modelopt")
     for wish, ratio in (("fp8_static", 1), ("nvfp4_static", 6)):
-        force = Choice(activation_format=wish)
-        made: Any = load_layer(tmp_path, 1, device="cpu", weight_format="mxfp4", force=force)
+        force = Overrides(activation_format=wish)
+        made: Any = load_layer(tmp_path, 1, device="cpu", weight_format="mxfp4", overrides=force)
         forms = made.experts.activations
         assert [form.scale for form in forms] == pytest.approx([float(s) / ratio for s in largest[1]], rel=1e-7)
 
@@ -165,7 +169,7 @@ def test_a_stack_has_one_scale_or_one_for_each_expert(tmp_path: Path, each: bool
     config = json.loads((tmp_path / "config.json").read_text())
     block = {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["*router*"]}
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": block}))
-    made: Any = load_layer(tmp_path, 0, device="cpu", force=Choice(activation_format="fp8_static"))
+    made: Any = load_layer(tmp_path, 0, device="cpu", overrides=Overrides(activation_format="fp8_static"))
     assert [form.scale for form in made.experts.activations] == pytest.approx([0.01, 0.003], rel=1e-6)
 
 
@@ -174,13 +178,13 @@ def test_every_rank_has_the_scales_of_all_experts(tmp_path: Path) -> None:
     calibrated(tmp_path, "fp8_tensor", "compressed-tensors")
     opened = CheckpointLayer.open(Checkpoint.open(tmp_path), 1)
     x, routing = tokens()
-    whole: Any = load_routed(opened, device="cpu", dtype="fp32", force=Choice(activation_format="fp8_static"))
+    whole: Any = load_routed(opened, device="cpu", dtype="fp32", overrides=Overrides(activation_format="fp8_static"))
     parts = torch.zeros(x.shape)
     ranks = ((3, 0), (1,), (2,))
     for rank, held in enumerate(ranks):
         placed = Placement(rank=rank, world_size=3, expert_ids=held, ranks=ranks)
-        force = Choice(activation_format="fp8_static", dispatcher="partial")
-        part: Any = load_routed(opened, device="cpu", dtype="fp32", force=force, placement=placed)
+        force = Overrides(activation_format="fp8_static", dispatcher="partial")
+        part: Any = load_routed(opened, device="cpu", dtype="fp32", overrides=force, placement=placed)
         assert part.experts.input_reach == whole.experts.input_reach
         # A plan knows no scale, so tokens travel as they are.
         assert part.plan.problem.sent_as is None
@@ -203,7 +207,7 @@ def test_kernels_on_tensor_cores_multiply_the_same_codes(tmp_path: Path, name: s
     pytest.importorskip("triton")
     calibrated(tmp_path, name, "modelopt")
     opened = CheckpointLayer.open(Checkpoint.open(tmp_path), 0)
-    loaded: Any = load_routed(opened, device="cpu", force=Choice(activation_format="fp8_static"))
+    loaded: Any = load_routed(opened, device="cpu", overrides=Overrides(activation_format="fp8_static"))
     weights = replace(load_experts(opened, linear(4)), input_reach=loaded.experts.input_reach)
     spec = opened.spec.routed_alone()
     facts = DeviceFacts(kind="cuda", capability=(9, 0))
@@ -228,7 +232,7 @@ def test_kernels_on_tensor_cores_multiply_the_same_codes(tmp_path: Path, name: s
     # Other scales need no other kernel, and tokens of other ranks do not come as codes.
     other = replace(packed, input_reach=(1.0, 2.0))
     assert (other.key, other.tiling) == (packed.key, packed.tiling)
-    assert packed.arriving is None
+    assert packed.input_codes is None
 
 
 def shipped_in_fp8(folder: Path) -> Path:
@@ -261,7 +265,7 @@ def test_the_commands_take_them_by_name(tmp_path: Path) -> None:
         "generate", folder, "--device", "cpu", "--activations", "fp8_static", "--tokens", "6", "--json"
     )
     assert code == 0, said
-    model = load_model(folder, device="cpu", force=Choice(activation_format="fp8_static"))
+    model = load_model(folder, device="cpu", overrides=Overrides(activation_format="fp8_static"))
     made = layers_of(model)
     assert all(layer.experts.input_reach == pytest.approx((20.0, 20.0)) for layer in made)
     ids = torch.arange(12)[None] + 5
@@ -273,27 +277,27 @@ def test_the_commands_take_them_by_name(tmp_path: Path) -> None:
 
 def test_verify_finds_the_scale_of_another_product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calibrated(tmp_path, "fp8_tensor", "modelopt")
-    force = Choice(activation_format="fp8_static")
-    assert verify_model(str(tmp_path), device="cpu", force=force).passed
+    force = Overrides(activation_format="fp8_static")
+    assert verify_model(str(tmp_path), device="cpu", overrides=force).passed
 
     def turned(name: str, reach: Any) -> Any:
         return formats_within(name, reach and reach[::-1])
 
     monkeypatch.setattr(reference, "formats_within", turned)
-    assert not verify_model(str(tmp_path), device="cpu", force=force).passed
+    assert not verify_model(str(tmp_path), device="cpu", overrides=force).passed
 
 
 def test_checkpoints_whose_scales_cannot_be_used_are_refused(tmp_path: Path) -> None:
     calibrated(tmp_path, "fp8_tensor", "compressed-tensors")
-    force = Choice(activation_format="fp8_static")
+    force = Overrides(activation_format="fp8_static")
     before = load_file(tmp_path / "model.safetensors")
 
     def refused(kind: type[Exception], text: str, **changed: torch.Tensor | None) -> None:
         save_file(before, tmp_path / "model.safetensors")
         rewrite(tmp_path, changed)
         with pytest.raises(kind, match=text):
-            load_layer(tmp_path, 1, device="cpu", force=force)
-        load_layer(tmp_path, 0, device="cpu", force=force)
+            load_layer(tmp_path, 1, device="cpu", overrides=force)
+        load_layer(tmp_path, 0, device="cpu", overrides=force)
         load_layer(tmp_path, 1, device="cpu")
 
     one, two = (BASE.format(layer=1, expert=2, which=which) + "input_scale" for which in ("w3", "w2"))
@@ -321,7 +325,7 @@ def test_checkpoints_whose_scales_cannot_be_used_are_refused(tmp_path: Path) -> 
     save_file(before, tmp_path / "model.safetensors")
     close = before[one] * (1 + 1e-6)
     rewrite(tmp_path, {one: close})
-    load_layer(tmp_path, 1, device="cpu", force=force)
+    load_layer(tmp_path, 1, device="cpu", overrides=force)
 
 
 def test_a_shared_expert_has_scales_of_its_own(tmp_path: Path) -> None:
@@ -341,9 +345,9 @@ def test_a_shared_expert_has_scales_of_its_own(tmp_path: Path) -> None:
         if name.endswith("weight_scale")
     }
     rewrite(tmp_path, dict(routed))
-    force = Choice(activation_format="fp8_static")
+    force = Overrides(activation_format="fp8_static")
     with pytest.raises(InputError, match=r"shared expert, gate is bf16, .* no static scales"):
-        load_layer(tmp_path, number, device="cpu", force=force)
+        load_layer(tmp_path, number, device="cpu", overrides=force)
     base, changed = f"model.layers.{number}.mlp.shared_experts.", dict[str, torch.Tensor | None]()
     for which, scale in (("gate_proj", 0.05), ("up_proj", 0.04), ("down_proj", 0.3)):
         weight = tensors[f"{base}{which}.weight"].float()
@@ -355,27 +359,27 @@ def test_a_shared_expert_has_scales_of_its_own(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"]["exclude_modules"] = ["lm_head", "*self_attn*"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    made: Any = load_layer(tmp_path, number, device="cpu", force=force)
+    made: Any = load_layer(tmp_path, number, device="cpu", overrides=force)
     assert [form.scale for form in made.experts.activations] == pytest.approx([0.02, 0.02])
     assert [form.scale for form in made.shared.experts.activations] == pytest.approx([0.05, 0.3])
     x = heavy_tailed(5, SIZE.hidden, seed=4).bfloat16()
-    dynamic = load_layer(tmp_path, number, device="cpu", force=Choice(activation_format="fp8_token"))
+    dynamic = load_layer(tmp_path, number, device="cpu", overrides=Overrides(activation_format="fp8_token"))
     assert made(x).isfinite().all()
     assert not torch.equal(made(x), dynamic(x))
     merged = replace(force, shared="merged")
     with pytest.raises(PlanError, match=r"found static activation scales for inputs up to \(22\.4.*shared='apart'"):
-        load_layer(tmp_path, number, device="cpu", force=merged)
-    load_layer(tmp_path, number, device="cpu", force=Choice(activation_format="fp8_token", shared="merged"))
+        load_layer(tmp_path, number, device="cpu", overrides=merged)
+    load_layer(tmp_path, number, device="cpu", overrides=Overrides(activation_format="fp8_token", shared="merged"))
     same = {name: torch.tensor(0.02) for name in load_file(tmp_path / "model.safetensors") if "input_scale" in name}
     rewrite(tmp_path, dict(same))
-    found, apart = (load_layer(tmp_path, number, device="cpu", force=own) for own in (merged, force))
+    found, apart = (load_layer(tmp_path, number, device="cpu", overrides=own) for own in (merged, force))
     assert found.plan.merged == 1
     assert relative_error(found(x).float(), apart(x).float()) < 0.01
     assert relative_error(made(x).float(), apart(x).float()) > 0.01
     assert "scales     0.02 before gate_up, 0.02 before down" in str(found)
     rewrite(tmp_path, {f"{base}up_proj.input_scale": None})
     with pytest.raises(MissingTensorError, match=r"shared expert, up has no \.input_scale, and 0 more of 3"):
-        load_layer(tmp_path, number, device="cpu", force=force)
+        load_layer(tmp_path, number, device="cpu", overrides=force)
 
 
 def test_weights_without_scales_are_refused_by_name(tmp_path: Path) -> None:
@@ -383,8 +387,8 @@ def test_weights_without_scales_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(
         InputError, match=r"expert 0, gate is bf16, .* no static scales .*allowed: fp8_tensor.*take fp8_token"
     ):
-        load_layer(tmp_path, 0, device="cpu", force=Choice(activation_format="fp8_static"))
+        load_layer(tmp_path, 0, device="cpu", overrides=Overrides(activation_format="fp8_static"))
     opened = CheckpointLayer.open(Checkpoint.open(tmp_path), 0)
     problem = Problem(spec=opened.spec.routed_alone(), device=DeviceFacts(kind="cpu"))
     with pytest.raises(InputError, match=r"nvfp4_static: found no calibrated scales, .*input_reach"):
-        MoELayer(load_experts(opened, linear(4)), plan(problem, Choice(activation_format="nvfp4_static")))
+        MoELayer(load_experts(opened, linear(4)), plan(problem, Overrides(activation_format="nvfp4_static")))

@@ -14,7 +14,7 @@ from collegium.experts.triton.lanes import pack_plain
 from collegium.experts.triton.prefill import prefill_gemm
 from collegium.experts.triton.tile_choice import TileChoice
 from collegium.formats import Bf16
-from collegium.kernels.numbers import NOWHERE
+from collegium.kernels.enums import NOWHERE
 from collegium.ops.permute import Owners, permute
 from collegium.testing.compare import heavy_tailed
 from prefill_on_cpu import TILE

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from collegium import (
-    Choice,
     DeviceFacts,
     InputError,
     Limits,
     MoELayer,
     MoESpec,
+    Overrides,
     PlanError,
     Problem,
     RouterWeights,
@@ -39,7 +39,7 @@ def experts_of(seed: int, weight_format: str = "bf16", inner: int = INNER) -> An
     return encode_experts(random_experts(E, 2, inner, H, seed=seed), weight_format)
 
 
-def layer_of(weights: Any, force: Choice | None = None, *, shared: bool = True, **more: Any) -> MoELayer:
+def layer_of(weights: Any, force: Overrides | None = None, *, shared: bool = True, **more: Any) -> MoELayer:
     spec = MoESpec(
         hidden_size=H,
         intermediate_size=INNER,
@@ -67,7 +67,7 @@ def test_a_layer_goes_on_with_other_experts_in_any_format_and_kernel(shared: boo
     seen = [layer(x)]
     for seed, weight_format in enumerate(FORMATS, start=2):
         weights = experts_of(seed, weight_format)
-        for force in (None,) if shared else (None, Choice(kernel="reference")):
+        for force in (None,) if shared else (None, Overrides(kernel="reference")):
             layer.swap(weights, force)
             fresh = layer_of(weights, force, shared=shared)
             wanted = fresh(x)
@@ -99,7 +99,7 @@ def test_a_layer_that_a_graph_has_captured_keeps_its_experts(how: str, monkeypat
     layer, x = layer_of(experts_of(1)), heavy_tailed(5, H, seed=2).bfloat16()
     wanted = layer(x)
     with monkeypatch.context() as patched:
-        patched.setattr(layers, "captured", lambda _: True)
+        patched.setattr(layers, "is_capturing", lambda _: True)
         if how == "a pass":
             layer(x)
         else:
@@ -126,10 +126,10 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
         (replace(good, gate_up=good.gate_up[:5], down=good.down[:5]), None, InputError, r"\(5, 2, 32, 64\), the spec"),
         (replace(good, down_bias=torch.zeros(E, H)), None, InputError, "down_bias: found"),
         (far, None, InputError, "the weights are on meta, the layer is on cpu, not captured"),
-        (good, Choice(kernel="triton_bf16"), PlanError, "no kernel runs bf16 weights"),
+        (good, Overrides(kernel="triton_bf16"), PlanError, "no kernel runs bf16 weights"),
         (
             good,
-            Choice(activation_format="fp8_token"),
+            Overrides(activation_format="fp8_token"),
             InputError,
             "the shared expert is packed for cpu_grouped and bf16",
         ),
@@ -139,9 +139,9 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
     assert torch.equal(layer(x), wanted)
     assert layer.plan is before
     alone = layer_of(experts_of(1), shared=False)
-    alone.swap(good, Choice(activation_format="fp8_token"))
+    alone.swap(good, Overrides(activation_format="fp8_token"))
     assert alone.plan.kernel == "reference"
-    assert torch.equal(alone(x), layer_of(good, Choice(activation_format="fp8_token"), shared=False)(x))
+    assert torch.equal(alone(x), layer_of(good, Overrides(activation_format="fp8_token"), shared=False)(x))
 
 
 def test_experts_and_the_function_of_their_rows_are_not_assigned() -> None:
@@ -169,8 +169,8 @@ def _swapped(rank: int) -> list[str]:
     )
     layer(x)
     for seed, weight_format in enumerate(("mxfp4", "bf16"), start=2):
-        one.swap(experts_of(seed, weight_format), Choice(kernel="reference"))
-        layer.swap(taken(experts_of(seed, weight_format), placed.expert_ids), Choice(kernel="reference"))
+        one.swap(experts_of(seed, weight_format), Overrides(kernel="reference"))
+        layer.swap(taken(experts_of(seed, weight_format), placed.expert_ids), Overrides(kernel="reference"))
         if not torch.equal(layer(x), one(x)):
             wrong.append(weight_format)
     return wrong

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch.nn import functional
 
-from collegium import Choice, DeviceFacts, MoESpec, Plan, PlanError, Problem, Routing, RoutingSpec, plan, probe
+from collegium import DeviceFacts, MoESpec, Overrides, Plan, PlanError, Problem, Routing, RoutingSpec, plan, probe
 from collegium.errors import RankError
 from collegium.ops.quantize import AS_IS, PADDED, REORDERED, activation_format
-from collegium.parallel import peers, shared_block
+from collegium.parallel import peers, symmetric_buffer
 from collegium.parallel.expert_map import ExpertMap
-from collegium.parallel.peers import HEAD_BYTES, Peers, Sent
+from collegium.parallel.peers import HEAD_BYTES, PeerBuffers, Sent
 from collegium.parallel.placement import linear
 from collegium.testing.compare import heavy_tailed
 from peer_kernels import exchange, lose, refused
@@ -63,7 +63,9 @@ def test_few_tokens_are_written_and_posted_at_once_as_many_are(name: str, order:
                 weights=torch.full((tokens + 1, top_k), 99.0),
             )
             head, deltas = torch.zeros(HEAD_BYTES // 8, dtype=torch.int64), torch.zeros(world + 1, dtype=torch.int64)
-            all_peers = Peers(rank=1, ranks=(0, 1), layer=3, bound=6, seconds=1, head=head, deltas=deltas, alone=True)
+            all_peers = PeerBuffers(
+                rank=1, ranks=(0, 1), layer=3, bound=6, seconds=1, head=head, deltas=deltas, alone=True
+            )
             table.load.zero_()
             with patch.object(peers, "TOGETHER", most):
                 if tokens or most > 0:
@@ -146,13 +148,13 @@ def test_what_it_cannot_serve_is_refused_by_name() -> None:
     assert "it is for GPUs that read each other's memory" in why(planned(probe("cpu"), 2))
     assert planned(gpu, 2, same_tokens=True).dispatcher == "symm_mem"
     problem = Problem(spec=spec, device=gpu, placement=linear(8, 1, 2))
-    reduced = plan(problem, Choice(combine="reduced"))
+    reduced = plan(problem, Overrides(combine="reduced"))
     assert (reduced.dispatcher, reduced.capturable) == ("symm_mem", True)
     assert "one bf16 row for each token and rank back, rounded once" in reduced.explain()
-    coded = plan(problem, Choice(combine="reduced_fp8"))
+    coded = plan(problem, Overrides(combine="reduced_fp8"))
     assert "asked for the combine reduced_fp8; sums are written as they are added, without codes" in why(coded)
     with pytest.raises(PlanError, match="sums are written as they are added"):
-        plan(problem, Choice(combine="reduced_fp8", dispatcher="symm_mem"))
+        plan(problem, Overrides(combine="reduced_fp8", dispatcher="symm_mem"))
     uneven = [
         {
             r.name: r.nbytes
@@ -167,16 +169,16 @@ def test_memory_that_cannot_be_shared_is_said_on_every_rank() -> None:
     for error in run_ranks(refused, 2):
         assert error.startswith("symm_mem: ")
         assert "found rank 1: the driver says no" in error
-        assert "Choice(dispatcher='all_gather')" in error
+        assert "Overrides(dispatcher='all_gather')" in error
 
 
 def test_a_failure_found_while_a_graph_captures_is_told_without_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks: Any = object.__new__(shared_block.SharedBlocks)
+    blocks: Any = object.__new__(symmetric_buffer.SymmetricBuffers)
     # Of the block a capture may read the word that kernels wrote into the host's memory, and nothing else.
     blocks.device, blocks.ranks, blocks._block = torch.device("cuda"), (4, 6), SimpleNamespace(failed=[1 << 16 | 1])
-    monkeypatch.setattr(shared_block, "captured", lambda device: True)
+    monkeypatch.setattr(symmetric_buffer, "is_capturing", lambda device: True)
     with pytest.raises(
         RankError, match=r"before this capture failed, waiting for rank 6, .* call layer.check\(\)"
     ) as error:
-        blocks.meet(0, 8, 2, 64)
+        blocks.sync_pass(0, 8, 2, 64)
     assert error.value.ranks == (6,)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from collegium import Choice, load_layer
+from collegium import Overrides, load_layer
 from collegium.testing.compare import heavy_tailed
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def from_four_threads(run: Callable[[int], torch.Tensor], times: int) -> list[li
 
 @pytest.mark.parametrize("kernel", ["cpu_grouped", "reference"])
 def test_a_layer_called_from_four_threads(kernel: str) -> None:
-    layer = load_layer(SHIPPED, 2, device="cpu", weight_format="mxfp4", force=Choice(kernel=kernel))
+    layer = load_layer(SHIPPED, 2, device="cpu", weight_format="mxfp4", overrides=Overrides(kernel=kernel))
     inputs = [heavy_tailed(tokens, 256, seed=tokens).bfloat16() for tokens in (1, 7, 40)]
     found = from_four_threads(lambda number: layer(inputs[number % 3]), 9)
     for own in found:

@@ -30,8 +30,8 @@ from collegium.layer import MoELayer
 from collegium.parallel.local import Local
 from collegium.planning import plan
 from collegium.problem import DeviceFacts, Limits, Problem
-from collegium.runtime.memory import OwnMemory
-from collegium.runtime.warming import compile_batches, sizes_for, warm_up
+from collegium.runtime.memory import FreshMemory
+from collegium.runtime.warm_up import compile_batches, sizes_for, warm_up
 from collegium.types import RouterWeights, RoutingSpec, SharedSpec, SharedWeights
 
 if TYPE_CHECKING:
@@ -367,7 +367,7 @@ def test_a_batch_of_zeros_goes_through_a_layer_in_every_way_it_may_be_asked(monk
 
     def noted(self, x, *asked):
         *given, out, memory = asked
-        assert isinstance(memory, OwnMemory)
+        assert isinstance(memory, FreshMemory)
         out.fill_(torch.nan)
         compute(self, x, *asked)
         assert not x.any()

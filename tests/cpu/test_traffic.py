@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import distributed
 
-from collegium import Choice, DeviceFacts, Limits, MoESpec, Problem, Routing, RoutingSpec, plan
+from collegium import DeviceFacts, Limits, MoESpec, Overrides, Problem, Routing, RoutingSpec, plan
 from collegium.parallel.expert_map import ExpertMap
-from collegium.parallel.meeting import meeting_of
 from collegium.parallel.placement import linear
-from collegium.parallel.traffic import Away, Traffic
+from collegium.parallel.rendezvous import rendezvous_of
+from collegium.parallel.traffic import OutgoingTokens, Traffic
 from collegium.testing.compare import heavy_tailed, uneven_ids
 from ranks import run_ranks
 from split_layers import EXPERTS, HIDDEN, RECIPES, kept, layer_of, replicated
@@ -53,7 +53,7 @@ def _measured(rank: int, combine: str) -> list[str]:
             layer(x, routing=Routing(topk_ids=ids, topk_weights=torch.ones(ids.shape)))
         table = ExpertMap(replicated(EXPERTS, rank, world), EXPERTS, "cpu")
         there, back = layer.plan.traffic(table.away(ids, max(COUNTS[:world])))
-        told_by_all = meeting_of().exchange((told, there, back), "bytes")
+        told_by_all = rendezvous_of().exchange((told, there, back), "bytes")
         # What is sent back is what other ranks' tokens need, so of all ranks together it is what theirs are said to.
         if told[0] != there:
             faults.append(f"{name}: {told[0]} bytes there, {there} are said")
@@ -72,10 +72,12 @@ def test_peers_read_codes_scales_places_and_rows() -> None:
     spec = MoESpec(hidden_size=2880, intermediate_size=64, num_experts=8, weight_format="mxfp4", routing=rule)
     facts = DeviceFacts(kind="cuda", name="H200", capability=(9, 0), memory=140 << 30, sms=132)
     problem = Problem(spec=spec, device=facts, placement=linear(8, 0, 4), limits=Limits(max_tokens=99))
-    there, back = Away(10, 20, 15, 22), 22 * (2880 * 2 + 8)
-    exact = plan(problem, Choice(activation_format="fp8_token")).traffic(there)
+    there, back = OutgoingTokens(10, 20, 15, 22), 22 * (2880 * 2 + 8)
+    exact = plan(problem, Overrides(activation_format="fp8_token")).traffic(there)
     assert exact == Traffic(15 * (2944 + 4) + 10 * 3 * 4 * 4, back)
-    assert plan(problem, Choice(activation_format="fp8_token")).traffic(Away(5, 8, 2, 3))[0] == 15 * (2948 + 16)
-    reduced = plan(problem, Choice(activation_format="fp8_token", combine="reduced")).traffic(there)
+    assert plan(problem, Overrides(activation_format="fp8_token")).traffic(OutgoingTokens(5, 8, 2, 3))[0] == 15 * (
+        2948 + 16
+    )
+    reduced = plan(problem, Overrides(activation_format="fp8_token", combine="reduced")).traffic(there)
     assert reduced == Traffic(exact.dispatch + 10 * 3 * 4 * 4, 15 * 2880 * 2)
     assert plan(replace(problem, placement=None)).traffic(there) == Traffic(0, 0)

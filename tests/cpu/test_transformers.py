@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from collegium import Choice, InputError, MissingTensorError, SpecError
+from collegium import InputError, MissingTensorError, Overrides, SpecError
 from collegium.integrations.transformers import (
     attach,
     build_layers,
@@ -141,8 +141,8 @@ def test_load_model_reads_what_transformers_saved(saved):
 
 def test_experts_of_the_checkpoint_are_the_modules_own(saved):
     _, folder = saved
+    from collegium.checkpoint.layer_view import CheckpointLayer
     from collegium.checkpoint.loader import load_experts
-    from collegium.checkpoint.opened import CheckpointLayer
     from collegium.checkpoint.reader import Checkpoint
     from collegium.models import describe
     from collegium.parallel.placement import linear
@@ -182,7 +182,7 @@ def test_attach_wants_every_layer(saved):
     from collegium.checkpoint.reader import Checkpoint
 
     model = load_model(str(folder))
-    layers = build_layers(Checkpoint.open(folder), force=Choice(kernel="reference"))
+    layers = build_layers(Checkpoint.open(folder), overrides=Overrides(kernel="reference"))
     layers[17] = layers.pop(max(layers))
     with pytest.raises(InputError, match="17"):
         attach(model, layers)

@@ -19,13 +19,13 @@ from collegium.errors import InputError
 from collegium.experts.cpu import decode as cpu_decode, grouped as cpu_grouped, panels
 from collegium.experts.reference import ReferenceExperts
 from collegium.formats import FORMATS, Fp8Block, Int4Group, NvFp4
-from collegium.problem import Choice
+from collegium.problem import Overrides
 from commands import command
 from toys import TinySize, combinations, write_checkpoint
 
 SIZE = TinySize(hidden=192, intermediate=160, experts=5, top_k=2, layers=2)
 KNOWN = [form for form in FORMATS if form.name in (*verification._KNOWN, "bf16", "fp16", "fp32")]
-REFERENCE = Choice(kernel="reference")
+REFERENCE = Overrides(kernel="reference")
 
 
 @pytest.mark.parametrize("form", KNOWN, ids=lambda form: form.name)
@@ -67,8 +67,8 @@ def test_every_format_passes_on_the_cpu(tmp_path, family: str, name: str, storag
 @pytest.mark.parametrize("activations", ["fp8_group128", "mxfp8", "nvfp4"])
 def test_quantised_activations_have_their_own_tolerance(tmp_path, activations: str) -> None:
     write_checkpoint(tmp_path, "mixtral", "mxfp4", size=SIZE)
-    force = Choice(kernel="reference", activation_format=activations)
-    report = verify_model(tmp_path, device="cpu", experts=3, force=force)
+    force = Overrides(kernel="reference", activation_format=activations)
+    report = verify_model(tmp_path, device="cpu", experts=3, overrides=force)
     assert report.passed, report.to_json()
     assert all(0.01 < p.error <= tolerance_of(activations) == p.tolerance for p in report.proofs)
 
@@ -165,7 +165,7 @@ def test_a_row_nobody_wrote_is_not_a_small_error(tmp_path, monkeypatch) -> None:
         return rows
 
     monkeypatch.setattr(ReferenceExperts, "run", lazy)
-    report = verify_model(tmp_path, device="cpu", experts=2, force=REFERENCE)
+    report = verify_model(tmp_path, device="cpu", experts=2, overrides=REFERENCE)
     assert not report.passed
     assert json.loads(json.dumps(report.to_json()))["layers"][0]["worst_error"] is None
 

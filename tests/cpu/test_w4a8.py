@@ -24,7 +24,7 @@ from collegium.parallel.local import Local
 from collegium.planning import plan
 from collegium.problem import DeviceFacts, Limits, Problem
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
-from collegium.types import ActivationSpec, Back, ContiguousBatch, ExpertWeights, MoESpec, Routing, RoutingSpec
+from collegium.types import ActivationSpec, ContiguousBatch, ExpertWeights, MoESpec, RemoteOutput, Routing, RoutingSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -285,8 +285,8 @@ def test_workspace_counts_rows_and_codes() -> None:
 @pytest.mark.parametrize("rows", [torch.empty(10, 176), torch.empty(10, 160, dtype=torch.bfloat16)])
 def test_rows_to_be_stored_in_another_kind_of_memory_are_refused(rows: Tensor) -> None:
     problem = question("mxfp4", "fp8_token")
-    back = Back(rows=rows, places=torch.zeros(10, dtype=torch.int64))
+    back = RemoteOutput(rows=rows, offsets=torch.zeros(10, dtype=torch.int64))
     with pytest.raises(
         InputError, match=r"back: rows of 1\d+ torch\.\w+, these experts store rows of 176 torch.bfloat16"
     ):
-        build(problem)[0].run(replace(batch_of(5, problem), back=back))
+        build(problem)[0].run(replace(batch_of(5, problem), remote=back))

@@ -16,7 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from collegium.checkpoint import reader
 from collegium.errors import ConfigError, MissingTensorError
 from collegium.integrations.transformers import load_model
-from collegium.integrations.transformers.whole_model import load_model_in
+from collegium.integrations.transformers.loading import load_model_in
 from commands import command
 
 if TYPE_CHECKING:

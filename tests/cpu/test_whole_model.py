@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 from collegium.checkpoint.reader import Checkpoint
 from collegium.errors import CheckpointError, ConfigError, InputError, MissingTensorError, TensorMismatchError
 from collegium.integrations.transformers import experts_modules, layers_of, load_model
-from collegium.integrations.transformers.whole_model import load_model_in
+from collegium.integrations.transformers.loading import load_model_in
 from commands import command
 from family_cases import CASES, IDS, build
 
@@ -179,7 +179,7 @@ def test_what_lies_outside_the_layers_is_left_alone(deepseek: Path, tmp_path: Pa
 
 
 def test_no_expert_is_read_for_what_lies_outside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from collegium.integrations.transformers import whole_model
+    from collegium.integrations.transformers import loading
 
     read: list[str] = []
     whole = Checkpoint.read
@@ -190,10 +190,8 @@ def test_no_expert_is_read_for_what_lies_outside(folder: Path, monkeypatch: pyte
 
     monkeypatch.setattr(Checkpoint, "read", noted)
     seen: list[list[str]] = []
-    build_layers = whole_model.build_layers
-    monkeypatch.setattr(
-        whole_model, "build_layers", lambda *a, **k: (seen.append(list(read)), build_layers(*a, **k))[1]
-    )
+    build_layers = loading.build_layers
+    monkeypatch.setattr(loading, "build_layers", lambda *a, **k: (seen.append(list(read)), build_layers(*a, **k))[1])
     model = load_model(str(folder), device="cpu")
     assert len(seen) == 1
     assert [name for name in seen[0] if ".experts." in name] == []

@@ -24,7 +24,7 @@ import transformers
 import commands
 from collegium.errors import CheckpointError, InputError
 from collegium.integrations.transformers import layers_of, load_model
-from collegium.integrations.transformers.whole_model import load_model_in
+from collegium.integrations.transformers.loading import load_model_in
 from family_cases import CASES, IDS, build
 from quantised_matrices import KINDS, Kind, fp8_block, fp8_tensor, mxfp4, nvfp4, plain_int8, quantise
 from whole_models import eager, in_bf16, same_tensors
@@ -495,7 +495,7 @@ def test_an_older_config_does_not_outlive_its_integers(tmp_path: Path, name: str
 def test_layers_that_predict_further_tokens(tmp_path: Path, caplog: Any) -> None:
     """They are read by no whole model, whatever is in them, and copied with the experts they have."""
     from collegium.checkpoint import Checkpoint
-    from collegium.checkpoint.outside import Outside, outside_experts
+    from collegium.checkpoint.dense_weights import DenseWeight, quantised_dense_weights
     from collegium.commands.quantize import quantize_model
 
     folder = write(tmp_path / "model")
@@ -508,8 +508,8 @@ def test_layers_that_predict_further_tokens(tmp_path: Path, caplog: Any) -> None
     close(ours, eager(ours, twin, torch.float32))
     assert "16 matrices outside the experts (16 fp8_block)" in caplog.text
     quantize_model(str(folder), "mxfp4", str(tmp_path / "out"))
-    found = outside_experts(Checkpoint.open(tmp_path / "out"))
-    formats = {path: entry.stored.name for path, entry in found.items() if isinstance(entry, Outside)}
+    found = quantised_dense_weights(Checkpoint.open(tmp_path / "out"))
+    formats = {path: entry.stored.name for path, entry in found.items() if isinstance(entry, DenseWeight)}
     assert formats.keys() == found.keys()
     assert set(formats.values()) == {"fp8_block"}
     assert len([path for path in formats if path.startswith("model.layers.3.mlp.experts.")]) == 15

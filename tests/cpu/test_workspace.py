@@ -12,17 +12,17 @@ import torch
 from collegium.runtime import memory as memories
 from collegium.runtime.memory import (
     ALIGN,
+    FreshMemory,
     Memory,
     MemoryMap,
-    OwnMemory,
     Region,
     Workspace,
     Workspaces,
-    largest,
+    alloc,
+    elementwise_max,
     memory_map,
     shared_workspaces,
-    take,
-    under,
+    with_prefix,
 )
 
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ REGIONS = (Region("first", 30), Region("second", 600), Region("none", 0), Region
 
 
 def one_pass(memory: Memory) -> dict[str, torch.Tensor]:
-    return {name: memory.take(name, shape, dtype) for name, (shape, dtype) in WANTED.items()}
+    return {name: memory.alloc(name, shape, dtype) for name, (shape, dtype) in WANTED.items()}
 
 
 def arena(regions: tuple[Region, ...] = REGIONS) -> Memory:
@@ -56,27 +56,27 @@ def test_buffers_have_the_shapes_and_do_not_overlap() -> None:
 def test_every_region_is_at_its_place_whatever_is_taken_before_it() -> None:
     places = memory_map(REGIONS)
     space = Workspace(CPU, places.nbytes)
-    wanted = {name: space.block.data_ptr() + start for name, (start, _) in places.places.items()}
-    assert [places.places[region.name][1] for region in REGIONS] == [region.nbytes for region in REGIONS]
-    assert all(start % ALIGN == 0 for start, _ in places.places.values())
-    ends = [start + size for start, size in places.places.values()]
-    assert all(end <= start for end, (start, _) in zip(ends, list(places.places.values())[1:], strict=False))
+    wanted = {name: space.block.data_ptr() + start for name, (start, _) in places.offsets.items()}
+    assert [places.offsets[region.name][1] for region in REGIONS] == [region.nbytes for region in REGIONS]
+    assert all(start % ALIGN == 0 for start, _ in places.offsets.values())
+    ends = [start + size for start, size in places.offsets.values()]
+    assert all(end <= start for end, (start, _) in zip(ends, list(places.offsets.values())[1:], strict=False))
     assert max(ends) <= places.nbytes
     for names in (list(WANTED), list(WANTED)[::-1], ["part/third"]):
         memory = space.memory(places)
         for name in names:
             shape, dtype = WANTED[name]
             if 0 not in shape:  # a tensor without elements has no address
-                assert memory.take(name, shape, dtype).data_ptr() == wanted[name]
+                assert memory.alloc(name, shape, dtype).data_ptr() == wanted[name]
 
 
 def test_a_region_holds_as_much_as_was_declared_and_less() -> None:
     memory = arena()
     for size in (600, 599, 1, 0):
-        made = memory.take("second", (size,), torch.uint8)
+        made = memory.alloc("second", (size,), torch.uint8)
         assert made.shape == (size,)
         made.fill_(7)
-    assert memory.take("second", (75,), torch.int64).shape == (75,)
+    assert memory.alloc("second", (75,), torch.int64).shape == (75,)
 
 
 @pytest.mark.parametrize(
@@ -85,9 +85,9 @@ def test_a_region_holds_as_much_as_was_declared_and_less() -> None:
 )
 def test_a_region_that_is_missing_or_too_small_is_a_fault_of_the_plan(name: str, size: int, says: str) -> None:
     with pytest.raises(AssertionError, match=says):
-        arena().take(name, (size,), torch.uint8)
+        arena().alloc(name, (size,), torch.uint8)
     with pytest.raises(AssertionError, match="missing"):
-        arena().take("missing", (0,), torch.uint8)
+        arena().alloc("missing", (0,), torch.uint8)
 
 
 def test_a_later_pass_takes_no_memory_and_gets_the_same_buffers() -> None:
@@ -97,35 +97,35 @@ def test_a_later_pass_takes_no_memory_and_gets_the_same_buffers() -> None:
     again = one_pass(space.memory(places))
     assert all(again[name] is tensor for name, tensor in first.items())
     other = memory_map((Region("other", 16), Region("first", 30)))
-    assert space.memory(other).take("other", (16,), torch.uint8).data_ptr() == space.block.data_ptr()
-    assert space.memory(places).take("first", *WANTED["first"]) is first["first"]
+    assert space.memory(other).alloc("other", (16,), torch.uint8).data_ptr() == space.block.data_ptr()
+    assert space.memory(places).alloc("first", *WANTED["first"]) is first["first"]
     assert space.nbytes == places.nbytes
 
 
 def test_a_region_has_one_place_for_every_shape_and_dtype() -> None:
     memory = arena()
-    first = memory.take("second", (7,), torch.int64)
-    changed = memory.take("second", (9,), torch.float32)
+    first = memory.alloc("second", (7,), torch.int64)
+    changed = memory.alloc("second", (9,), torch.float32)
     assert (changed.shape, changed.dtype) == ((9,), torch.float32)
     assert changed.data_ptr() == first.data_ptr()
-    assert memory.take("second", (7,), torch.int64) is first
+    assert memory.alloc("second", (7,), torch.int64) is first
 
 
 def test_what_is_remembered_of_an_arena_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memories, "_KEPT", 3)
     memory = arena()
-    made = [memory.take("second", (size,), torch.uint8) for size in range(20)]
+    made = [memory.alloc("second", (size,), torch.uint8) for size in range(20)]
     assert len(memory._found) <= 3  # type: ignore[attr-defined]
     assert len({tensor.data_ptr() for tensor in made[1:]}) == 1
 
 
 def test_maps_of_the_same_regions_have_the_same_places() -> None:
     one, two = MemoryMap(REGIONS), MemoryMap(tuple(Region(*region) for region in REGIONS))
-    assert one.places == two.places
+    assert one.offsets == two.offsets
     assert one.nbytes == two.nbytes
     assert memory_map(REGIONS) is memory_map(tuple(REGIONS))
     longer = MemoryMap((*REGIONS, Region("last", 9)))
-    assert all(longer.places[name] == place for name, place in one.places.items())
+    assert all(longer.offsets[name] == place for name, place in one.offsets.items())
 
 
 def test_a_copied_or_unpickled_map_is_the_one_of_its_regions() -> None:
@@ -133,37 +133,37 @@ def test_a_copied_or_unpickled_map_is_the_one_of_its_regions() -> None:
     for made in (copy.deepcopy(places), copy.copy(places), pickle.loads(pickle.dumps(places))):
         assert made is places
     alone = MemoryMap((*REGIONS, Region("last", 9)))
-    assert pickle.loads(pickle.dumps(alone)).places == alone.places
+    assert pickle.loads(pickle.dumps(alone)).offsets == alone.offsets
 
 
 def test_parts_put_their_name_before_the_regions() -> None:
     memory = arena((*REGIONS, Region("part/inner/fourth", 8)))
-    whole = memory.take("part/third", (5,), torch.uint8)
+    whole = memory.alloc("part/third", (5,), torch.uint8)
     part = memory.part("part")
-    assert part.take("third", (5,), torch.uint8).data_ptr() == whole.data_ptr()
-    assert part.part("inner").take("fourth", (8,), torch.uint8).data_ptr() > whole.data_ptr()
+    assert part.alloc("third", (5,), torch.uint8).data_ptr() == whole.data_ptr()
+    assert part.part("inner").alloc("fourth", (8,), torch.uint8).data_ptr() > whole.data_ptr()
     assert memory.part("part") is part
     with pytest.raises(AssertionError, match="'part/first'"):
-        part.take("first", (1,), torch.uint8)
+        part.alloc("first", (1,), torch.uint8)
     with pytest.raises(AssertionError, match="'part/inner/third'"):
-        part.part("inner").take("third", (1,), torch.uint8)
+        part.part("inner").alloc("third", (1,), torch.uint8)
 
 
 def test_regions_of_parts_and_of_alternatives() -> None:
-    assert under("part", {"a": 3, "b/c": 4}) == {"part/a": 3, "part/b/c": 4}
-    assert largest({"a": 3, "b": 9}, {}, {"b": 4, "c": 5}) == {"a": 3, "b": 9, "c": 5}
+    assert with_prefix("part", {"a": 3, "b/c": 4}) == {"part/a": 3, "part/b/c": 4}
+    assert elementwise_max({"a": 3, "b": 9}, {}, {"b": 4, "c": 5}) == {"a": 3, "b": 9, "c": 5}
 
 
 def test_without_a_pass_memory_is_fresh_and_on_the_device_asked_for() -> None:
-    kept = [take(None, "first", (2,), torch.float32, CPU) for _ in range(2)]
+    kept = [alloc(None, "first", (2,), torch.float32, CPU) for _ in range(2)]
     assert kept[0].data_ptr() != kept[1].data_ptr()
-    assert take(None, "first", (2,), torch.float32, torch.device("meta")).device.type == "meta"
+    assert alloc(None, "first", (2,), torch.float32, torch.device("meta")).device.type == "meta"
     memory = arena()
-    assert take(memory, "first", (3,), torch.int32, CPU) is memory.take("first", (3,), torch.int32)
+    assert alloc(memory, "first", (3,), torch.int32, CPU) is memory.alloc("first", (3,), torch.int32)
 
 
 def test_buffers_outlive_their_workspace() -> None:
-    made = arena().take("second", (600,), torch.uint8).fill_(1)
+    made = arena().alloc("second", (600,), torch.uint8).fill_(1)
     taken = [torch.full((600,), 2, dtype=torch.uint8) for _ in range(50)]
     assert bool((made == 1).all())
     assert all(bool((tensor == 2).all()) for tensor in taken)
@@ -176,15 +176,15 @@ def test_layers_of_a_device_share_workspaces() -> None:
 def test_passes_at_the_same_time_have_workspaces_of_their_own_and_later_ones_use_them_again() -> None:
     lent = Workspaces(CPU)
     lent.reserve(1000)
-    one, two = lent.take(), lent.take()
+    one, two = lent.acquire(), lent.acquire()
     assert one is not two
     assert one.number != two.number
     assert one.block.data_ptr() != two.block.data_ptr()
     assert (one.nbytes, two.nbytes) == (1000, 1000)
-    lent.give(one)
-    lent.give(two)
+    lent.release(one)
+    lent.release(two)
     assert lent.nbytes == 2000
-    assert {lent.take(), lent.take()} == {one, two}
+    assert {lent.acquire(), lent.acquire()} == {one, two}
 
 
 def test_a_reservation_has_a_workspace_ready_and_a_smaller_one_changes_nothing() -> None:
@@ -193,34 +193,34 @@ def test_a_reservation_has_a_workspace_ready_and_a_smaller_one_changes_nothing()
     assert lent.nbytes == 700
     lent.reserve(300)
     assert lent.nbytes == 700
-    assert lent.take().nbytes == 700
+    assert lent.acquire().nbytes == 700
 
 
 def test_a_later_reservation_reaches_a_workspace_that_was_lent_meanwhile() -> None:
     lent = Workspaces(CPU)
-    early = lent.take()
+    early = lent.acquire()
     lent.reserve(500)
-    lent.give(early)
-    assert all(space.nbytes >= 500 for space in (lent.take(), lent.take()))
+    lent.release(early)
+    assert all(space.nbytes >= 500 for space in (lent.acquire(), lent.acquire()))
 
 
 def test_a_workspace_that_is_too_small_stays_alive_for_passes_that_still_run() -> None:
     lent, places = Workspaces(CPU), memory_map(REGIONS)
     lent.reserve(places.nbytes)
-    space = lent.take()
-    old = space.memory(places).take("second", (600,), torch.uint8).fill_(1)
+    space = lent.acquire()
+    old = space.memory(places).alloc("second", (600,), torch.uint8).fill_(1)
     address, number = old.data_ptr(), space.number
-    lent.give(space)
+    lent.release(space)
     del space, old
     lent.reserve(1 << 20)
-    grown = [lent.take(), lent.take()]
+    grown = [lent.acquire(), lent.acquire()]
     for other in grown:
         assert other.nbytes == 1 << 20
         assert other.number != number
         other.block.fill_(2)
     (retired,) = lent._retired
-    assert retired.memory(places).take("second", (600,), torch.uint8).data_ptr() == address
-    assert bool((retired.memory(places).take("second", (600,), torch.uint8) == 1).all())
+    assert retired.memory(places).alloc("second", (600,), torch.uint8).data_ptr() == address
+    assert bool((retired.memory(places).alloc("second", (600,), torch.uint8) == 1).all())
 
 
 def test_threads_never_hold_one_workspace_at_the_same_time() -> None:
@@ -228,12 +228,12 @@ def test_threads_never_hold_one_workspace_at_the_same_time() -> None:
 
     def many() -> None:
         for _ in range(2000):
-            space = lent.take()
+            space = lent.acquire()
             if space.number in held:
                 twice.append(space.number)
             held.add(space.number)
             held.discard(space.number)
-            lent.give(space)
+            lent.release(space)
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda _: many(), range(4)))
@@ -245,18 +245,18 @@ def test_a_copied_or_unpickled_owner_shares_the_devices_workspaces() -> None:
     lent.reserve(300)
     for own in (copy.deepcopy(lent), pickle.loads(pickle.dumps(lent))):
         assert own is shared_workspaces(CPU)
-        assert own.take().nbytes >= 300
+        assert own.acquire().nbytes >= 300
 
 
 def test_own_memory_gives_no_buffer_twice_and_keeps_what_it_gave() -> None:
-    memory = OwnMemory(CPU)
+    memory = FreshMemory(CPU)
     parts = (memory, memory.part("part"), memory.part("part").part("inner"))
-    made = [part.take("first", (64,), torch.uint8) for part in parts for _ in range(20)]
+    made = [part.alloc("first", (64,), torch.uint8) for part in parts for _ in range(20)]
     assert len({tensor.data_ptr() for tensor in made}) == 60
     assert all(tensor.shape == (64,) and tensor.dtype == torch.uint8 for tensor in made)
     addresses = {tensor.data_ptr() for tensor in made}
     del made
-    later = [memory.take("first", (64,), torch.uint8) for _ in range(60)]
+    later = [memory.alloc("first", (64,), torch.uint8) for _ in range(60)]
     assert not addresses & {tensor.data_ptr() for tensor in later}
 
 
@@ -264,10 +264,10 @@ def test_memory_made_in_inference_mode_can_be_written_outside() -> None:
     places = memory_map(REGIONS)
     with torch.inference_mode():
         space = Workspace(CPU, places.nbytes)
-        inside = space.memory(places).take("second", (8,), torch.float32)
+        inside = space.memory(places).alloc("second", (8,), torch.float32)
     inside.zero_()
-    space.memory(places).take("first", (4,), torch.float32).zero_()
+    space.memory(places).alloc("first", (4,), torch.float32).zero_()
     outside = Workspace(CPU, places.nbytes)
     with torch.inference_mode():
-        outside.memory(places).take("second", (8,), torch.float32).zero_()
-    outside.memory(places).take("second", (8,), torch.float32).zero_()
+        outside.memory(places).alloc("second", (8,), torch.float32).zero_()
+    outside.memory(places).alloc("second", (8,), torch.float32).zero_()

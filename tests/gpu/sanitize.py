@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
 
 import torch
 
-from collegium import Choice, MoELayer, MoESpec, Problem, RouterWeights, Routing, RoutingSpec, plan
+from collegium import MoELayer, MoESpec, Overrides, Problem, RouterWeights, Routing, RoutingSpec, plan
 from collegium.runtime.devices import probe
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error
 from integers import encoded
@@ -59,7 +59,7 @@ def run(weights: str, activations: str | None, tokens: int) -> float:
         given = Routing(topk_ids=torch.randint(-1, EXPERTS + 1, (tokens, 2)).cuda(), topk_weights=weights_given)
     found = []
     for kernel in (None, "reference"):
-        chosen = plan(problem, Choice(kernel=kernel, activation_format=activations))
+        chosen = plan(problem, Overrides(kernel=kernel, activation_format=activations))
         layer = MoELayer(made, chosen, router=router)
         layer.workspaces = None  # separate allocations, so that a read past one is seen
         found.append(layer(x, routing=given))

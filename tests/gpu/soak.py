@@ -25,7 +25,7 @@ import torch
 from stress_threads import experts_of, problem_of, recipes
 from torch import Tensor
 
-from collegium import Choice, Limits, MoELayer, MoESpec, Routing, RoutingSpec, plan
+from collegium import Limits, MoELayer, MoESpec, Overrides, Routing, RoutingSpec, plan
 from collegium.commands.measure import ROUTINGS, random_routing
 from collegium.formats.unquantised import DTYPES
 from collegium.testing.compare import heavy_tailed
@@ -54,7 +54,7 @@ def drawn_layer(draw: random.Random, weights: str, activations: str) -> MoELayer
         routing=RoutingSpec(top_k=min(draw.choice((1, 2, 4)), max(1, experts // 2))),
         weight_format=weights,
     )
-    made = plan(problem_of(spec, activations, Limits(max_tokens=MOST)), Choice(activation_format=activations))
+    made = plan(problem_of(spec, activations, Limits(max_tokens=MOST)), Overrides(activation_format=activations))
     return MoELayer(experts_of(weights, experts, wide, hidden, seed=draw.randrange(1 << 30)), made)
 
 

@@ -20,8 +20,8 @@ import torch
 from torch import distributed
 
 from collegium import Routing
-from collegium.parallel.meeting import meeting_of
 from collegium.parallel.placement import linear
+from collegium.parallel.rendezvous import rendezvous_of
 from collegium.testing.compare import heavy_tailed, uneven_ids
 from ranks import run_ranks
 from split_layers import EXPERTS, HIDDEN, RECIPES, kept, layer_of
@@ -64,7 +64,7 @@ def soaked(rank: int, *, calls: int, seed: int) -> list[int]:
             if call % 500 == 499:
                 for layer in layers:
                     layer.check()
-    meeting_of().exchange(None, "all calls are made")
+    rendezvous_of().exchange(None, "all calls are made")
     return wrong.tolist()
 
 

@@ -25,11 +25,11 @@ from typing import Any
 import torch
 
 from collegium import (
-    Choice,
     ExpertWeights,
     Limits,
     MoELayer,
     MoESpec,
+    Overrides,
     PlanError,
     Problem,
     RouterWeights,
@@ -80,7 +80,7 @@ def recipes() -> list[tuple[str, str]]:
     names = [f.name for f in ACTIVATION_FORMATS if f.name != "fp32"]
     for weights, activations in itertools.product([f.name for f in FORMATS if not f.read_only], names):
         try:
-            kernel = plan(problem_of(spec_of(weights), activations), Choice(activation_format=activations)).kernel
+            kernel = plan(problem_of(spec_of(weights), activations), Overrides(activation_format=activations)).kernel
         except PlanError:
             continue
         if kernel != "reference" or (weights, activations) == ("nvfp4", "nvfp4"):
@@ -91,7 +91,7 @@ def recipes() -> list[tuple[str, str]]:
 def layer_of(weights: str, activations: str, seed: int) -> MoELayer:
     return MoELayer(
         experts_of(weights, EXPERTS, WIDE, HIDDEN, seed),
-        plan(problem_of(spec_of(weights), activations), Choice(activation_format=activations)),
+        plan(problem_of(spec_of(weights), activations), Overrides(activation_format=activations)),
         router=RouterWeights(weight=heavy_tailed(EXPERTS, HIDDEN, seed=seed + 1).cuda()),
         shared=SharedWeights(experts=experts_of(weights, 1, WIDE, HIDDEN, seed + 2)),
     )

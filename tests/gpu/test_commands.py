@@ -22,7 +22,7 @@ from collegium.commands.bench import bench
 from collegium.commands.tune import tune
 from collegium.errors import InputError
 from collegium.integrations.transformers import layers_of, load_model
-from collegium.runtime.warming import warm_up
+from collegium.runtime.warm_up import warm_up
 
 SHIPPED = Path(__file__).resolve().parents[2] / "demo" / "fables-16m"
 

@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
 from collegium.integrations.transformers import Decoder, attach, experts_modules, layers_of, register, routed_weights
 from collegium.layer import MoELayer
 from collegium.planning import plan
-from collegium.problem import Choice, Problem
+from collegium.problem import Overrides, Problem
 from collegium.runtime.devices import probe
 
 
@@ -64,7 +64,7 @@ def test_a_kernel_that_cannot_be_captured_is_not():
     layers = {}
     for index, module in experts_modules(model).items():
         spec = layers_of(model)[index].spec
-        made = plan(Problem(spec=spec, device=probe("cuda")), Choice(kernel="reference"))
+        made = plan(Problem(spec=spec, device=probe("cuda")), Overrides(kernel="reference"))
         layers[index] = MoELayer(routed_weights(module), made)
     attach(model, layers)
     decoder.generate(ids, 4)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from collegium import Choice, MoELayer, MoESpec, Problem, Routing, RoutingSpec, plan
+from collegium import MoELayer, MoESpec, Overrides, Problem, Routing, RoutingSpec, plan
 from collegium.pipelines.direct import Direct
 from collegium.pipelines.split import Split
 from collegium.runtime.devices import probe
@@ -37,7 +37,7 @@ def build(weights: str, activations: str | None) -> MoELayer:
     coded = encoded(random_experts(17, 2, 250, 384, seed=1), weights)
     made = replace(coded, gate_up=coded.gate_up.to("cuda"), down=coded.down.to("cuda"))
     problem = Problem(spec=spec, device=probe(torch.device("cuda")))
-    return MoELayer(made, plan(problem, Choice(activation_format=activations)))
+    return MoELayer(made, plan(problem, Overrides(activation_format=activations)))
 
 
 def call(tokens: int, seed: int) -> tuple[torch.Tensor, Routing]:

@@ -11,7 +11,7 @@ import torch
 from collegium import load_layer
 from collegium.formats import FORMATS
 from collegium.formats.unquantised import DTYPES
-from collegium.problem import Choice
+from collegium.problem import Overrides
 from collegium.testing.compare import heavy_tailed, relative_error
 from collegium.types import Routing
 
@@ -25,7 +25,7 @@ WRITTEN = [form.name for form in FORMATS if not form.read_only and form.name != 
 @pytest.mark.parametrize("weights", WRITTEN)
 def test_no_format_needs_the_reference_and_none_is_wrong(weights: str, dtype: Any) -> None:
     layer = load_layer(MODEL, layer=2, weight_format=weights, dtype=dtype)
-    judge = load_layer(MODEL, layer=2, weight_format=weights, dtype="fp32", force=Choice(kernel="reference"))
+    judge = load_layer(MODEL, layer=2, weight_format=weights, dtype="fp32", overrides=Overrides(kernel="reference"))
     assert layer.plan.kernel != "reference"
     assert layer.plan.activation_format == dtype
     stored = DTYPES[dtype]

@@ -19,7 +19,7 @@ from decoded_layers import DECODED, decoded_layer
 
 @pytest.fixture(autouse=True)
 def _always(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "once_from", lambda *_: 8)
+    monkeypatch.setattr(tiles, "dequantize_threshold", lambda *_: 8)
     monkeypatch.setattr(tiles, "_LONG", 8)
 
 

@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("transformers")
 
 from collegium.integrations.transformers import Decoder, load_model
-from collegium.integrations.transformers.whole_model import load_model_in
+from collegium.integrations.transformers.loading import load_model_in
 from family_cases import CASES, FLOAT32_ON_GPU, IDS, build
 from whole_models import as_near_as, eager, in_bf16, same_tensors
 

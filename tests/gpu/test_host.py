@@ -11,7 +11,7 @@ import pytest
 import torch
 from triton import knobs
 
-from collegium import Choice, Limits, MoELayer, MoESpec, Problem, Routing, RoutingSpec, encode_experts, plan
+from collegium import Limits, MoELayer, MoESpec, Overrides, Problem, Routing, RoutingSpec, encode_experts, plan
 from collegium.runtime.devices import probe
 from collegium.runtime.memory import Workspaces
 from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids
@@ -43,7 +43,7 @@ def build(
         return replace(coded, gate_up=coded.gate_up.to("cuda"), down=coded.down.to("cuda"))
 
     problem = Problem(spec=spec, device=probe(torch.device("cuda")), limits=Limits(max_tokens=max_tokens))
-    chosen = plan(problem, Choice(activation_format=activations))
+    chosen = plan(problem, Overrides(activation_format=activations))
     return MoELayer(made(17, 1), chosen, shared=SharedWeights(experts=made(1, 2), gate=gate) if shared else None)
 
 
@@ -130,7 +130,7 @@ def test_a_large_batch_is_repeated_too(weights: str, activations: str | None) ->
     layer, plain = build(weights, activations, shared=True), build(weights, activations, shared=True)
     plain.workspaces = None
     x, routing = call(600)
-    assert layer.plan.stretches[-1].tiles == "large tiles" or torch.cuda.get_device_capability() != (9, 0)
+    assert layer.plan.token_ranges[-1].tiles == "large tiles" or torch.cuda.get_device_capability() != (9, 0)
     for _ in range(4):
         x.normal_()
         assert torch.equal(layer(x, routing=routing), plain(x, routing=routing))

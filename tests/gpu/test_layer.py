@@ -12,11 +12,11 @@ import torch
 
 from collegium import (
     ActivationSpec,
-    Choice,
     InputError,
     Limits,
     MoELayer,
     MoESpec,
+    Overrides,
     Problem,
     RouterWeights,
     Routing,
@@ -57,7 +57,7 @@ def test_gpu_layer_is_the_cpu_reference(weight_format, activations):
     out = {}
     for kind in ("cpu", "cuda"):
         problem = Problem(spec=spec, device=probe(kind), limits=Limits(max_tokens=64))
-        made = plan(problem, Choice(kernel="reference", activation_format=activations))
+        made = plan(problem, Overrides(kernel="reference", activation_format=activations))
         layer = MoELayer(to(weights, kind), made)
         routing = Routing(topk_ids=ids.to(kind), topk_weights=topk_weights.to(kind))
         out[kind] = layer(x.to(kind), routing=routing).cpu()
@@ -72,7 +72,7 @@ def test_gpu_layer_is_the_cpu_reference(weight_format, activations):
 def test_gpu_routing_is_the_cpu_routing_bit_for_bit(score):
     logits = heavy_tailed(257, 64, seed=4, channels=False)
     logits[::5] = logits[::5].round()  # ties
-    spec = RoutingSpec(top_k=6, score=score, groups=8, kept_groups=3, group_score="top2_sum")
+    spec = RoutingSpec(top_k=6, score=score, groups=8, topk_groups=3, group_score="top2_sum")
     on_cpu, on_gpu = route(logits, spec), route(logits.cuda(), spec)
     assert torch.equal(on_cpu.topk_ids, on_gpu.topk_ids.cpu())
     assert relative_error(on_gpu.topk_weights.cpu(), on_cpu.topk_weights) < 1e-6
@@ -116,7 +116,7 @@ def test_planned_kernel_is_right_and_replays_in_a_graph(weight_format):
     layers = {
         name: MoELayer(
             to(weights, "cuda"),
-            plan(Problem(spec=spec, device=probe("cuda")), Choice(kernel=name)),
+            plan(Problem(spec=spec, device=probe("cuda")), Overrides(kernel=name)),
             router=RouterWeights(weight=router.cuda()),
             shared=SharedWeights(experts=to(shared, "cuda")),
         )
@@ -161,7 +161,7 @@ def test_gpu_rows_packed_by_expert_wait_for_nothing_and_replay_with_other_counts
         weight_format=weight_format,
     )
     problem = Problem(spec=spec, device=probe("cuda"), limits=Limits(max_tokens=16), dtype=dtype)
-    layer = MoELayer(to(weights, "cuda"), plan(problem, Choice(activation_format=activations)))
+    layer = MoELayer(to(weights, "cuda"), plan(problem, Overrides(activation_format=activations)))
     x = heavy_tailed(experts * room, hidden, seed=2).view(experts, room, hidden).to("cuda", layer.input_dtype)
     given, counts = x.clone(), torch.zeros(experts, dtype=torch.int32, device="cuda")
     out = torch.empty_like(x)
@@ -240,7 +240,7 @@ def test_gpu_merged_shared_expert_has_the_bits_of_apart_eager_and_replayed(weigh
         way: [
             MoELayer(
                 to(encode_experts(random_experts(experts, 2, wide, hidden, seed=seed), weight_format), "cuda"),
-                plan(problem, Choice(activation_format=activations, shared=way)),
+                plan(problem, Overrides(activation_format=activations, shared=way)),
                 router=RouterWeights(weight=heavy_tailed(experts, hidden, seed=seed + 1).cuda()),
                 shared=SharedWeights(
                     experts=to(encode_experts(random_experts(1, 2, wide, hidden, seed=seed + 2), weight_format), "cuda")
@@ -302,7 +302,7 @@ def test_gpu_a_shared_expert_runs_beside_the_others(weights, shared, activations
         alone = encode_experts(random_experts(1, 2, wide, hidden, seed=seed + 2), own.weight_format or weights)
         return MoELayer(
             to(encode_experts(random_experts(experts, 2, wide, hidden, seed=seed), weights), "cuda"),
-            plan(problem, Choice(activation_format=activations, shared=way)),
+            plan(problem, Overrides(activation_format=activations, shared=way)),
             router=RouterWeights(weight=heavy_tailed(experts, hidden, seed=seed + 1).cuda()),
             shared=SharedWeights(
                 experts=to(alone, "cuda"), gate=heavy_tailed(1, hidden, seed=9).cuda() if own.gated else None

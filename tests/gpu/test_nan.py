@@ -12,10 +12,10 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 from collegium import (
-    Choice,
     Limits,
     MoELayer,
     MoESpec,
+    Overrides,
     Problem,
     RouterWeights,
     RoutingSpec,
@@ -65,7 +65,7 @@ def build(weights: str, activations: str | None = None, *, spec: Any = None, **e
     made = MoESpec(hidden_size=H, weight_format=weights, **(facts | (spec or {})))
     coded = encode_experts(random_experts(made.num_experts, 2, made.intermediate_size, H, seed=1), weights)
     problem = Problem(spec=made, device=probe("cuda"), limits=Limits(max_tokens=512))
-    return MoELayer(on_gpu(coded), plan(problem, Choice(activation_format=activations)), **extras)
+    return MoELayer(on_gpu(coded), plan(problem, Overrides(activation_format=activations)), **extras)
 
 
 def tokens(count: int) -> torch.Tensor:
@@ -108,11 +108,11 @@ def test_weights_on_the_input(weights: str, activations: str | None, count: int)
 
 
 ROUTERS = [
-    RoutingSpec(top_k=K, score="sigmoid", correction_bias=True, renormalise_eps=1e-20, scale=2.5),
-    RoutingSpec(top_k=K, score="softmax", renormalise=False),
-    RoutingSpec(top_k=K, score="topk_softmax", renormalise=False),
-    RoutingSpec(top_k=K, score="softmax", renormalise_floor=1e-12),
-    RoutingSpec(top_k=2, score="sparsemixer", renormalise=False),
+    RoutingSpec(top_k=K, score="sigmoid", correction_bias=True, renormalize_eps=1e-20, scale=2.5),
+    RoutingSpec(top_k=K, score="softmax", renormalize=False),
+    RoutingSpec(top_k=K, score="topk_softmax", renormalize=False),
+    RoutingSpec(top_k=K, score="softmax", renormalize_floor=1e-12),
+    RoutingSpec(top_k=2, score="sparsemixer", renormalize=False),
     RoutingSpec(top_k=K, expert_scale=True),
     RoutingSpec(top_k=K, score="sqrt_softplus", hash_routing=True),
 ]

@@ -12,7 +12,7 @@ from collegium.formats import Bnb4, Int4Affine, Int4Ordered, Int8Affine, Int8Ord
 from collegium.formats.gguf import KINDS
 from collegium.layer import MoELayer
 from collegium.planning import plan
-from collegium.problem import Choice, Problem
+from collegium.problem import Overrides, Problem
 from collegium.runtime.devices import probe
 from collegium.testing.compare import relative_error
 from collegium.types import ExpertWeights, MoESpec, Routing, RoutingSpec
@@ -83,7 +83,7 @@ def test_a_layer_equals_the_cpu(name: str) -> None:
     x, ids = torch.randn(9, 512).bfloat16(), torch.stack((torch.zeros(9), torch.arange(9) % 2 + 1), dim=1).long()
     out = {}
     for kind in ("cpu", "cuda"):
-        made = plan(Problem(spec=spec, device=probe(kind)), Choice(kernel="reference") if kind == "cpu" else None)
+        made = plan(Problem(spec=spec, device=probe(kind)), Overrides(kernel="reference") if kind == "cpu" else None)
         assert made.kernel == ("reference" if kind == "cpu" else ON_GPU.get(name, "reference"))
         layer = MoELayer(ExpertWeights(gate_up=gate_up.to(kind), down=down.to(kind)), made)
         routing = Routing(topk_ids=ids.to(kind), topk_weights=torch.full((9, 2), 0.5, device=kind))
@@ -105,7 +105,7 @@ def test_a_file_on_disk_runs_on_the_gpu(tmp_path: Path, arch: str, kinds: tuple[
         layer = load_layer(path, number, dtype=dtype, device="cuda")
         assert layer.plan.kernel == "triton_w4a16"
         assert f"gate_up {kinds[0]} in " in str(layer)
-        judge = load_layer(path, number, dtype="fp32", device="cuda", force=Choice(kernel="reference"))
+        judge = load_layer(path, number, dtype="fp32", device="cuda", overrides=Overrides(kernel="reference"))
         # One token, a few that are not sorted, tiles of every height.
         for tokens in (1, 2, 9, 300, 4096):
             x = (torch.randn(tokens, D, device="cuda") / 64).to(layer.input_dtype)

@@ -154,7 +154,7 @@ def test_weighted_sums(tokens: int, width: int, dtype: torch.dtype) -> None:
         slots[tokens // 2, 3] = -1
 
 
-GROUPED = {"groups": 8, "kept_groups": 4}
+GROUPED = {"groups": 8, "topk_groups": 4}
 
 
 @pytest.mark.parametrize("score", [score for score in SCORE_FUNCTIONS if score != "sparsemixer"])
@@ -163,8 +163,8 @@ GROUPED = {"groups": 8, "kept_groups": 4}
     ("experts", "options"),
     [
         (17, {"top_k": 4}),
-        (128, {"top_k": 8, "renormalise": False}),
-        (256, {"top_k": 8, "group_score": "top2_sum", "scale": 2.5, "renormalise_eps": 1e-20, **GROUPED}),
+        (128, {"top_k": 8, "renormalize": False}),
+        (256, {"top_k": 8, "group_score": "top2_sum", "scale": 2.5, "renormalize_eps": 1e-20, **GROUPED}),
         (160, {"top_k": 6, "group_score": "max", **GROUPED}),
         (1024, {"top_k": 10}),
     ],
@@ -175,12 +175,12 @@ def test_router(score: Any, biased: bool, experts: int, options: dict[str, Any])
 
 @pytest.mark.parametrize("experts", [16, 128])
 def test_router_mixes_two_experts(experts: int) -> None:
-    check_router(RoutingSpec(top_k=2, score="sparsemixer", renormalise=False), experts)
+    check_router(RoutingSpec(top_k=2, score="sparsemixer", renormalize=False), experts)
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "topk_softmax"])
 def test_router_floors_and_scales(score: Any) -> None:
-    rule = RoutingSpec(top_k=4, score=score, renormalise_floor=0.7, expert_scale=True, scale=1.25)
+    rule = RoutingSpec(top_k=4, score=score, renormalize_floor=0.7, expert_scale=True, scale=1.25)
     logits, factors = heavy_tailed(300, 128, seed=1), torch.rand(256).exp()[::2]
     wanted = route(logits, rule, expert_scale=factors)
     found = route(logits.cuda(), rule, expert_scale=factors.cuda())
@@ -237,7 +237,7 @@ def check_routed(logits: torch.Tensor, spec: RoutingSpec, bias: torch.Tensor | N
 
 
 def test_router_looks_experts_up() -> None:
-    spec = RoutingSpec(top_k=6, score="sqrt_softplus", hash_routing=True, renormalise_eps=1e-20)
+    spec = RoutingSpec(top_k=6, score="sqrt_softplus", hash_routing=True, renormalize_eps=1e-20)
     table = torch.stack([torch.randperm(256)[:6] for _ in range(999)])
     table[4, 1], table[5, 2], table[6, 0], table[7] = table[4, 0], 256, -3, -1
     tokens, logits = torch.randint(-5, 1005, (4096,)), torch.randn(4096, 256)

@@ -17,7 +17,7 @@ from collegium.encoding import encode_experts
 from collegium.layer import MoELayer
 from collegium.ops.quantize import formats_within, quantize_rows
 from collegium.planning import plan
-from collegium.problem import Choice, DeviceFacts, Limits, Problem
+from collegium.problem import DeviceFacts, Limits, Overrides, Problem
 from collegium.runtime.devices import probe
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
 from collegium.types import ExpertWeights, MoESpec, Routing, RoutingSpec
@@ -44,7 +44,7 @@ def layer_of(weights: str, activations: str, place: str, reach: tuple[float, flo
     made = weights_of(weights, reach)
     moved = replace(made, gate_up=made.gate_up.to(place), down=made.down.to(place))
     problem = Problem(spec=spec, device=facts, limits=Limits(max_tokens=2048))
-    return MoELayer(moved, plan(problem, Choice(activation_format=activations)))
+    return MoELayer(moved, plan(problem, Overrides(activation_format=activations)))
 
 
 def tokens(count: int) -> tuple[torch.Tensor, Routing]:

@@ -9,7 +9,7 @@ import torch
 
 from collegium.commands.verify import verify_model
 from collegium.experts.triton import lanes as pack
-from collegium.problem import Choice
+from collegium.problem import Overrides
 from toys import TinySize, write_checkpoint
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -39,8 +39,8 @@ def test_clamped_experts_with_biases_pass(tmp_path, name: str) -> None:
 def test_eight_bit_activations_pass_within_their_tolerance(tmp_path, name: str) -> None:
     write_checkpoint(tmp_path, "mixtral", name, size=SIZE)
     activations = "fp8_group128" if name == "fp8_block" else "fp8_token"
-    force = Choice(kernel="triton_fp8", activation_format=activations)
-    report = verify_model(tmp_path, device="cuda", experts=4, force=force)
+    force = Overrides(kernel="triton_fp8", activation_format=activations)
+    report = verify_model(tmp_path, device="cuda", experts=4, overrides=force)
     assert report.passed, report.to_json()
     assert all(0.01 < p.error <= p.tolerance == 0.06 for p in report.proofs)
 

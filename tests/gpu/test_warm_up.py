@@ -14,10 +14,10 @@ if not torch.cuda.is_available():
 from triton import knobs
 
 from collegium import (
-    Choice,
     Limits,
     MoELayer,
     MoESpec,
+    Overrides,
     Problem,
     RouterWeights,
     Routing,
@@ -67,11 +67,11 @@ def layer_of(weights: str, activations: str, *, hidden: int, routed: bool = Fals
     )
     problem = Problem(spec=spec, device=probe("cuda"), limits=Limits(max_tokens=LIMIT))
     if not routed:
-        made = plan(problem, Choice(activation_format=activations))
+        made = plan(problem, Overrides(activation_format=activations))
         return MoELayer(random_weights(spec, device), made)
     alone = replace(spec, intermediate_size=192, num_experts=1, routing=RoutingSpec(top_k=1))
     problem = replace(problem, spec=replace(spec, shared=SharedSpec(intermediate_size=192)))
-    made = plan(problem, Choice(activation_format=activations))
+    made = plan(problem, Overrides(activation_format=activations))
     return MoELayer(
         random_weights(spec, device),
         made,

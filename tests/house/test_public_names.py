@@ -20,7 +20,7 @@ PUBLIC = {
     "ActivationSpec",
     "BadScaleError",
     "CheckpointError",
-    "Choice",
+    "Overrides",
     "CollegiumError",
     "ConfigError",
     "DeviceFacts",

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "docs" / "seeds.md").read_text(encoding="utf-8")
+TEXT = (ROOT / "docs" / "developer" / "seeds.md").read_text(encoding="utf-8")
 EVERY = [
     [cell.strip() for cell in line.strip("|").split("|")] for line in TEXT.splitlines() if re.match(r"\| [DV]?\d", line)
 ]

@@ -9,8 +9,8 @@ import torch
 from torch import distributed
 
 from collegium import RankError, Routing
-from collegium.parallel.meeting import meeting_of, timeout_seconds
 from collegium.parallel.placement import linear
+from collegium.parallel.rendezvous import rendezvous_of, timeout_seconds
 from collegium.testing.compare import heavy_tailed, uneven_ids
 from split_layers import EXPERTS, HIDDEN, RECIPES, equal, kept, layer_of
 
@@ -110,7 +110,7 @@ def deserted(rank: int, *, fused: bool = False) -> list[str]:
     torch.cuda.synchronize()
     assert bool(y.isfinite().all())
     timeout_seconds(30)
-    meeting_of().exchange(None, "all have replayed once")
+    rendezvous_of().exchange(None, "all have replayed once")
     started = time.monotonic()
     if rank == 0:
         graph.replay()
@@ -118,7 +118,7 @@ def deserted(rank: int, *, fused: bool = False) -> list[str]:
         assert bool(y.isnan().all()), "no number after a rank was lost"
         found.append(_error(lambda: layer(x)))
         assert time.monotonic() - started < 20, "bounded"
-    meeting_of().exchange(None, "the first rank has given up")
+    rendezvous_of().exchange(None, "the first rank has given up")
     if rank != 0:
         graph.replay()
         found.append(_error(layer.check))

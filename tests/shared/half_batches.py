@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed
 
-from collegium import Choice, plan
+from collegium import Overrides, plan
 from collegium.parallel.placement import linear
 from collegium.testing.compare import heavy_tailed
 from split_layers import DTYPES, EXPERTS, HIDDEN, RECIPES, equal, layer_of
@@ -37,7 +37,7 @@ def halves(rank: int, name: str, device: str = "cpu") -> list[str]:
         one = layer_of(kind, recipe, place, placed, dispatcher=name)
         two = copy.copy(one)
         asked = replace(one.plan.problem, placement=replace(placed, group=groups[1]))
-        two.replan(plan(asked, Choice(dispatcher=name)), one.experts)
+        two.replan(plan(asked, Overrides(dispatcher=name)), one.experts)
         assert two.experts is one.experts
         streams = [torch.cuda.Stream(rank) if device == "cuda" else None for _ in range(2)]
         with ThreadPoolExecutor(2) as pool:

@@ -13,10 +13,10 @@ from torch import distributed
 
 from collegium import (
     ActivationSpec,
-    Choice,
     DeviceFacts,
     Limits,
     MoESpec,
+    Overrides,
     Placement,
     Problem,
     RankError,
@@ -29,11 +29,11 @@ from collegium.experts.triton.tile_choice import TileChoice
 from collegium.parallel.expert_map import ExpertMap
 from collegium.parallel.groups import group_named
 from collegium.parallel.local import Local
-from collegium.parallel.meeting import meeting_of, timeout_seconds
-from collegium.parallel.peers import HEAD_BYTES, Peers
-from collegium.parallel.shared_block import PeerArena, shared_blocks
+from collegium.parallel.peers import HEAD_BYTES, PeerBuffers
+from collegium.parallel.rendezvous import rendezvous_of, timeout_seconds
 from collegium.parallel.symm_mem import SymmMem
-from collegium.pipelines import Parts
+from collegium.parallel.symmetric_buffer import PeerArena, symmetric_buffers
+from collegium.pipelines import PipelineParts
 from collegium.pipelines.mega import COMBINE, PUBLISH, Mega
 from collegium.pipelines.split import Split
 from collegium.planning import kernel_named
@@ -108,7 +108,7 @@ def planned(case: Case, placed: Placement | None, most: int = MOST, **choice: An
     """Return the plan of ``case`` on a Hopper GPU, of this rank or of one that holds every expert."""
     facts = DeviceFacts(kind="cuda", name="pretended", capability=(9, 0), memory=1 << 36, sms=132)
     problem = Problem(spec=case.spec, device=facts, limits=Limits(max_tokens=most), placement=placed)
-    return plan(problem, Choice(activation_format=case.tokens, **choice))
+    return plan(problem, Overrides(activation_format=case.tokens, **choice))
 
 
 def encoded(case: Case, device: torch.device, *, swapped: bool = False) -> Any:
@@ -124,12 +124,12 @@ def encoded(case: Case, device: torch.device, *, swapped: bool = False) -> Any:
     return replace(made, gate_up=made.gate_up.to(device), down=made.down.to(device), **moved)
 
 
-def parts_of(weights: Any, made: Any, dispatcher: Any, *, small: bool) -> Parts:
+def parts_of(weights: Any, made: Any, dispatcher: Any, *, small: bool) -> PipelineParts:
     """Return what a pipeline of the plan ``made`` is built from. small: with the least tiles."""
     packed: Any = kernel_named(made.kernel).pack(weights, made.problem.routed)
     if small:
         packed = replace(packed, tiles=(SMALL, SMALL))
-    return Parts(
+    return PipelineParts(
         experts=packed,
         dispatcher=dispatcher,
         top_k=made.problem.spec.routing.top_k,
@@ -174,7 +174,7 @@ class Ranks:
         for rank, (memory, block) in enumerate(zip(self.memories, self.blocks, strict=True)):
             block[HEAD_BYTES:] = 255
             deltas = [other.data_ptr() - block.data_ptr() for other in self.blocks]
-            memory.peers = Peers(
+            memory.peers = PeerBuffers(
                 rank=rank,
                 ranks=tuple(range(self.world)),
                 layer=layers[rank] if layers else 5,
@@ -236,27 +236,27 @@ class _Process:
     def run(self, x: Tensor, routing: Routing, *, seconds: float | None = None) -> Tensor:
         """Return a whole pass in one launch; with ``seconds`` of one that the ranks did not agree on, of 4 tokens."""
         out = torch.full(x.shape, torch.inf)
-        space = self.reach.blocks.take()
+        space = self.reach.blocks.acquire()
         memory = space.memory(self.places)
         assert isinstance(memory, PeerArena)
         if seconds is None:
-            self.reach.meet(memory, self.number, *routing.topk_ids.shape)
+            self.reach.sync_pass(memory, self.number, *routing.topk_ids.shape)
         else:
             memory.peers = unmet(space, self.reach.blocks.ranks, layer=0, seconds=seconds)
         self.mega.run(x, routing, memory, out, x)
-        self.reach.blocks.give(space)
+        self.reach.blocks.release(space)
         return out
 
 
 def _process(case: Case, rank: int, world: int) -> _Process:
     placed, cpu = replicated(EXPERTS, rank, world), torch.device("cpu")
     made, whole, weights = planned(case, placed, pipeline="mega"), planned(case, None), encoded(case, cpu)
-    places, blocks = memory_map(made.regions), shared_blocks("", cpu)
+    places, blocks = memory_map(made.regions), symmetric_buffers("", cpu)
     inner, table = Local(num_experts=made.problem.slots), ExpertMap(placed, EXPERTS, cpu)
     reach = SymmMem(inner=inner, map=table, limit=MOST, blocks=blocks, on_gpu=True)
     mega = Mega(parts=parts_of(taken_by(weights, placed), made, reach, small=False))
     one = Split(parts=parts_of(weights, whole, Local(num_experts=EXPERTS), small=True))
-    return _Process(case, reach, blocks.join(places), places, mega, one)
+    return _Process(case, reach, blocks.register_layer(places), places, mega, one)
 
 
 def together(rank: int) -> list[str]:
@@ -290,7 +290,7 @@ def deserted(rank: int) -> list[str]:
     for last, seconds in ((False, 5e-6), (True, 30.0)):
         if last == (rank == world - 1):
             found.append(f"all NaN {bool(layer.run(*inputs, seconds=seconds).isnan().all())}")
-        meeting_of().exchange(None, "everybody who came has given up")
+        rendezvous_of().exchange(None, "everybody who came has given up")
     try:
         blocks.check()
         found.append("no error")
@@ -325,7 +325,7 @@ def crowded(process: int, programs: int) -> list[str]:
     size, place = interpreter.set_grid_dim, interpreter.set_grid_idx
     for turn, counts in enumerate(((3, 1), (0, 5), (24, 9), (1, 0))):
         memory = PeerArena(own, places)
-        peers = Peers(
+        peers = PeerBuffers(
             rank=rank,
             ranks=tuple(range(world)),
             layer=3,
@@ -335,19 +335,19 @@ def crowded(process: int, programs: int) -> list[str]:
             deltas=torch.tensor([*deltas, mirror.data_ptr()]),
         )
         memory.peers = peers
-        meeting_of().exchange(None, "nobody reads the pass before")
+        rendezvous_of().exchange(None, "nobody reads the pass before")
         if program == 0:
             own[HEAD_BYTES * (turn > 0) :] = 255 * (turn > 0)
-        meeting_of().exchange(None, "memory is poisoned")
+        rendezvous_of().exchange(None, "memory is poisoned")
         x, routing = given(case, 10 * turn + rank, counts[rank], hot=turn == 2)
-        out = memory.take("out", tuple(x.shape), torch.float32)
+        out = memory.alloc("out", tuple(x.shape), torch.float32)
         time.sleep(0.1 * ((turn + process) % 3))  # any of them may be late
         with (
             patch.object(interpreter, "set_grid_dim", lambda *_: size(programs, 1, 1)),
             patch.object(interpreter, "set_grid_idx", lambda *_: place(program, 0, 0)),
         ):
             mega.run(x, routing, memory, out, x)
-        meeting_of().exchange(None, "all programs have ended")
+        rendezvous_of().exchange(None, "all programs have ended")
         if not same(out, one(x, routing, dtype=torch.float32, shared=lambda x=x: x)):
             faults.append(f"{counts}, rank {rank}")
         if head[133] != 0:

@@ -20,7 +20,7 @@ class Poisoned:
         self.device = torch.device(device)
         self.taken: dict[str, Tensor] = {}
 
-    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def alloc(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return poisoned memory, and refuse a name that was taken before."""
         assert name not in self.taken, name
         made = torch.empty(shape, dtype=dtype, device=self.device)
@@ -43,7 +43,7 @@ class Noted:
         self.sizes: dict[str, int] = {} if sizes is None else sizes
         self._prefix = prefix
 
-    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def alloc(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return fresh memory, and refuse a name that was taken before."""
         name = self._prefix + name
         assert name not in self.sizes, name

@@ -12,11 +12,11 @@ from torch import distributed
 
 from collegium import (
     ActivationSpec,
-    Choice,
     ExpertWeights,
     Limits,
     MoELayer,
     MoESpec,
+    Overrides,
     Placement,
     Problem,
     Routing,
@@ -102,7 +102,7 @@ def split_layer(
     limits = Limits(max_tokens=64 if placed is not None else 512)
     problem: Any = Problem(spec=spec, device=probe(device), limits=limits, dtype=dtype, placement=placed)
     sent = replace(held, gate_up=held.gate_up.to(device), down=held.down.to(device))
-    return MoELayer(sent, plan(problem, Choice(activation_format=act, dispatcher=dispatcher, **wished)))
+    return MoELayer(sent, plan(problem, Overrides(activation_format=act, dispatcher=dispatcher, **wished)))
 
 
 def random_slots(experts: int, room: tuple[int, ...], chance: random.Random, *, replicas: bool) -> Any:

@@ -13,11 +13,11 @@ from torch import distributed
 from collegium.errors import InputError, RankError
 from collegium.ops.permute import permute
 from collegium.ops.weighted_sum import weighted_sum
-from collegium.parallel.combine import Reduced
+from collegium.parallel.combine import ReducedCombine
 from collegium.parallel.expert_map import ExpertMap
-from collegium.parallel.meeting import meeting_of, timeout_seconds
-from collegium.parallel.peers import Peers, Returned, Sent, collect, post, pull, reduce
-from collegium.parallel.shared_block import SharedBlocks, shared_blocks
+from collegium.parallel.peers import PeerBuffers, Returned, Sent, collect, post, pull, reduce
+from collegium.parallel.rendezvous import rendezvous_of, timeout_seconds
+from collegium.parallel.symmetric_buffer import SymmetricBuffers, symmetric_buffers
 from collegium.placement import Placement
 from collegium.runtime.memory import Memory, Region, memory_map
 from collegium.types import Routing
@@ -39,7 +39,7 @@ def _placement(rank: int, world: int) -> Placement:
     return Placement(rank=rank, world_size=world, expert_ids=ranks[rank], ranks=ranks)
 
 
-def _joined(rank: int, top_k: int) -> tuple[SharedBlocks, int, Any, ExpertMap]:
+def _joined(rank: int, top_k: int) -> tuple[SymmetricBuffers, int, Any, ExpertMap]:
     world, device = distributed.get_world_size(), _device(rank)
     rows = world * MOST * top_k
     sizes = {"x": 4 * WIDTH * MOST, "scale": 4 * GROUPS * MOST, "ids": 4 * top_k * MOST, "weights": 4 * top_k * MOST}
@@ -53,8 +53,8 @@ def _joined(rank: int, top_k: int) -> tuple[SharedBlocks, int, Any, ExpertMap]:
             Region("back/sums", 2 * world * MOST * WIDTH),
         )
     )
-    blocks = shared_blocks("", device)
-    return blocks, blocks.join(places), places, ExpertMap(_placement(rank, world), EXPERTS, device)
+    blocks = symmetric_buffers("", device)
+    return blocks, blocks.register_layer(places), places, ExpertMap(_placement(rank, world), EXPERTS, device)
 
 
 def _given(turn: int, rank: int, tokens: int, top_k: int, device: torch.device) -> tuple[torch.Tensor, Routing]:
@@ -70,13 +70,14 @@ def _taken(memory: Memory, name: str, rows: int, top_k: int) -> Sent:
     own = memory.part(name)
     shapes = {"x": WIDTH, "scale": GROUPS, "ids": top_k, "weights": top_k}
     made = {
-        key: own.take(key, (rows, size), torch.int32 if key == "ids" else torch.float32) for key, size in shapes.items()
+        key: own.alloc(key, (rows, size), torch.int32 if key == "ids" else torch.float32)
+        for key, size in shapes.items()
     }
     return Sent(**made)
 
 
 def _pass(
-    peers: Peers, memory: Memory, table: ExpertMap, x: torch.Tensor, routing: Routing, *, reduced: bool = False
+    peers: PeerBuffers, memory: Memory, table: ExpertMap, x: torch.Tensor, routing: Routing, *, reduced: bool = False
 ) -> tuple[Sent, torch.Tensor]:
     """Run one pass whose experts multiply; return what was pulled, and the sums, of parts in FP16 where reduced.
 
@@ -92,17 +93,17 @@ def _pass(
     post(peers, sent, routing, table)
     pull(peers, sent, own, table)
     order = permute(own.ids, table.width)
-    made = memory.part("back").take("rows", (own.ids.numel(), WIDTH), torch.float32)
+    made = memory.part("back").alloc("rows", (own.ids.numel(), WIDTH), torch.float32)
     made.fill_(float("nan"))
     held = table.slots[peers.rank]
     offsets = order.expert_offsets.tolist()
     for slot, expert in enumerate(held):
         span = slice(offsets[slot], offsets[slot + 1])
         made[span] = _expert(own.x[order.source[span]], expert)
-    slots = memory.part("back").take("slots", tuple(order.slots.shape), torch.int64).copy_(order.slots)
+    slots = memory.part("back").alloc("slots", tuple(order.slots.shape), torch.int64).copy_(order.slots)
     out = torch.full((tokens, WIDTH), float("inf"), device=x.device)
     if reduced:
-        sums = memory.part("back").take("sums", (own.ids.shape[0], WIDTH), torch.float16)
+        sums = memory.part("back").alloc("sums", (own.ids.shape[0], WIDTH), torch.float16)
         # What a peer that is ahead wrote already is not to be lost, so poison is what the last pass left.
         reduce(peers, made, order.slots, own.weights, sums)
         collect(peers, sent, Returned(sums, None), None, table, out, shared=x)
@@ -131,7 +132,7 @@ def _wanted_of_parts(x: torch.Tensor, routing: Routing, table: ExpertMap, world:
     if not ids.numel():
         return torch.zeros_like(x)
     rows = torch.stack([_expert(x[t], int(e)) for t, own in enumerate(ids.tolist()) for e in own])
-    wire, places = Reduced(dtype=torch.float16, hidden=WIDTH, form=None), table.choose(ids)
+    wire, places = ReducedCombine(dtype=torch.float16, hidden=WIDTH, form=None), table.choose(ids)
     slots, line = torch.arange(ids.numel(), device=x.device).view(ids.shape), torch.arange(len(x), device=x.device)
     own = [torch.where((places >= 0) & (places // table.width == rank), slots, -1) for rank in range(world)]
     parts = torch.cat([wire.parts(rows, each, routing.topk_weights) for each in own])
@@ -158,13 +159,13 @@ def exchange(rank: int) -> list[str]:
                 faults.append(f"top-{top_k}, {counts}: parts are not rounded")
             ways = (True, False) if device.type == "cpu" else (False, False)
             for torch_alone, reduced in product(ways, (False, True)):
-                space = blocks.take()
+                space = blocks.acquire()
                 memory = space.memory(places)
-                peers, _ = blocks.meet(layer, tokens, top_k, MOST)
+                peers, _ = blocks.sync_pass(layer, tokens, top_k, MOST)
                 peers = peers if torch_alone else replace(peers, blocks=())
                 own, out = _pass(peers, memory, table, x, routing, reduced=reduced)
                 pulled.append(_copied(own))
-                blocks.give(space)
+                blocks.release(space)
                 blocks.check()
                 if not same(out, wanted[reduced]):
                     faults.append(f"top-{top_k}, {counts}, torch {torch_alone}, reduced {reduced}: other sums")
@@ -196,20 +197,20 @@ def lose(rank: int) -> list[str]:
 
     def run(seconds: float) -> torch.Tensor:
         x, routing = _given(1, rank, 4, 2, device)
-        space = blocks.take()
+        space = blocks.acquire()
         try:
-            peers, _ = blocks.meet(layer, 4, 2, MOST)
+            peers, _ = blocks.sync_pass(layer, 4, 2, MOST)
             peers = replace(peers, blocks=(), seconds=seconds)
             return _pass(peers, space.memory(places), table, x, routing)[1]
         finally:
-            blocks.give(space)
+            blocks.release(space)
 
     short = 5e-6 if device.type == "cpu" else 0.5  # an interpreted look at the clock is a microsecond
     assert bool(run(30).isfinite().any())
     if rank != world - 1:
         out = run_alone(blocks, layer, places, table, rank, short)
         found.append(f"all NaN {bool(out.isnan().all())}")
-    meeting_of().exchange(None, "everybody who came has given up")
+    rendezvous_of().exchange(None, "everybody who came has given up")
     if rank == world - 1:
         out = run_alone(blocks, layer, places, table, rank, 30)
         found.append(f"all NaN {bool(out.isnan().all())}")
@@ -225,18 +226,18 @@ def lose(rank: int) -> list[str]:
 
 
 def run_alone(
-    blocks: SharedBlocks, layer: int, places: Any, table: ExpertMap, rank: int, seconds: float
+    blocks: SymmetricBuffers, layer: int, places: Any, table: ExpertMap, rank: int, seconds: float
 ) -> torch.Tensor:
     """Run a pass whose ranks agreed on nothing before."""
     device = _device(rank)
     x, routing = _given(1, rank, 4, 2, device)
-    space = blocks.take()
+    space = blocks.acquire()
     try:
         memory = space.memory(places)
         peers = unmet(space, blocks.ranks, layer=layer, seconds=seconds)
         return _pass(peers, memory, table, x, routing)[1]
     finally:
-        blocks.give(space)
+        blocks.release(space)
 
 
 def refused(rank: int) -> str:

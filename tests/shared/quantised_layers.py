@@ -17,7 +17,7 @@ from collegium.checkpoint import Checkpoint, audit
 from collegium.commands.inspect import inspect_model
 from collegium.commands.verify import verify_model
 from collegium.loading import load_layer
-from collegium.problem import Choice
+from collegium.problem import Overrides
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -104,7 +104,7 @@ def rewrite(folder: Path, changed: dict[str, Tensor | None]) -> None:
 def check(written: Written) -> None:
     """Layer, inspect and verify take the checkpoint, and the layer computes the truth."""
     x = torch.randn(33, D) * torch.exp(torch.randn(33, 1))
-    layer = load_layer(written.path, 0, device="cpu", dtype="fp32", force=Choice(kernel="reference"))
+    layer = load_layer(written.path, 0, device="cpu", dtype="fp32", overrides=Overrides(kernel="reference"))
     truth = written.truth(x)
     errors = (layer(x).double() - truth).norm(dim=1) / truth.norm(dim=1)
     assert errors.max() < 1e-5

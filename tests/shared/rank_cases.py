@@ -11,9 +11,9 @@ import torch
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 
-from collegium import Choice, Limits, Ranks, Routing, load_layer
+from collegium import Limits, Overrides, Ranks, Routing, load_layer
 from collegium.checkpoint.reader import Checkpoint
-from collegium.parallel.meeting import timeout_seconds
+from collegium.parallel.rendezvous import timeout_seconds
 from collegium.testing.compare import heavy_tailed
 from family_cases import CASES, build
 from ranks import error_of
@@ -156,8 +156,8 @@ def compare_loaded(rank: int) -> list[str]:
             # Two layers, and two sizes of passes: with 5 a batch of the same tokens is cut.
             for number, most in ((1, 64), (2, 5 if ranks.same_tokens else 64)):
                 checkpoint = Checkpoint.open(folder)
-                force = Choice(dispatcher="symm_mem" if "symm_mem" in name else None)
-                layer = load_layer(checkpoint, number, device=ranks, limits=Limits(max_tokens=most), force=force)
+                force = Overrides(dispatcher="symm_mem" if "symm_mem" in name else None)
+                layer = load_layer(checkpoint, number, device=ranks, limits=Limits(max_tokens=most), overrides=force)
                 whole = load_layer(folder, number, device=device)
                 _kept.append(layer)
                 for tokens in (11, 1, 3, 0, 26):
@@ -223,7 +223,7 @@ def replayed(rank: int) -> list[str]:
         (Ranks.of(slices=distributed.get_world_size()), None),
         (Ranks.of(same_tokens=True), "symm_mem"),
     ):
-        layer = load_layer(folder, 1, device=ranks, force=Choice(dispatcher=dispatcher))
+        layer = load_layer(folder, 1, device=ranks, overrides=Overrides(dispatcher=dispatcher))
         _kept.append(layer)
         assert layer.plan.capturable
         x, _ = _inputs(layer, 12, seed=1)

@@ -13,8 +13,8 @@ from torch import distributed
 from collegium import Limits, Ranks
 from collegium.commands import verify
 from collegium.integrations.transformers import Decoder, layers_of, load_model
-from collegium.parallel.meeting import timeout_seconds
-from collegium.runtime.warming import warm_up
+from collegium.parallel.rendezvous import timeout_seconds
+from collegium.runtime.warm_up import warm_up
 from commands import command
 from rank_cases import FOLDERS
 from ranks import error_of

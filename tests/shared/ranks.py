@@ -12,7 +12,7 @@ from torch import distributed
 
 import prefill_on_cpu
 from collegium import CollegiumError
-from collegium.parallel.meeting import timeout_seconds
+from collegium.parallel.rendezvous import timeout_seconds
 from interpreting import hasten
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from collegium.parallel.peers import Peers
+from collegium.parallel.peers import PeerBuffers
 from collegium.testing.compare import heavy_tailed
 from collegium.types import Routing
 
@@ -30,9 +30,9 @@ def rough_tokens(
     return heavy_tailed(max(1, tokens), width, seed=seed)[:tokens], Routing(topk_ids=ids, topk_weights=weights)
 
 
-def unmet(space: Any, ranks: tuple[int, ...], *, layer: int, seconds: float) -> Peers:
+def unmet(space: Any, ranks: tuple[int, ...], *, layer: int, seconds: float) -> PeerBuffers:
     """Return the peers of a pass of 4 tokens in ``space`` that the ranks did not agree on before."""
-    return Peers(
+    return PeerBuffers(
         rank=space.rank,
         ranks=ranks,
         layer=layer,

@@ -11,12 +11,12 @@ import torch
 from torch import distributed
 
 from collegium import (
-    Choice,
     ExpertWeights,
     LatentWeights,
     Limits,
     MoELayer,
     MoESpec,
+    Overrides,
     Placement,
     Problem,
     RankError,
@@ -29,9 +29,9 @@ from collegium import (
     plan,
     probe,
 )
-from collegium.parallel import composed
-from collegium.parallel.meeting import timeout_seconds
+from collegium.parallel import wrapped_for
 from collegium.parallel.placement import linear, round_robin
+from collegium.parallel.rendezvous import timeout_seconds
 from collegium.planning import dispatcher_named
 from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids
 from ranks import error_of
@@ -66,7 +66,7 @@ TURNS = ((3, 11, 1, 6), (0, 9, 4, 0), (0, 0, 0, 0), (1, 1, 1, 1), (30, 2, 17, 64
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {"routing": RoutingSpec(top_k=3)},
     "shared": {"routing": RoutingSpec(top_k=3), "shared": SharedSpec(intermediate_size=WIDE)},
-    "on input": {"routing": RoutingSpec(top_k=1, score="sigmoid", renormalise=False, weight_on_input=True)},
+    "on input": {"routing": RoutingSpec(top_k=1, score="sigmoid", renormalize=False, weight_on_input=True)},
     "latent": {"routing": RoutingSpec(top_k=2), "latent_size": 64, "latent_norm_eps": 1e-5},
 }
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -127,7 +127,7 @@ def layer_of(
 
     return MoELayer(
         sent(held),
-        plan(problem, Choice(activation_format=activations, **asked)),
+        plan(problem, Overrides(activation_format=activations, **asked)),
         router=RouterWeights(weight=heavy_tailed(EXPERTS, HIDDEN, seed=8).to(device)),
         shared=None if shared is None else SharedWeights(experts=sent(shared)),
         latent=latent,
@@ -150,7 +150,7 @@ def compare(rank: int, dispatchers: tuple[str, ...], **others: Any) -> list[str]
                 layer = layer_of(kind, recipe, device, place(EXPERTS, rank, world), dispatcher=name, **others)
                 kept.append(layer)
                 assert layer.plan.dispatcher == name
-                row, top_k = composed(dispatcher_named(name), layer.plan.problem), layer.spec.routing.top_k
+                row, top_k = wrapped_for(dispatcher_named(name), layer.plan.problem), layer.spec.routing.top_k
                 assert row.rows(layer.plan.problem, 50) == layer.dispatcher.rows(50, top_k), "tiles as planned"
                 assert layer.experts.key is not None or layer.plan.kernel in ("reference", "cpu_grouped", "cpu_fused")
                 quantised = recipe[1].startswith("fp8") and kind != "on input"

@@ -9,17 +9,17 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, distributed
 
-from collegium import Choice, DeviceFacts, Limits, MoESpec, Problem, Routing, RoutingSpec, encode_experts, plan
+from collegium import DeviceFacts, Limits, MoESpec, Overrides, Problem, Routing, RoutingSpec, encode_experts, plan
 from collegium.experts.triton import tiling
 from collegium.experts.triton.tile_choice import TileChoice
 from collegium.ops import permute as ordering
 from collegium.parallel import symm_mem
 from collegium.parallel.expert_map import ExpertMap
 from collegium.parallel.local import Local
-from collegium.parallel.meeting import meeting_of
-from collegium.parallel.shared_block import PeerArena, shared_blocks
+from collegium.parallel.rendezvous import rendezvous_of
 from collegium.parallel.symm_mem import SymmMem
-from collegium.pipelines import Parts
+from collegium.parallel.symmetric_buffer import PeerArena, symmetric_buffers
+from collegium.pipelines import PipelineParts
 from collegium.pipelines.split import Split
 from collegium.planning import kernel_named
 from collegium.runtime.memory import MemoryMap, memory_map
@@ -68,20 +68,20 @@ class _Layer:
         """Return the layer's output in a pass of kernels, and what came to this rank's rows, poisoned before."""
         # The interpreter rounds to bfloat16 otherwise than torch.
         (tokens, top_k), out = routing.topk_ids.shape, torch.full(x.shape, torch.inf)
-        space = self.reach.blocks.take()
+        space = self.reach.blocks.acquire()
         memory = space.memory(self.places)
         assert isinstance(memory, PeerArena)
-        self.reach.meet(memory, self.number, tokens, top_k)
+        self.reach.sync_pass(memory, self.number, tokens, top_k)
         assert memory.peers is not None
         memory.peers = replace(memory.peers, blocks=())
         shape = memory.peers.bound * top_k, self.case.hidden
-        rows = memory.part("experts").take("rows", shape, torch.bfloat16)
-        meeting_of().exchange(None, "no peer reads rows of the pass before")
+        rows = memory.part("experts").alloc("rows", shape, torch.bfloat16)
+        rendezvous_of().exchange(None, "no peer reads rows of the pass before")
         rows.fill_(torch.nan)
         # Kernels order the rows too, in memory that peers reach.
         with patch.object(symm_mem, "STORED", new=stored), patch.object(ordering, "on_device", _everywhere):
             self.split(x, routing, memory, dtype=torch.float32, shared=lambda: x, out=out)
-        self.reach.blocks.give(space)
+        self.reach.blocks.release(space)
         self.reach.blocks.check()
         return out, rows.clone()
 
@@ -100,7 +100,7 @@ def _everywhere(_: Tensor) -> bool:
 
 
 def _layer(case: Case, rank: int, world: int) -> _Layer:
-    rule = RoutingSpec(top_k=case.top_k, weight_on_input=case.carried, renormalise=not case.carried)
+    rule = RoutingSpec(top_k=case.top_k, weight_on_input=case.carried, renormalize=not case.carried)
     spec = MoESpec(
         hidden_size=case.hidden,
         intermediate_size=WIDE,
@@ -112,7 +112,7 @@ def _layer(case: Case, rank: int, world: int) -> _Layer:
     facts = DeviceFacts(kind="cuda", name="pretended", capability=(9, 0), memory=1 << 36, sms=132)
     placed = replicated(EXPERTS, rank, world)
     asked = Problem(spec=spec, device=facts, limits=Limits(max_tokens=MOST), placement=placed)
-    choice = Choice(activation_format=case.activations)
+    choice = Overrides(activation_format=case.activations)
     with _tiles(case):
         chosen, whole = plan(asked, choice), plan(replace(asked, placement=None), choice)
     assert chosen.dispatcher == "symm_mem"
@@ -123,7 +123,7 @@ def _layer(case: Case, rank: int, world: int) -> _Layer:
         own: Any = kernel_named(planned.kernel).pack(weights, planned.problem.routed)
         return own if case.large else replace(own, tiles=(SMALL, SMALL))
 
-    places, blocks = memory_map(chosen.regions), shared_blocks("", torch.device("cpu"))
+    places, blocks = memory_map(chosen.regions), symmetric_buffers("", torch.device("cpu"))
     reach = SymmMem(
         inner=Local(num_experts=chosen.problem.slots, weight_on_input=case.carried),
         map=ExpertMap(placed, EXPERTS, "cpu"),
@@ -131,15 +131,15 @@ def _layer(case: Case, rank: int, world: int) -> _Layer:
         blocks=blocks,
         on_gpu=True,
     )
-    own = Parts(
+    own = PipelineParts(
         experts=packed(taken_by(made, placed), chosen),
         dispatcher=reach,
         top_k=case.top_k,
         num_experts=chosen.problem.slots,
     )
     local = Local(num_experts=EXPERTS, weight_on_input=case.carried)
-    one = Parts(experts=packed(made, whole), dispatcher=local, top_k=case.top_k, num_experts=EXPERTS)
-    return _Layer(case, reach, blocks.join(places), places, Split(parts=own), Split(parts=one))
+    one = PipelineParts(experts=packed(made, whole), dispatcher=local, top_k=case.top_k, num_experts=EXPERTS)
+    return _Layer(case, reach, blocks.register_layer(places), places, Split(parts=own), Split(parts=one))
 
 
 def _given(case: Case, turn: int, rank: int, tokens: int) -> tuple[Tensor, Routing]:

@@ -6,7 +6,7 @@ import torch
 from torch import distributed
 
 from collegium.errors import InputError
-from collegium.runtime.memory import Region, memory_map, take
+from collegium.runtime.memory import Region, alloc, memory_map
 from collegium.runtime.symmetric import SymmetricWorkspace
 
 __all__ = ["exchange"]
@@ -28,9 +28,9 @@ def exchange(rank: int) -> tuple[list[int], list[str], float]:
     space = SymmetricWorkspace(group, device, places.nbytes)
     memory = space.memory(places)
     base = memory.block.data_ptr()
-    offsets = [take(memory, name, (4,), torch.uint8, device).data_ptr() - base for name, _ in REGIONS]
-    memory.part("x").take("codes", (1000,), torch.uint8).fill_(rank)
-    rows = memory.take("rows", (8, 16), torch.float32)
+    offsets = [alloc(memory, name, (4,), torch.uint8, device).data_ptr() - base for name, _ in REGIONS]
+    memory.part("x").alloc("codes", (1000,), torch.uint8).fill_(rank)
+    rows = memory.alloc("rows", (8, 16), torch.float32)
     rows.fill_(100.0 * rank)
     space.barrier()
     pulled = [int(memory.peer(other, "x/codes", (1000,), torch.uint8).float().mean()) for other in range(world)]

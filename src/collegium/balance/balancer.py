@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..errors import InputError
-from ..parallel.meeting import Meeting
+from ..parallel.rendezvous import Rendezvous
 from .checksum import agreed, checksum
 from .mover import Arrived, Mover, Round, rounds
 
@@ -92,7 +92,7 @@ class Balancer:
         self.counts = Counts()
         self._place, self._interval, self._every, self._metrics = place, interval, every, metrics
         # Two: what loads() asks must not come between a note that was left and its reading.
-        self._meeting, self._asking = Meeting(first.group), Meeting(first.group)
+        self._meeting, self._asking = Rendezvous(first.group), Rendezvous(first.group)
         self._layers = _with_sums(layers, self._meeting)
         self._mover = Mover(self._meeting, first.device)
         self._calls, self._next = 0, interval if place else 0
@@ -162,7 +162,7 @@ class Balancer:
         self._measured()
         told, self._given, self._next = self._given, None, self._calls + self._every
         if told is not None:
-            self._act(self._meeting.collect(*told))
+            self._act(self._meeting.wait(*told))
         busy = self._queue or self._copied is not None or self._placing is not None
         if busy or (self._place and self._calls % self._interval < self._every):
             self._say()
@@ -201,7 +201,7 @@ class Balancer:
         else:
             self._copied = self._copy_loads()
         phase = f"balancing at call {self._calls}"
-        self._given = self._meeting.give(state, phase), phase
+        self._given = self._meeting.post(state, phase), phase
 
     def _act(self, found: list[Any]) -> None:
         """Do what all ranks do who were told the same."""
@@ -248,7 +248,7 @@ class Balancer:
         if arrived.ready is None:
             started = time.perf_counter()
             own.map.switch(due.slots, arrived.tables)
-            self._told(own, due, time.perf_counter() - started)
+            self._summary(own, due, time.perf_counter() - started)
             return
         stream = torch.cuda.current_stream(own.map.places.device)
         stream.wait_event(arrived.ready)
@@ -265,9 +265,9 @@ class Balancer:
         while self._stalls and (wait or self._stalls[0][1].query()):
             before, after, own, due = self._stalls.pop(0)
             after.synchronize()
-            self._told(own, due, before.elapsed_time(after) / 1000)
+            self._summary(own, due, before.elapsed_time(after) / 1000)
 
-    def _told(self, own: _Layer, due: Round, stall: float) -> None:
+    def _summary(self, own: _Layer, due: Round, stall: float) -> None:
         here = [move for move in due.moves if move.rank == own.map.rank]
         nbytes = len(here) * own.layer.experts.slot_bytes
         self.counts.stall += stall
@@ -309,7 +309,7 @@ def _checked(layers: Mapping[Any, MoELayer]) -> _Where:
             # Messages hold some multiprocessors until another rank's come; a pass that needs them all waits as long.
             raise InputError(
                 f"balancing layer {name}: found the pipeline mega, a kernel that fills the GPU, so that experts could "
-                "not travel beside it; take Choice(pipeline='split')"
+                "not travel beside it; take Overrides(pipeline='split')"
             )
         layer.experts.slots()  # refuses what mixes experts
         groups.add(placed.group)
@@ -318,7 +318,7 @@ def _checked(layers: Mapping[Any, MoELayer]) -> _Where:
     return _Where(groups.pop(), next(iter(layers.values())).handle.device)
 
 
-def _with_sums(layers: Mapping[Any, MoELayer], meeting: Meeting) -> tuple[_Layer, ...]:
+def _with_sums(layers: Mapping[Any, MoELayer], meeting: Rendezvous) -> tuple[_Layer, ...]:
     """Take the checksums of what each rank holds, and agree on one for every logical expert."""
     maps: list[Any] = [layer.dispatcher.map for layer in layers.values()]  # pyright: ignore[reportAttributeAccessIssue]
     own: list[dict[int, tuple[int, int]]] = []

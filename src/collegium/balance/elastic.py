@@ -1,6 +1,7 @@
 """Ranks leave and join while the others' processes go on.
 
-The ranks that are left find each other at the door (``parallel/doors.py``) of the lowest of them, which is another one
+The ranks that are left find each other at the door (``parallel/liveness.py``) of the lowest of them, which is
+another one
 where that is gone too, form torch's default process group anew over the store behind it, say what they still hold, and
 agree on where every expert is to be. What a rank holds it keeps, bit by bit; what nobody holds any more is read from
 the checkpoint, and nothing else. Then the same layers answer again, with the bits they always had.
@@ -17,30 +18,30 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import distributed
 
+from ..checkpoint.layer_view import CheckpointLayer
 from ..checkpoint.loader import load_experts
-from ..checkpoint.opened import CheckpointLayer
 from ..checkpoint.reader import Checkpoint
 from ..encoding import encoded
 from ..errors import InputError, RankError
-from ..parallel.doors import Door, is_gone, own_door, store_behind
-from ..parallel.meeting import meeting_of, timeout_seconds
-from ..parallel.shared_block import drop_blocks
+from ..parallel.liveness import Endpoint, is_dead, local_endpoint, store_at
+from ..parallel.rendezvous import rendezvous_of, timeout_seconds
+from ..parallel.symmetric_buffer import release_symmetric_buffers
 from ..placement import Placement
 from ..planning import kernel_named, plan
-from ..problem import Choice
+from ..problem import Overrides
 from ..stages.checks import check_weights
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping, Sequence
 
-    from ..experts import Packed
+    from ..experts import PackedWeights
     from ..layer import MoELayer
     from ..types import ExpertWeights
 
     Reader = Callable[[Any, tuple[int, ...]], ExpertWeights[Any]]
 
-__all__ = ["address", "join", "reader_of", "regroup", "spread"]
+__all__ = ["address", "join", "reader_of", "regroup", "spread_experts"]
 
 _ROOM = "collegium/elastic"
 _round = 0  # groups this process has formed or tried to, the same for all its members
@@ -57,7 +58,7 @@ class _Members(NamedTuple):
 
 def address() -> str:
     """Return where a new process may ``join``, once this one is rank 0."""
-    door = own_door()
+    door = local_endpoint()
     return f"{door.address}:{door.port}"
 
 
@@ -76,7 +77,7 @@ def reader_of(
     return read
 
 
-def spread(held: Sequence[tuple[int, ...]], experts: int) -> tuple[tuple[int, ...], ...]:
+def spread_experts(held: Sequence[tuple[int, ...]], experts: int) -> tuple[tuple[int, ...], ...]:
     """Return what every rank is to hold: what it has, what nobody has on the ranks with fewest, an even share for all.
 
     Replicas stay where they are; a rank that has nothing takes from the fullest until they differ by one at most.
@@ -129,7 +130,7 @@ def regroup(
         layer, chosen = layers[name], layers[name].plan
         combine = chosen.problem.combine if placed is not None else "exact"  # nothing comes back from another rank
         problem = replace(chosen.problem, placement=placed, combine=combine)
-        choice = Choice(
+        choice = Overrides(
             kernel=chosen.kernel,
             activation_format=chosen.activation_format,
             dispatcher=chosen.dispatcher if placed is not None and chosen.dispatcher != "local" else None,
@@ -154,7 +155,7 @@ def join(
     global _round
     host, _, port = where.rpartition(":")
     try:
-        store = store_behind(Door("", host, int(port)), timeout_seconds())
+        store = store_at(Endpoint("", host, int(port)), timeout_seconds())
         number = store.add(f"{_ROOM}/newcomers", 1)
         store.set(f"{_ROOM}/newcomer {number}", b"here")
         key = f"{_ROOM}/let in {number}"
@@ -178,7 +179,7 @@ def _refuse(name: Any, layer: MoELayer) -> None:
     if layer.plan.merged:
         raise InputError(
             f"regroup: layer {name} has its shared expert among the routed ones, as {layer.plan.merged} of them, which "
-            "ranks cannot share; load it with Choice(shared='apart')"
+            "ranks cannot share; load it with Overrides(shared='apart')"
         )
     if placed is not None and (placed.tp_size > 1 or placed.group or getattr(layer.dispatcher, "map", None) is None):
         raise InputError(
@@ -209,7 +210,7 @@ def _same(layer: MoELayer) -> bool:
 def _agreed(own: Mapping[Any, Any], readable: bool) -> dict[Any, Placement | None]:
     """Return every layer's placement, None for a rank alone, from what all ranks hold."""
     rank, size = distributed.get_rank(), distributed.get_world_size()
-    told = meeting_of().exchange((list(own.items()), readable), "regroup: what every rank holds")
+    told = rendezvous_of().exchange((list(own.items()), readable), "regroup: what every rank holds")
     if any([name for name, _ in items] != list(own) for items, _ in told):
         said = "; ".join(f"rank {place}: {[name for name, _ in items]}" for place, (items, _) in enumerate(told))
         raise InputError(f"regroup: every rank needs the same layers in the same order, found {said}")
@@ -224,14 +225,14 @@ def _agreed(own: Mapping[Any, Any], readable: bool) -> dict[Any, Placement | Non
                 f"regroup: layer {name}, experts {nowhere[:8]} are on no rank that is left, and not every rank was "
                 "given read= to read them from the checkpoint; pass reader_of(path)"
             )
-        ranks = spread(held, experts)
+        ranks = spread_experts(held, experts)
         made[name] = Placement(
             rank=rank, world_size=size, expert_ids=ranks[rank], ranks=ranks, spare=spare, same_tokens=same
         )
     return made if size > 1 else dict.fromkeys(own)
 
 
-def _repacked(name: Any, layer: MoELayer, placed: Placement | None, read: Reader | None) -> Packed:
+def _repacked(name: Any, layer: MoELayer, placed: Placement | None, read: Reader | None) -> PackedWeights:
     """Return the layer's packed experts in the slots of ``placed``; only what is not here is read."""
     ids = tuple(range(layer.spec.num_experts)) if placed is None else placed.expert_ids
     table: Any = getattr(layer.dispatcher, "map", None)
@@ -239,7 +240,7 @@ def _repacked(name: Any, layer: MoELayer, placed: Placement | None, read: Reader
     here = {expert: slot for slot, expert in enumerate(slots) if expert != -1}
     missing = tuple(expert for expert in ids if expert not in here)
     made = layer.experts.resized(len(ids) + (0 if placed is None else placed.spare))
-    fresh: Packed | None = None
+    fresh: PackedWeights | None = None
     if missing:
         assert read is not None  # agreed on
         asked = replace(layer.plan.problem.routed, experts=len(missing))
@@ -258,8 +259,8 @@ def _gather(lost: set[int], joining: int) -> tuple[_Members, Any, int]:
     """Return who goes on, the store they meet in, and this process's rank before."""
     global _round
     _round += 1
-    meeting = meeting_of()
-    doors, me = meeting.doors, meeting.rank
+    meeting = rendezvous_of()
+    doors, me = meeting.endpoints, meeting.rank
     if not doors and meeting.size > 1:
         raise InputError("regroup: these ranks never met, so nobody knows another's door; build a split layer first")
     while True:
@@ -270,13 +271,13 @@ def _gather(lost: set[int], joining: int) -> tuple[_Members, Any, int]:
         if leader == me:
             return _lead(left, doors, joining, me)
         try:
-            store = store_behind(doors[leader], timeout_seconds())
+            store = store_at(doors[leader], timeout_seconds())
             store.set(f"{_ROOM}/{_round}/here {me}", b"here")
             # The leader waits for who notices last twice as long as a wait may be, and for newcomers once.
             store.wait([f"{_ROOM}/{_round}/members"], timedelta(seconds=4 * timeout_seconds()))
             members = pickle.loads(store.get(f"{_ROOM}/{_round}/members"))
         except RuntimeError as error:
-            if is_gone(doors[leader]):
+            if is_dead(doors[leader]):
                 lost.add(leader)
                 continue
             raise _late((leader,)) from error
@@ -285,14 +286,14 @@ def _gather(lost: set[int], joining: int) -> tuple[_Members, Any, int]:
         return members, store, me
 
 
-def _lead(left: list[int], doors: Sequence[Door], joining: int, me: int) -> tuple[_Members, Any, int]:
+def _lead(left: list[int], doors: Sequence[Endpoint], joining: int, me: int) -> tuple[_Members, Any, int]:
     """Wait for the others that are left, and for newcomers, at this process's own door; tell them who came."""
     global _admitted
-    store, came = store_behind(own_door(), timeout_seconds()), [me]
+    store, came = store_at(local_endpoint(), timeout_seconds()), [me]
     until = time.monotonic() + 2 * timeout_seconds()
     for rank in left[1:]:
         while not store.check([f"{_ROOM}/{_round}/here {rank}"]):
-            if is_gone(doors[rank]) or time.monotonic() > until:
+            if is_dead(doors[rank]) or time.monotonic() > until:
                 break
             time.sleep(0.01)
         else:
@@ -331,7 +332,7 @@ def _replace_group(store: Any, rank: int, size: int, number: int) -> None:
         distributed.distributed_c10d._abort_process_group()  # pyright: ignore[reportPrivateUsage]
     else:
         distributed.destroy_process_group()
-    drop_blocks()
+    release_symmetric_buffers()
     _form(backend, store, number, rank, size)
 
 

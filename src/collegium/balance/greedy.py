@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..errors import InputError
-from .relief import relieved
+from .local_search import best_swap
 from .slots import aligned, balancedness, checked_load, holders
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def greedy(load: ArrayLike, current: Slots, *, hosts: int = 1, groups: int = 1) 
     made = aligned(current, packed)
     where = np.array(host_of(len(sizes), len(parts)))
     for _ in range(sum(sizes)):
-        better = relieved(loads, made, where)
+        better = best_swap(loads, made, where)
         if better is None:
             break
         made = better

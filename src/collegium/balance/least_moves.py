@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .greedy import greedy, host_of
-from .relief import relieved
+from .local_search import best_swap
 from .slots import aligned, balancedness, checked_load, holders
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def least_moves(load: ArrayLike, current: Slots, *, hosts: int = 1, groups: int 
     hosts_of = np.array(host_of(len(current), hosts if groups > 1 else 1))
     found = current
     for _ in range(sum(len(own) for own in current)):
-        changed = None if balancedness(loads, found) >= target else relieved(loads, found, hosts_of)
+        changed = None if balancedness(loads, found) >= target else best_swap(loads, found, hosts_of)
         if changed is None:
             break
         found = changed

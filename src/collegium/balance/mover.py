@@ -20,7 +20,7 @@ from torch import distributed
 
 from ..errors import InputError, RankError
 from ..parallel.groups import group_named
-from ..parallel.meeting import timeout_seconds
+from ..parallel.rendezvous import timeout_seconds
 from .checksum import checksum
 from .slots import Move, Slots
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ..experts import Packed
-    from ..parallel.meeting import Meeting
+    from ..experts import PackedWeights
+    from ..parallel.rendezvous import Rendezvous
 
 __all__ = ["Arrived", "Mover", "Round", "rounds"]
 
@@ -134,7 +134,7 @@ class Mover:
     damage: called with what has arrived before its checksum is taken; tests damage a move with it.
     """
 
-    def __init__(self, meeting: Meeting, device: torch.device) -> None:
+    def __init__(self, meeting: Rendezvous, device: torch.device) -> None:
         """Take a process group of its own, so that moves never stand in the way of the layers' exchanges."""
         self.ranks, self.rank = meeting.ranks, meeting.rank
         bound = timedelta(seconds=max(timeout_seconds(), 1.0))
@@ -157,7 +157,7 @@ class Mover:
             self._thread.submit(self._connect, device).result()
 
     def start(
-        self, packed: Packed, moves: Sequence[Move], sums: Tensor, tables: Callable[[], tuple[Tensor, Tensor]]
+        self, packed: PackedWeights, moves: Sequence[Move], sums: Tensor, tables: Callable[[], tuple[Tensor, Tensor]]
     ) -> Future[Arrived]:
         """Begin to send and receive, and to bring ``tables()`` to the device; sums: ``[E, 2]``, of logical experts.
 
@@ -192,7 +192,7 @@ class Mover:
     def _carry(
         self,
         free: Any,
-        packed: Packed,
+        packed: PackedWeights,
         moves: tuple[Move, ...],
         sums: Tensor,
         tables: Callable[[], tuple[Tensor, Tensor]],

@@ -1,15 +1,27 @@
 """Checkpoints, on disk or handed over from memory: read lazily, detected, audited, and loaded as ``ExpertWeights``."""
 
 from .adapter import with_adapter
-from .arrivals import Arrivals
 from .audit import AuditReport, LayerReport, audit
-from .beside import load_latent, load_router, load_shared
+from .layer_view import CheckpointLayer
 from .loader import describe_checkpoint, load_all, load_experts
-from .opened import CheckpointLayer
+from .non_expert_weights import load_latent, load_router, load_shared
 from .reader import Checkpoint
-from .stored import StoredFormat
+from .stored_format import StoredFormat
+from .tensor_stream import TensorStream
 
 __all__ = [
-    "Arrivals", "AuditReport", "Checkpoint", "CheckpointLayer", "LayerReport", "StoredFormat", "audit",
-    "describe_checkpoint", "load_all", "load_experts", "load_latent", "load_router", "load_shared", "with_adapter",
-]  # fmt: skip
+    "AuditReport",
+    "Checkpoint",
+    "CheckpointLayer",
+    "LayerReport",
+    "StoredFormat",
+    "TensorStream",
+    "audit",
+    "describe_checkpoint",
+    "load_all",
+    "load_experts",
+    "load_latent",
+    "load_router",
+    "load_shared",
+    "with_adapter",
+]

@@ -13,9 +13,9 @@ from ..errors import BadScaleError, CheckpointError, InputError, MissingTensorEr
 from ..ops.quantize import activation_format
 from .header import FLOATS
 from .layout import Source
-from .problems import refuse
+from .problems import raise_first
 from .reader import Checkpoint
-from .stored import ACTIVATION_SCALES, StoredFormat
+from .stored_format import ACTIVATION_SCALES, StoredFormat
 
 __all__ = ["ActivationScales", "activation_scales", "input_reach", "static_format"]
 
@@ -135,7 +135,7 @@ def input_reach(
             which = f"one of its projections is {lacking[0]}, whose checkpoints have no static scales of activations"
         raise InputError(f"{asked}: {which}, allowed: {', '.join(_OF)}; {instead}")
     found = activation_scales(checkpoint, sources, stored)
-    refuse(checkpoint, found.problems)
+    raise_first(checkpoint, found.problems)
     if found.missing:
         raise MissingTensorError(
             f"{asked}: {found.missing[0]} has no {ACTIVATION_SCALES[0]}, and {len(found.missing) - 1} more of "

@@ -26,8 +26,8 @@ from .adapter_config import AdapterConfig
 from .adapter_names import ExpertModule, NamesInMemory, StackModule, StackParameter
 from .header import FLOATS, read_header
 from .index import index_of
+from .layer_view import CheckpointLayer
 from .layout import part_name
-from .opened import CheckpointLayer
 from .reader import TORCH_DTYPES, Checkpoint, bounds_of
 
 __all__ = ["with_adapter"]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import cast
 
 from ..errors import ConfigError
-from ..models.patterns import matches_prefix
+from ..models.name_match import matches_prefix
 from .header import read_json
 
 __all__ = ["AdapterConfig"]

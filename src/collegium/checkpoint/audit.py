@@ -20,20 +20,26 @@ from ..formats.payload import Payload
 from ..models import describe, moe_layers
 from ..runtime.progress import Progress, counted
 from .activation_scales import activation_scales
-from .beside import check_beside
+from .dense_weights import dense_weight_problems, matrices_of, quantised_dense_weights, sentences
+from .findings import Findings
 from .header import FLOATS, TensorInfo
 from .index import index_of, router_names, single_matrices
+from .layer_view import CheckpointLayer
 from .layout import bias_names, part_name, parts_problems, read_matrix, stack_paths
-from .opened import CheckpointLayer
-from .outside import matrices_of, outside_experts, outside_problems, sentences
-from .problems import refuse
+from .non_expert_weights import check_non_expert_weights
+from .problems import raise_first
 from .reader import Checkpoint
-from .remarks import Remarks
-from .stored import ACTIVATION_SCALES, StoredFormat
+from .stored_format import ACTIVATION_SCALES, StoredFormat
 
 __all__ = [
-    "AuditReport", "LayerReport", "audit", "bad_bias", "check_dense_layers", "check_layer", "check_outside_experts",
-]  # fmt: skip
+    "AuditReport",
+    "LayerReport",
+    "audit",
+    "bad_bias",
+    "check_dense_layers",
+    "check_layer",
+    "check_outside_experts",
+]
 
 _FACTORS = "factors of the inputs (AWQ), which no kernel applies; export it with them folded into the weights"
 _LOW_RANK = "a low-rank correction (SVDQuant), which no kernel applies; export the checkpoint in another format"
@@ -133,7 +139,7 @@ def check_outside_experts(checkpoint: Checkpoint) -> Iterator[CheckpointError]:
     yield from check_dense_layers(checkpoint)
     for number in moe_layers(checkpoint.config):
         try:
-            yield from check_beside(CheckpointLayer.open(checkpoint, number), tables=True)
+            yield from check_non_expert_weights(CheckpointLayer.open(checkpoint, number), tables=True)
         except CheckpointError as error:
             yield error
 
@@ -247,7 +253,7 @@ def _check_suffixes(layer: CheckpointLayer) -> Iterator[CheckpointError]:
                 )
 
 
-def _check_values(layer: CheckpointLayer, remarks: Remarks) -> tuple[list[CheckpointError], list[str]]:
+def _check_values(layer: CheckpointLayer, remarks: Findings) -> tuple[list[CheckpointError], list[str]]:
     """Read the experts one matrix at a time: faults as problems, unequal global scales of gate and up as a finding."""
     unequal = 0
     first: Payload | None = None
@@ -260,7 +266,7 @@ def _check_values(layer: CheckpointLayer, remarks: Remarks) -> tuple[list[Checkp
         payload, wrong = read_matrix(layer.checkpoint, source, layer.stored_as(source), seen=seen)
         problems += wrong
         if payload is not None and not wrong:
-            remarks.see(source.label, payload)
+            remarks.record(source.label, payload)
         scale: Tensor | None = None if payload is None else payload.tensors().get("global_scale")
         if source.label.endswith("gate"):
             first = payload
@@ -313,8 +319,8 @@ def _roles(checkpoint: Checkpoint, layers: Sequence[int]) -> dict[str, tuple[int
 
 def _outside(checkpoint: Checkpoint) -> list[str]:
     """Say what is quantised outside the experts, which only a whole model needs to be readable."""
-    found = outside_experts(checkpoint)
-    wrong, said = outside_problems(checkpoint, found), sentences(checkpoint, matrices_of(checkpoint, found))
+    found = quantised_dense_weights(checkpoint)
+    wrong, said = dense_weight_problems(checkpoint, found), sentences(checkpoint, matrices_of(checkpoint, found))
     return [*said, *([f"not loaded as a whole model: {wrong[0]}"] if wrong else [])]
 
 
@@ -341,7 +347,7 @@ def audit(
     problems = [*check_dense_layers(checkpoint)]
     findings: list[str] = []
     reports: list[LayerReport] = []
-    remarks = Remarks()
+    remarks = Findings()
     layers = moe_layers(checkpoint.config)
     for number in counted(layers, progress, "layer {}".format, end=f"{len(layers)} layers"):
         try:
@@ -350,13 +356,13 @@ def audit(
             problems.append(error)
             continue
         wrong = [*check_layer(layer, convert=convert)]
-        beside = [*check_beside(layer, deep=deep, remarks=remarks)]
+        beside = [*check_non_expert_weights(layer, deep=deep, remarks=remarks)]
         if deep and not wrong:
             wrong, unequal = _check_values(layer, remarks)
             findings += unequal
         problems += wrong + beside
         reports.append(_reported(layer))
-    refuse(checkpoint, problems)
+    raise_first(checkpoint, problems)
     return AuditReport(
         path=str(checkpoint.path),
         layers=tuple(reports),

@@ -13,7 +13,7 @@ from .header import FLOATS
 from .index import Index, index_of
 from .layout import Projection, projections, source_of
 from .reader import Checkpoint
-from .stored import StoredFormat
+from .stored_format import StoredFormat
 
 __all__ = ["detect", "stored_format"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NoReturn, cast
 
 from ..errors import CheckpointError, ConfigError, HostileFileError, TruncatedFileError
-from ..formats.intake import SAFETENSORS_DTYPES
+from ..formats.find_storage import SAFETENSORS_DTYPES
 
 __all__ = [
     "DTYPE_BITS",

@@ -18,7 +18,7 @@ from ..types import MoESpec
 from .header import FLOATS, TensorInfo
 from .layout import PROJECTIONS, Projection, plain_shape, source_of, stack_paths
 from .reader import Checkpoint
-from .stored import ACTIVATION_SCALES, PART_SUFFIXES
+from .stored_format import ACTIVATION_SCALES, PART_SUFFIXES
 
 __all__ = ["Found", "Index", "expert_of", "index_of", "router_names", "single_matrices"]
 

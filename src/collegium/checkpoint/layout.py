@@ -19,12 +19,23 @@ from ..models import Names, StackedNames
 from ..types import MoESpec
 from .header import FLOATS
 from .reader import Checkpoint
-from .stored import StoredFormat
+from .stored_format import StoredFormat
 
 __all__ = [
-    "PROJECTIONS", "Cut", "Projection", "Source", "bias_names", "part_name", "parts_problems", "plain_shape",
-    "projections", "read_matrix", "read_whole", "source_of", "stack_paths",
-]  # fmt: skip
+    "PROJECTIONS",
+    "Cut",
+    "Projection",
+    "Source",
+    "bias_names",
+    "part_name",
+    "parts_problems",
+    "plain_shape",
+    "projections",
+    "read_matrix",
+    "read_whole",
+    "source_of",
+    "stack_paths",
+]
 
 Projection = Literal["gate", "up", "down"]
 PROJECTIONS: tuple[Projection, ...] = ("gate", "up", "down")

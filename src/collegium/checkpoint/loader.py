@@ -22,9 +22,9 @@ from ..runtime.devices import probe
 from ..runtime.progress import Progress, counted
 from ..types import ExpertWeights, MoESpec, format_names
 from .audit import bad_bias, check_layer
+from .layer_view import CheckpointLayer
 from .layout import Cut, bias_names, projections, read_matrix
-from .opened import CheckpointLayer
-from .problems import fail, refuse
+from .problems import raise_all, raise_first
 from .reader import Checkpoint
 
 __all__ = ["describe_checkpoint", "load_all", "load_experts"]
@@ -70,11 +70,11 @@ def load_experts(
     beyond = [e for e in placement.expert_ids if not 0 <= e < spec.num_experts]
     if beyond:
         raise InputError(f"placement has experts {beyond[:8]}, allowed are 0 to {spec.num_experts - 1}")
-    refuse(layer.checkpoint, check_layer(layer, convert=convert))
+    raise_first(layer.checkpoint, check_layer(layer, convert=convert))
     local, room = _local_range(layer, placement, pad=pad)
     made, problems = _fill(layer, placement, local, room, device)
     biases = _biases(layer, placement, local, room, problems) if spec.expert_bias else {}
-    refuse(layer.checkpoint, problems)
+    raise_first(layer.checkpoint, problems)
     on_device: dict[str, Any] = {name: bias.to(device) for name, bias in biases.items()}
     return ExpertWeights(gate_up=made["gate_up"], down=made["down"], **on_device)
 
@@ -98,7 +98,7 @@ def _fill(
             matrix, wrong = read_matrix(layer.checkpoint, place, stored, cut, seen, (rows, columns))
             problems += wrong
             if matrix is None:
-                fail(layer.checkpoint, problems)
+                raise_all(layer.checkpoint, problems)
             field = "down" if down else "gate_up"
             if decoded and not down:
                 matrix = as_stored(matrix.decode())

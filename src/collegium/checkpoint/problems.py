@@ -6,18 +6,18 @@ from typing import NoReturn
 from ..errors import CheckpointError
 from .reader import Checkpoint
 
-__all__ = ["fail", "refuse"]
+__all__ = ["raise_all", "raise_first"]
 
 _MOST_PROBLEMS = 20
 
 
-def refuse(checkpoint: Checkpoint, problems: Iterable[CheckpointError]) -> None:
+def raise_first(checkpoint: Checkpoint, problems: Iterable[CheckpointError]) -> None:
     """Raise one error that lists up to 20 problems, of the class of the first; do nothing when there are none."""
     if found := [*problems]:
-        fail(checkpoint, found)
+        raise_all(checkpoint, found)
 
 
-def fail(checkpoint: Checkpoint, problems: Sequence[CheckpointError]) -> NoReturn:
+def raise_all(checkpoint: Checkpoint, problems: Sequence[CheckpointError]) -> NoReturn:
     """Raise the error of ``refuse`` for at least one problem."""
     kind = type(problems[0])
     if len(problems) == 1:

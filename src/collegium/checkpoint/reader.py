@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, ConfigError, DuplicateTensorError, InputError, MissingTensorError
+from ..formats.find_storage import SAFETENSORS_DTYPES
 from ..formats.gguf import KINDS
-from ..formats.intake import SAFETENSORS_DTYPES
 from ..locate import locate
 from ..models import quantization_block
 from .gguf import read_gguf
@@ -33,11 +33,11 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {**SAFETENSORS_DTYPES, **dict.fromkeys
 
 
 class Checkpoint:
-    """The tensors of one model and its ``config.json``; made by ``Checkpoint.open`` and ``Arrivals``.
+    """The tensors of one model and its ``config.json``; made by ``Checkpoint.open`` and ``TensorStream``.
 
     path: the folder or file. config: ``config.json`` (with ``quantization_config`` as ``read_config`` finds it), empty
     when there is no such file. tensors: name to ``TensorInfo``. complete: whether these are all tensors of the model,
-    which neither ``Arrivals`` nor one file of several can promise. bytes_read: bytes of tensor data read so far.
+    which neither ``TensorStream`` nor one file of several can promise. bytes_read: bytes of tensor data read so far.
     merged: a digest of the adapter that is merged into what is read, empty without one.
     """
 

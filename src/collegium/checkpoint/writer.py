@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError, InputError
 from ..formats import Int4Group
-from ..formats.intake import SAFETENSORS_DTYPES
+from ..formats.find_storage import SAFETENSORS_DTYPES
 from ..formats.payload import Payload, Storage
 from .header import TensorInfo
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..checkpoint.reader import read_config
 from ..errors import ConfigError, InputError, MeasurementError
-from ..experts import Packed, Reference
+from ..experts import PackedWeights, Reference
 from ..formats import by_name
 from ..formats.payload import Payload
 from ..formats.unquantised import DTYPES
@@ -24,7 +24,7 @@ from ..models import describe
 from ..ops.quantize import activation_format
 from ..parallel.local import Local
 from ..planning import Plan, plan
-from ..problem import Choice, DeviceFacts, Limits, Problem
+from ..problem import DeviceFacts, Limits, Overrides, Problem
 from ..runtime.devices import probe
 from ..runtime.progress import Progress, counted
 from ..types import ContiguousBatch, ExpertWeights, MoESpec, Routing, RoutingSpec
@@ -42,12 +42,22 @@ from .measure import (
     take_turns,
     version_of,
 )
-from .room import check_room, layer_needs
+from .memory_check import check_free_memory, layer_needs
 
 __all__ = [
-    "SHAPES", "TOKENS", "BenchReport", "BenchRow", "bench", "check_output", "experts_error", "named_layer",
-    "planned_layer", "random_inputs", "random_weights", "recipe_of",
-]  # fmt: skip
+    "SHAPES",
+    "TOKENS",
+    "BenchReport",
+    "BenchRow",
+    "bench",
+    "check_output",
+    "experts_error",
+    "named_layer",
+    "planned_layer",
+    "random_inputs",
+    "random_weights",
+    "recipe_of",
+]
 
 SHAPES: dict[str, tuple[int, int, int, int]] = {  # H, I, E, top-k of the routed experts
     "dsv3": (7168, 2048, 256, 8),
@@ -168,7 +178,7 @@ def bench(
     if tokens is None:
         tokens = TOKENS if facts.kind == "cuda" else [count for count in TOKENS if count <= _MOST_ON_CPU]
     plans = {recipe: planned_layer(spec, recipe, facts, max(tokens)) for recipe in recipes}
-    check_room(f"bench {name}", layer_needs([*plans.values()], tokens, ceilings=ceilings is None), facts)
+    check_free_memory(f"bench {name}", layer_needs([*plans.values()], tokens, ceilings=ceilings is None), facts)
     place = torch.device(facts.place)
     # Must differ from the weights' seed, or an input would equal a weight row.
     generator = torch.Generator(place).manual_seed(1)
@@ -208,7 +218,7 @@ def planned_layer(spec: MoESpec, recipe: tuple[str, str], facts: DeviceFacts, mo
     own = replace(spec, weight_format=by_name(recipe[0]).name, down_format=None)
     dtype: Any = recipe[1] if recipe[1] in DTYPES else "bf16"
     problem = Problem(spec=own, device=facts, limits=Limits(max_tokens=most), dtype=dtype)
-    return plan(problem, Choice(activation_format=recipe[1]))
+    return plan(problem, Overrides(activation_format=recipe[1]))
 
 
 def random_inputs(tokens: int, spec: MoESpec, style: str, generator: torch.Generator) -> list[tuple[Tensor, Routing]]:
@@ -286,7 +296,7 @@ def experts_error(
     return float((found[some].float() - truth).norm() / truth.norm())
 
 
-def _exact(judge: Packed, batch: ContiguousBatch) -> Tensor:
+def _exact(judge: PackedWeights, batch: ContiguousBatch) -> Tensor:
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     try:

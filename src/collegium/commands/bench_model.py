@@ -25,17 +25,17 @@ from ..integrations.extra import extra
 from ..integrations.transformers.decoding import Steps
 from ..layer import MoELayer
 from ..ops.quantize import activation_format
-from ..parallel.placement import experts_of
+from ..parallel.placement import expert_ids_of
 from ..parallel.ranks import Ranks
 from ..planning import plan
-from ..problem import Choice, DeviceFacts, Limits, Problem
+from ..problem import DeviceFacts, Limits, Overrides, Problem
 from ..runtime.devices import probe
 from ..runtime.progress import Progress, counted
-from ..runtime.warming import warm_up
+from ..runtime.warm_up import warm_up
 from ..types import MoESpec, Routing
 from .bench import TOLERANCES, experts_error, random_weights, recipe_of
 from .measure import driver_version, prepare_pass, take_turns, version_of
-from .room import bytes_per_weight, check_room
+from .memory_check import bytes_per_weight, check_free_memory
 
 __all__ = ["MODELS", "RECIPES", "ModelReport", "ModelRow", "bench_model"]
 
@@ -202,7 +202,7 @@ def _built(what: str, layers: int | None, facts: DeviceFacts, formats: Sequence[
     plugin.register()
     with torch.device("meta"):
         sizes = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
-    check_room(f"bench-model {what}", _needs(sizes, formats), facts)
+    check_free_memory(f"bench-model {what}", _needs(sizes, formats), facts)
     torch.manual_seed(0)
     with torch.device(facts.place):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
@@ -247,8 +247,8 @@ def _layer(spec: MoESpec, way: str, owner: tuple[int, Any], ranks: Ranks | None)
     placed = None if ranks is None else ranks.placement(spec.num_experts)
     problem = Problem(spec=own, device=probe(device), limits=Limits(max_tokens=2048), placement=placed)
     if placed is not None:
-        made = experts_of(made, placed.expert_ids)
-    return MoELayer(made, plan(problem, Choice(activation_format=activations)))
+        made = expert_ids_of(made, placed.expert_ids)
+    return MoELayer(made, plan(problem, Overrides(activation_format=activations)))
 
 
 def _turns(model: Any, ways: Mapping[str, str], batch: int, rounds: int, ranks: Ranks | None) -> list[ModelRow]:

@@ -10,18 +10,18 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from ..checkpoint.layer_view import CheckpointLayer
 from ..checkpoint.loader import describe_checkpoint, load_experts
-from ..checkpoint.opened import CheckpointLayer
 from ..checkpoint.reader import Checkpoint
 from ..functional import moe
 from ..integrations.transformers import attach, build_layers, experts_modules, layers_of, load_model
 from ..layer import MoELayer
 from ..parallel.placement import linear
 from ..planning import plan
-from ..problem import Choice, DeviceFacts, Limits, Problem
+from ..problem import DeviceFacts, Limits, Overrides, Problem
 from ..runtime.devices import probe
 from ..runtime.progress import Progress
-from ..runtime.warming import warm_up
+from ..runtime.warm_up import warm_up
 from ..types import MoESpec, Routing
 from .generate import Writer, check_writable
 
@@ -138,7 +138,7 @@ class _Bench:
         layers = build_layers(
             self.checkpoint,
             weight_format=recipe[0],
-            force=Choice(activation_format=recipe[1]),
+            overrides=Overrides(activation_format=recipe[1]),
             device=self.facts.place,
             limits=_limits(self.spec, self.facts, recipe),
         )
@@ -167,7 +167,7 @@ class _Bench:
 def _limits(spec: MoESpec, facts: DeviceFacts, recipe: tuple[str, str]) -> Limits:
     own = spec if recipe[0] == spec.weight_format else replace(spec, weight_format=recipe[0], down_format=None)
     problem = Problem(spec=own, device=facts)
-    made = plan(problem, Choice(activation_format=recipe[1]))
+    made = plan(problem, Overrides(activation_format=recipe[1]))
     return Limits(max_tokens=_COMPILED_PASS if made.capturable else _PLAIN_PASS)
 
 
@@ -192,7 +192,7 @@ class _Case:
         self.routing = Routing(topk_ids=topk_ids, topk_weights=topk_weights)
         spec, layer = describe_checkpoint(checkpoint), CheckpointLayer.open(checkpoint, self.layer)
         weights = load_experts(layer, linear(spec.num_experts, 0, 1), device=self.x.device)
-        wishes: Any = {"activation": spec.activation, "force": Choice(kernel="reference")}
+        wishes: Any = {"activation": spec.activation, "overrides": Overrides(kernel="reference")}
         self.truth = moe(self.x.float(), weights.gate_up, weights.down, topk_ids, topk_weights, **wishes)
 
     def error(self, layer: MoELayer) -> float:

@@ -10,7 +10,7 @@ from ..formats import by_name
 from ..locate import locate
 from ..models import describe, family_of
 from ..planning import Plan, plan
-from ..problem import Choice, DeviceFacts, Limits, Problem
+from ..problem import DeviceFacts, Limits, Overrides, Problem
 from ..runtime.devices import probe
 from ..runtime.progress import Progress
 from ..types import MoESpec
@@ -48,8 +48,8 @@ class Inspection:
         spec, routing = self.spec, self.spec.routing
         formats = sorted({layer.formats for layer in self.report.layers})
         indices = [layer.layer for layer in self.report.layers]
-        rule = routing.score + (", renormalised" if routing.renormalise else "")
-        rule += f", {routing.kept_groups} of {routing.groups} groups" if routing.groups > 1 else ""
+        rule = routing.score + (", renormalised" if routing.renormalize else "")
+        rule += f", {routing.topk_groups} of {routing.groups} groups" if routing.groups > 1 else ""
         rule += ", correction bias" if routing.correction_bias else ""
         checked = "every scale read" if self.report.deep else "headers only"
         rows = [
@@ -125,7 +125,7 @@ def plan_model(
     path: str,
     *,
     device: str | None = None,
-    force: Choice | None = None,
+    overrides: Overrides | None = None,
     weight_format: str | None = None,
     limits: Limits | None = None,
 ) -> Plan:
@@ -145,4 +145,4 @@ def plan_model(
     if weight_format is not None:
         spec = replace(spec, weight_format=by_name(weight_format).name, down_format=None)
     facts = ELSEWHERE.get((device or "").lower()) or probe(device)
-    return plan(Problem(spec=spec, device=facts, limits=limits or Limits()), force)
+    return plan(Problem(spec=spec, device=facts, limits=limits or Limits()), overrides)

@@ -30,10 +30,23 @@ from ..runtime.devices import current_device, recording
 from ..types import MoESpec, Routing
 
 __all__ = [
-    "ROUTINGS", "Ceilings", "Floor", "cache_bytes", "ceiling_bytes", "driver_version", "floor_of", "graph_pool",
-    "input_sets", "measure_ceilings", "prepare_pass", "random_routing", "stays_cached", "take_turns", "timed_once",
+    "ROUTINGS",
+    "Ceilings",
+    "Floor",
+    "cache_bytes",
+    "ceiling_bytes",
+    "driver_version",
+    "floor_of",
+    "graph_pool",
+    "input_sets",
+    "measure_ceilings",
+    "prepare_pass",
+    "random_routing",
+    "stays_cached",
+    "take_turns",
+    "timed_once",
     "version_of",
-]  # fmt: skip
+]
 
 K = TypeVar("K")
 ROUTINGS = ("uniform", "zipf", "hot", "half")

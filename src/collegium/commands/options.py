@@ -17,10 +17,27 @@ if TYPE_CHECKING:
     from .measure import Ceilings
 
 __all__ = [
-    "ACTIVATIONS", "FORMATS", "HELP", "KERNELS", "Activations", "Device", "Download", "Format", "Kernel", "Model",
-    "ShapeOrModel", "Steps", "Trace", "WholeModel", "WrittenFormat", "ceilings_of",
-    "complete_model", "find_model", "formats_of", "numbers",
-]  # fmt: skip
+    "ACTIVATIONS",
+    "FORMATS",
+    "HELP",
+    "KERNELS",
+    "Activations",
+    "Device",
+    "Download",
+    "Format",
+    "Kernel",
+    "Model",
+    "ShapeOrModel",
+    "Steps",
+    "Trace",
+    "WholeModel",
+    "WrittenFormat",
+    "ceilings_of",
+    "comma_separated_ints",
+    "complete_model",
+    "find_model",
+    "formats_of",
+]
 
 HELP = {"help_option_names": ["-h", "--help"]}
 N = TypeVar("N", int, float)
@@ -106,7 +123,7 @@ def find_model(name: str, download: bool, *, weights: bool = True) -> str:
     return name if found == Path(name) else str(found)
 
 
-def numbers(option: str, text: str, kind: type[N], *, least: int | None = None) -> list[N]:
+def comma_separated_ints(option: str, text: str, kind: type[N], *, least: int | None = None) -> list[N]:
     """Return the numbers in ``text``, positive or at least ``least``; raises InputError, which names ``option``."""
     try:
         found = [kind(piece) for piece in text.split(",")]
@@ -132,7 +149,7 @@ def ceilings_of(text: str) -> Ceilings:
     """Return what a machine can do at most, from three numbers as in ``--help``; raises InputError."""
     from .measure import Ceilings
 
-    given = numbers("--ceilings", text, float)
+    given = comma_separated_ints("--ceilings", text, float)
     if len(given) != 3:
         raise InputError(f"--ceilings {text!r}: three numbers are needed, such as 4.6,797,1329")
     return Ceilings(bandwidth=given[0] * 1e12, rate_16=given[1] * 1e12, rate_8=given[2] * 1e12)

@@ -29,9 +29,21 @@ if TYPE_CHECKING:
     from .verify import VerifyReport
 
 __all__ = [
-    "err", "out", "print_bench", "print_conversion", "print_demo", "print_inspection", "print_json", "print_load",
-    "print_model_bench", "print_plan", "print_proofs", "print_simulation", "print_text", "print_tuning",
-]  # fmt: skip
+    "err",
+    "out",
+    "print_bench",
+    "print_conversion",
+    "print_demo",
+    "print_inspection",
+    "print_json",
+    "print_load",
+    "print_model_bench",
+    "print_plan",
+    "print_proofs",
+    "print_simulation",
+    "print_text",
+    "print_tuning",
+]
 
 T = TypeVar("T")
 # A table or a path in a pipe or a file is never cut or wrapped. A closed stream is None to Python.

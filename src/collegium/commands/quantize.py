@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.audit import audit
+from ..checkpoint.dense_weights import dense_weight_problems, quantised_dense_weights
 from ..checkpoint.header import TensorInfo
 from ..checkpoint.index import index_of
+from ..checkpoint.layer_view import CheckpointLayer
 from ..checkpoint.layout import projections, stack_paths
 from ..checkpoint.loader import load_experts
-from ..checkpoint.opened import CheckpointLayer
-from ..checkpoint.outside import outside_experts, outside_problems
-from ..checkpoint.problems import refuse
+from ..checkpoint.problems import raise_first
 from ..checkpoint.reader import INDEX, Checkpoint
 from ..checkpoint.writer import Shard, entry_of, matrix_parts, whole_folder
 from ..errors import CheckpointError, ConfigError, InputError
@@ -36,7 +36,7 @@ from ..placement import Placement
 from ..planning import expert_bytes
 from ..runtime.progress import Progress
 from ..types import format_names
-from .described import COMPRESSED, Job, described, new_config
+from .quantization_config import COMPRESSED, ConversionJob, described, new_config
 
 __all__ = ["ConvertedLayer", "QuantizeReport", "quantize_model"]
 
@@ -119,7 +119,7 @@ def quantize_model(
         (room / "config.json").write_text(json.dumps(new_config(job, kept), indent=2) + "\n")
         written = Checkpoint.open(room)
         audit(written, deep=False)
-        refuse(written, outside_problems(written, outside_experts(written)))
+        raise_first(written, dense_weight_problems(written, quantised_dense_weights(written)))
     return QuantizeReport(
         path=str(folder),
         weight_format=job.target.name,
@@ -133,7 +133,7 @@ def quantize_model(
     )
 
 
-def _job(checkpoint: Checkpoint, weight_format: str) -> Job:
+def _job(checkpoint: Checkpoint, weight_format: str) -> ConversionJob:
     """Choose the published storage of ``weight_format`` for this family; InputError lists the formats that have one."""
     target, index = by_name(weight_format, to_write=True), index_of(checkpoint)
     names, spec, apart = index.names, describe(checkpoint.config), experts_apart(checkpoint.config)
@@ -167,7 +167,7 @@ def _job(checkpoint: Checkpoint, weight_format: str) -> Job:
     storage = storages[target.name]
     # Unquantised experts stay as published: many a class of transformers reads only stacks, or only single experts.
     published_stacked = any(index.found(layer).stack for layer in moe_layers(checkpoint.config))
-    job = Job(
+    job = ConversionJob(
         checkpoint=checkpoint,
         names=names,
         spec=spec,
@@ -175,7 +175,7 @@ def _job(checkpoint: Checkpoint, weight_format: str) -> Job:
         storage=storage,
         stacked=names.up is None or (storage.name == "plain" and published_stacked),
     )
-    return job if apart else replace(job, outside=outside_experts(checkpoint))
+    return job if apart else replace(job, outside=quantised_dense_weights(checkpoint))
 
 
 def _storages(names: Names, *, apart: bool) -> dict[str, Storage]:
@@ -209,7 +209,7 @@ def _readable(weight_format: str, sizes: tuple[int, int]) -> bool:
     return all(size % group == 0 or size < single for size in sizes)
 
 
-def _kept(job: Job, layers: Iterable[CheckpointLayer]) -> dict[str, TensorInfo]:
+def _kept(job: ConversionJob, layers: Iterable[CheckpointLayer]) -> dict[str, TensorInfo]:
     """Return every tensor that is copied by its new name; InputError where no one config could describe them."""
     replaced = {
         info.name
@@ -221,7 +221,11 @@ def _kept(job: Job, layers: Iterable[CheckpointLayer]) -> dict[str, TensorInfo]:
 
 
 def _write_tensors(
-    job: Job, layers: list[CheckpointLayer], kept: Mapping[str, TensorInfo], room: Path, progress: Progress | None
+    job: ConversionJob,
+    layers: list[CheckpointLayer],
+    kept: Mapping[str, TensorInfo],
+    room: Path,
+    progress: Progress | None,
 ) -> list[ConvertedLayer]:
     sources = sorted({info.file for info in kept.values()})
     count = len(sources) + len(layers)
@@ -251,7 +255,7 @@ def _write_tensors(
 
 
 def _write_layer(
-    job: Job, layer: CheckpointLayer, path: Path, step: Callable[[int], None]
+    job: ConversionJob, layer: CheckpointLayer, path: Path, step: Callable[[int], None]
 ) -> tuple[ConvertedLayer, Iterable[str]]:
     """Convert one layer a few experts at a time; the first expert says what the header needs."""
     spec = layer.spec
@@ -282,7 +286,7 @@ def _write_layer(
     return converted, entries
 
 
-def _encode(job: Job, gate_up: Payload, down: Payload) -> tuple[tuple[Payload, ...], float]:
+def _encode(job: ConversionJob, gate_up: Payload, down: Payload) -> tuple[tuple[Payload, ...], float]:
     """Return gate, where there is one, up and down in the target format, and their relative error together."""
     options: dict[str, Any] = {"global_divides": True} if job.target is NvFp4 else {}
     true_up, true_down = gate_up.decode(), down.decode()
@@ -303,7 +307,7 @@ def _square(values: Tensor) -> float:
     return float(values.square().sum(-1).double().sum())
 
 
-def _expert_tensors(job: Job, layer: int, expert: int, matrices: tuple[Payload, ...]) -> dict[str, Tensor]:
+def _expert_tensors(job: ConversionJob, layer: int, expert: int, matrices: tuple[Payload, ...]) -> dict[str, Tensor]:
     """Return one expert's tensors under their published names; of a stack, its entry."""
     *upper, down = (matrix_parts(matrix, job.storage) for matrix in matrices)
     names, table, out = job.names, job.names.stacked, dict[str, Tensor]()
@@ -323,7 +327,9 @@ def _expert_tensors(job: Job, layer: int, expert: int, matrices: tuple[Payload, 
     return out
 
 
-def _layer_entries(job: Job, layer: int, matrices: tuple[Payload, ...]) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _layer_entries(
+    job: ConversionJob, layer: int, matrices: tuple[Payload, ...]
+) -> dict[str, tuple[str, tuple[int, ...]]]:
     experts = range(1 if job.stacked else job.spec.num_experts)
     held = job.spec.num_experts if job.stacked else None
     tensors = (_expert_tensors(job, layer, expert, matrices) for expert in experts)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, MeasurementError
-from ..experts import Packed
+from ..experts import PackedWeights
 from ..experts.measured import write_tiles
 from ..parallel import Local
 from ..planning import kernel_named
@@ -24,7 +24,7 @@ from ..runtime.devices import probe
 from ..runtime.progress import Progress, counted
 from .bench import named_layer, planned_layer, random_inputs, random_weights
 from .measure import graph_pool, prepare_pass, take_turns
-from .room import check_room, layer_needs
+from .memory_check import check_free_memory, layer_needs
 
 __all__ = ["TUNED_TOKENS", "TuneReport", "TuneRow", "measure_tiles", "packed_layer", "tile_times", "tune"]
 
@@ -93,7 +93,7 @@ def tune(
 
 def packed_layer(
     what: str, recipe: tuple[str, str], most_tokens: int, device: str | None = None
-) -> tuple[str, Problem, Packed]:
+) -> tuple[str, Problem, PackedWeights]:
     """Return the name, the problem and the packed random weights of the layer ``what``; errors as ``tune``."""
     name, plain = named_layer(what)
     facts = probe(device)
@@ -103,11 +103,11 @@ def packed_layer(
         raise InputError(
             f"tune: {name} in {recipe[0]} x {recipe[1]} runs on {made.kernel}, which has no tiles to choose"
         )
-    check_room(f"tune {name}", layer_needs([made], [most_tokens]), facts)
+    check_free_memory(f"tune {name}", layer_needs([made], [most_tokens]), facts)
     return name, made.problem, kernel.pack(random_weights(made.problem.spec, torch.device(facts.place)), asked)
 
 
-def measure_tiles(packed: Packed, problem: Problem, tokens: int, *, most: int, rounds: int) -> list[TuneRow]:
+def measure_tiles(packed: PackedWeights, problem: Problem, tokens: int, *, most: int, rounds: int) -> list[TuneRow]:
     """Return a row for each product: the best of ``most`` candidates for ``tokens`` tokens, uniform routing."""
     found: list[TuneRow] = []
     for product, (chosen, times) in tile_times(packed, problem, tokens, most=most, rounds=rounds).items():
@@ -129,7 +129,7 @@ def measure_tiles(packed: Packed, problem: Problem, tokens: int, *, most: int, r
 
 
 def tile_times(
-    packed: Packed, problem: Problem, tokens: int, *, most: int, rounds: int
+    packed: PackedWeights, problem: Problem, tokens: int, *, most: int, rounds: int
 ) -> dict[str, tuple[Any, dict[Any, float]]]:
     """Return for each product the choice made from the sizes, and the seconds of that and of ``most`` other tiles.
 

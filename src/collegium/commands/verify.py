@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.audit import check_dense_layers
-from ..checkpoint.beside import check_beside, load_shared
+from ..checkpoint.layer_view import CheckpointLayer
 from ..checkpoint.loader import load_experts
-from ..checkpoint.opened import CheckpointLayer
-from ..checkpoint.problems import refuse
+from ..checkpoint.non_expert_weights import check_non_expert_weights, load_shared
+from ..checkpoint.problems import raise_first
 from ..checkpoint.reader import Checkpoint
 from ..encoding import encoded
 from ..errors import InputError
@@ -30,7 +30,7 @@ from ..ops.quantize import activation_format
 from ..parallel.ranks import Ranks
 from ..placement import Placement
 from ..planning import plan
-from ..problem import Choice, DeviceFacts, Problem
+from ..problem import DeviceFacts, Overrides, Problem
 from ..runtime.devices import probe
 from ..runtime.progress import Progress, counted
 from ..testing.compare import between, heavy_tailed
@@ -106,13 +106,13 @@ def verify_model(
     *,
     experts: int | None = 8,
     device: str | Ranks | None = None,
-    force: Choice | None = None,
+    overrides: Overrides | None = None,
     weight_format: str | None = None,
     progress: Progress | None = None,
 ) -> VerifyReport:
     """Verify every MoE layer of the checkpoint at ``path``, one in memory at a time.
 
-    experts: how many of each layer to recompute, None for all. device, force, weight_format: as ``load_layer``; of
+    experts: how many of each layer to recompute, None for all. device, overrides, weight_format: as ``load_layer``; of
     Ranks each recomputes experts it holds, and all get one report.
     progress: called with (layers done, layers, text). Raises what loading and planning raise, and the
     CheckpointErrors of a router, hash table or shared expert that no layer could be built from.
@@ -122,20 +122,24 @@ def verify_model(
     checkpoint, ranks = Checkpoint.open(path), device if isinstance(device, Ranks) else None
     facts = probe(device.device if isinstance(device, Ranks) else device)
     layers = moe_layers(checkpoint.config)
-    refuse(checkpoint, check_dense_layers(checkpoint))
+    raise_first(checkpoint, check_dense_layers(checkpoint))
     proofs: list[LayerProof] = []
     for number in counted(layers, progress, "layer {}".format):
         layer = CheckpointLayer.open(checkpoint, number)
-        refuse(checkpoint, check_beside(layer, deep=True))
-        proofs.append(_prove_routed(layer, experts, device or facts.place, force, weight_format))
-        proofs += _prove_shared(layer, facts, force, weight_format, ranks)
+        raise_first(checkpoint, check_non_expert_weights(layer, deep=True))
+        proofs.append(_prove_routed(layer, experts, device or facts.place, overrides, weight_format))
+        proofs += _prove_shared(layer, facts, overrides, weight_format, ranks)
     return VerifyReport(path=str(path), device=f"{facts.kind} {facts.name}".strip(), proofs=tuple(proofs))
 
 
 def _prove_routed(
-    layer: CheckpointLayer, experts: int | None, device: str | Ranks, force: Choice | None, weight_format: str | None
+    layer: CheckpointLayer,
+    experts: int | None,
+    device: str | Ranks,
+    overrides: Overrides | None,
+    weight_format: str | None,
 ) -> LayerProof:
-    built = load_routed(layer, weight_format=weight_format, force=force, device=device)
+    built = load_routed(layer, weight_format=weight_format, overrides=overrides, device=device)
     held = built.spec.num_experts
     chosen = _sample(held, held if experts is None else experts, layer.number)
     chosen = [expert for expert in chosen if expert in built.plan.problem.local_experts]
@@ -152,10 +156,14 @@ def _prove_routed(
 
 
 def _prove_shared(
-    layer: CheckpointLayer, facts: DeviceFacts, force: Choice | None, weight_format: str | None, ranks: Ranks | None
+    layer: CheckpointLayer,
+    facts: DeviceFacts,
+    overrides: Overrides | None,
+    weight_format: str | None,
+    ranks: Ranks | None,
 ) -> list[LayerProof]:
     """Run the shared expert as one routed expert, which is what it is to a kernel; every rank runs it whole."""
-    shared = load_shared(layer, device=facts.place, activations=asked_activations(force))
+    shared = load_shared(layer, device=facts.place, activations=asked_activations(overrides))
     if shared is None:
         return []
     own = None if layer.spec.shared is None else replace(layer.spec.shared, **shared.experts.formats)
@@ -163,9 +171,9 @@ def _prove_shared(
     if weight_format is not None:
         spec = replace(spec, weight_format=weight_format, down_format=None)
     # The kernel that the whole layer's plan gives it.
-    kernel = plan(Problem(spec=spec, device=facts), force).shared_kernel
+    kernel = plan(Problem(spec=spec, device=facts), overrides).shared_kernel
     problem = Problem(spec=spec.shared_alone(), device=facts)
-    built = MoELayer(shared.experts, plan(problem, replace(force or Choice(), kernel=kernel)))
+    built = MoELayer(shared.experts, plan(problem, replace(overrides or Overrides(), kernel=kernel)))
     plain = load_shared(layer)
     return [] if plain is None else [_prove(built, layer.number, "shared", iter([(0, plain.experts, 0)]), ranks)]
 

@@ -1,15 +1,26 @@
 """Experts kernels, one file each; the tuple's order is the order of preference."""
 
-from .base import ExpertKernel, Packed, Product, Tiling
+from .base import ExpertKernel, PackedWeights, Product, Tiling
 from .cpu.fused import CpuFused
 from .cpu.grouped import CpuGrouped
 from .reference import Reference
 from .triton.table import TritonBf16, TritonFp8, TritonW4A8, TritonW4A16, TritonW8A16
 
 __all__ = [
-    "KERNELS", "CpuFused", "CpuGrouped", "ExpertKernel", "Packed", "Product", "Reference", "Tiling", "TritonBf16",
-    "TritonFp8", "TritonW4A8", "TritonW4A16", "TritonW8A16",
-]  # fmt: skip
+    "KERNELS",
+    "CpuFused",
+    "CpuGrouped",
+    "ExpertKernel",
+    "PackedWeights",
+    "Product",
+    "Reference",
+    "Tiling",
+    "TritonBf16",
+    "TritonFp8",
+    "TritonW4A8",
+    "TritonW4A16",
+    "TritonW8A16",
+]
 
 KERNELS: tuple[ExpertKernel, ...] = (
     TritonFp8(),

@@ -20,7 +20,7 @@ from ..problem import ExpertsProblem
 from ..runtime.memory import Memory, Regions
 from ..types import ContiguousBatch, ExpertWeights
 
-__all__ = ["ExpertKernel", "Packed", "Product", "Tiling", "refuse_codes", "with_each"]
+__all__ = ["ExpertKernel", "PackedWeights", "Product", "Tiling", "map_tensors", "refuse_codes"]
 
 
 class Tiling:
@@ -69,7 +69,7 @@ class Product(Protocol):
         ...
 
 
-class Packed:
+class PackedWeights:
     """The experts of one layer in a kernel's own layout.
 
     report: what packing rounded, or None; printed with the layer. input_reach: of the weights, where activations are
@@ -80,7 +80,7 @@ class Packed:
     report: object | None = None
     input_reach: tuple[float, float] | None = None
 
-    def told(self, activations: str) -> str:
+    def summary(self, activations: str) -> str:
         """Return lines for people: scales of static ``activations``, and the report."""
         report = "" if self.report is None else f"\nweights    {self.report}"
         if self.input_reach is None:
@@ -94,11 +94,11 @@ class Packed:
         return NO_TILES
 
     @property
-    def arriving(self) -> tuple[str, int] | None:
+    def input_codes(self) -> tuple[str, int] | None:
         """Format and order of columns of the codes that ``run`` multiplies, None where it takes tokens alone."""
         return None
 
-    def storing(self, dtype: torch.dtype) -> tuple[int, torch.dtype] | None:
+    def output_spec(self, dtype: torch.dtype) -> tuple[int, torch.dtype] | None:
         """Return width and dtype of the rows of tokens of ``dtype`` that ``run`` stores where ``batch.back`` says.
 
         None where it does not: such batches have no ``back``.
@@ -129,11 +129,11 @@ class Packed:
         """Return the products whose tiles can be measured."""
         return ()
 
-    def with_measured(self, tables: Mapping[str, Any]) -> Packed:
+    def with_measured(self, tables: Mapping[str, Any]) -> PackedWeights:
         """Return the same experts with tiles measured by ``collegium tune``: product to ((rows, tile), ...)."""
         raise NotImplementedError
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> Packed:
+    def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> PackedWeights:
         """Return these experts with ``change(tensor)`` for every tensor that has a row for each slot.
 
         A kernel whose packing mixes experts leaves this as it is, and its experts stay where they were packed.
@@ -151,7 +151,7 @@ class Packed:
             found.append(tensor)
             return tensor
 
-        self._each(seen)
+        self._map_tensors(seen)
         shared = [tuple(t.shape) for t in found if t.shape[0] > 1 and t.stride(0) < t[0].numel()]
         if shared:
             raise InputError(
@@ -175,13 +175,13 @@ class Packed:
             for own, other in zip(self.take(slot), expert, strict=True):
                 own.copy_(other)
 
-    def resized(self, count: int) -> Packed:
+    def resized(self, count: int) -> PackedWeights:
         """Return room for ``count`` experts packed like these, uninitialised, to be filled by ``put``."""
         with torch.inference_mode(False):
-            return self._each(lambda tensor: tensor.new_empty((count, *tensor.shape[1:])))
+            return self._map_tensors(lambda tensor: tensor.new_empty((count, *tensor.shape[1:])))
 
 
-def with_each(owner: Any, change: Callable[[Tensor], Tensor], *names: str) -> Any:
+def map_tensors(owner: Any, change: Callable[[Tensor], Tensor], *names: str) -> Any:
     """Return the dataclass ``owner`` with ``change(tensor)`` for its tensors ``names``, those that are not None."""
     found = {name: getattr(owner, name) for name in names}
     return replace(owner, **{name: change(tensor) for name, tensor in found.items() if tensor is not None})
@@ -231,6 +231,6 @@ class ExpertKernel(Protocol):
         """Return the temporary memory that ``run`` and ``run_unsorted`` take at most, by name."""
         ...
 
-    def pack(self, weights: ExpertWeights[Any], problem: ExpertsProblem) -> Packed:
+    def pack(self, weights: ExpertWeights[Any], problem: ExpertsProblem) -> PackedWeights:
         """Bring logical weights into the kernel's own layout; the source may be dropped afterwards."""
         ...

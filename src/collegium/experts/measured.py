@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..problem import Problem
-from ..runtime.cached import cache_folder, write_whole
-from .base import Packed
+from ..runtime.user_cache import cache_folder, write_atomic
+from .base import PackedWeights
 
 __all__ = ["tile_folder", "tile_key", "tile_path", "with_measured_tiles", "write_tiles"]
 
@@ -62,11 +62,11 @@ def write_tiles(problem: Problem, tuned: Mapping[str, Tables], folder: Path | No
     """Write the tiles measured for ``problem``, by product, and return the file."""
     path = tile_path(problem, folder)
     tables = {name: [{"rows": rows} | asdict(tile) for rows, tile in table] for name, table in tuned.items()}
-    write_whole(path, (json.dumps({"key": tile_key(problem), **tables}, indent=1) + "\n").encode())
+    write_atomic(path, (json.dumps({"key": tile_key(problem), **tables}, indent=1) + "\n").encode())
     return path
 
 
-def with_measured_tiles(packed: Packed, problem: Problem, folder: Path | None = None) -> Packed:
+def with_measured_tiles(packed: PackedWeights, problem: Problem, folder: Path | None = None) -> PackedWeights:
     """Return ``packed`` with the tiles of this machine's file, or as it is: no file, no GPU, no products to tune.
 
     A stale, foreign or damaged file is ignored with one warning a file.
@@ -84,7 +84,7 @@ def with_measured_tiles(packed: Packed, problem: Problem, folder: Path | None = 
     return packed.with_measured(found)
 
 
-def _read(path: Path, problem: Problem, packed: Packed) -> dict[str, Tables]:
+def _read(path: Path, problem: Problem, packed: PackedWeights) -> dict[str, Tables]:
     held = cast("dict[str, Any]", json.loads(path.read_text(encoding="utf-8")))
     wanted, key = tile_key(problem), held["key"]
     for name, value in wanted.items():

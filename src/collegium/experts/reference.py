@@ -26,13 +26,13 @@ from ..ops.quantize import ActivationFormat, QuantizedRows, formats_within
 from ..problem import ExpertsProblem
 from ..runtime.memory import Memory, Regions
 from ..types import ActivationSpec, ContiguousBatch, ExpertWeights
-from .base import ExpertKernel, Packed, refuse_codes, with_each
+from .base import ExpertKernel, PackedWeights, map_tensors, refuse_codes
 
 __all__ = ["Reference", "ReferenceExperts"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReferenceExperts(Packed):
+class ReferenceExperts(PackedWeights):
     """The weights as they were given."""
 
     weights: ExpertWeights[Payload]
@@ -52,14 +52,14 @@ class ReferenceExperts(Packed):
                 rows[start:stop] = _one_expert(batch, self, expert, slice(start, stop))
         return rows
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> ReferenceExperts:
+    def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> ReferenceExperts:
         def changed(payload: Payload) -> Payload:
-            made = with_each(payload, change, *payload.tensors())
+            made = map_tensors(payload, change, *payload.tensors())
             count = next(iter(made.tensors().values())).shape[0]
             return replace(made, shape=(count, *payload.shape[1:]))
 
         own = replace(self.weights, gate_up=changed(self.weights.gate_up), down=changed(self.weights.down))
-        return replace(self, weights=with_each(own, change, "gate_up_bias", "down_bias"))
+        return replace(self, weights=map_tensors(own, change, "gate_up_bias", "down_bias"))
 
 
 class Reference(ExpertKernel):

@@ -15,10 +15,28 @@ from .payload import Part, Payload, Storage
 from .unquantised import Bf16, Fp16, Fp32
 
 __all__ = [
-    "FORMATS", "Bf16", "Bnb4", "Fp8Block", "Fp8Channel", "Fp8Tensor", "Fp16", "Fp32", "Gguf", "Int4Affine",
-    "Int4Group", "Int4Ordered", "Int8Affine", "Int8Ordered", "MxFp4", "MxFp8", "NvFp4", "Part", "Payload",
-    "Storage", "by_name",
-]  # fmt: skip
+    "FORMATS",
+    "Bf16",
+    "Bnb4",
+    "Fp8Block",
+    "Fp8Channel",
+    "Fp8Tensor",
+    "Fp16",
+    "Fp32",
+    "Gguf",
+    "Int4Affine",
+    "Int4Group",
+    "Int4Ordered",
+    "Int8Affine",
+    "Int8Ordered",
+    "MxFp4",
+    "MxFp8",
+    "NvFp4",
+    "Part",
+    "Payload",
+    "Storage",
+    "by_name",
+]
 
 FORMATS: tuple[type[Payload], ...] = (
     Bf16,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError, InputError, MissingTensorError, TensorMismatchError
 from .codecs import decode_rows, pack_nibbles, scale_groups_, unpack_nibbles
-from .intake import find_storage, take
+from .find_storage import find_storage, take
 from .payload import Part, Payload, Storage
 
 __all__ = ["Bnb4"]

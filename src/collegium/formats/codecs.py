@@ -12,11 +12,31 @@ from torch import Tensor
 from ..errors import InputError
 
 __all__ = [
-    "E2M1_MAX", "E2M1_VALUES", "E4M3_MAX", "SMALLEST_SCALE", "as_float32", "check_decoded", "decode_rows",
-    "e2m1_codes", "e2m1_pairs", "e4m3_codes", "e4m3_is_nan", "e4m3_values", "e8m0_codes", "e8m0_values",
-    "floor_log2", "fp8_scales", "in_groups", "look_up", "pack_nibbles", "pair_table", "power_of_two",
-    "relative_e8m0", "scale_groups_", "unpack_nibbles",
-]  # fmt: skip
+    "E2M1_MAX",
+    "E2M1_VALUES",
+    "E4M3_MAX",
+    "SMALLEST_SCALE",
+    "as_float32",
+    "check_decoded",
+    "decode_rows",
+    "e2m1_codes",
+    "e2m1_pairs",
+    "e4m3_codes",
+    "e4m3_is_nan",
+    "e4m3_values",
+    "e8m0_codes",
+    "e8m0_values",
+    "floor_log2",
+    "fp8_scales",
+    "in_groups",
+    "look_up",
+    "pack_nibbles",
+    "pair_table",
+    "power_of_two",
+    "relative_e8m0",
+    "scale_groups_",
+    "unpack_nibbles",
+]
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 E2M1_MAX = 6.0

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from .codecs import as_float32, e4m3_codes, e4m3_values, fp8_scales
+from .find_storage import find_storage, promote_scales, take
 from .grouped import Scaled
-from .intake import find_storage, promote_scales, take
 from .payload import Part, Storage
 
 __all__ = ["Fp8Channel"]

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from .codecs import as_float32, e4m3_codes, fp8_scales
+from .find_storage import find_storage, promote_scales, take
 from .fp8_channel import Fp8Channel
-from .intake import find_storage, promote_scales, take
 from .payload import Part, Payload, Storage
 
 __all__ = ["Fp8Tensor"]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import TensorMismatchError
 from .codecs import E2M1_VALUES, decode_rows, e8m0_values, look_up
-from .intake import check_cut, find_storage
+from .find_storage import check_cut, find_storage
 from .payload import Part, Payload, Storage
 
 __all__ = ["KINDS", "Gguf"]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .codecs import decode_rows, e4m3_is_nan, look_up, scale_groups_
-from .intake import pad_last
+from .find_storage import pad_last
 from .payload import Payload
 
 __all__ = ["Grouped", "Scaled"]

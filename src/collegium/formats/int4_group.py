@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..errors import InputError, TensorMismatchError
 from .codecs import as_float32, in_groups, pack_nibbles, pair_table
+from .find_storage import check_cut, pad_last
 from .grouped import Scaled
-from .intake import check_cut, pad_last
 from .integers import check_group_size, compressed, gptq, modelopt, read_integers
 from .payload import Storage
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..errors import CollegiumError, InputError, TensorMismatchError
 from .codecs import pack_nibbles
-from .intake import find_storage, take
+from .find_storage import find_storage, take
 from .payload import Part, Payload, Storage
 
 __all__ = ["GROUP", "Integers", "awq", "check_group_size", "compressed", "gptq", "modelopt", "read_integers"]

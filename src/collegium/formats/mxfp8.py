@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from .codecs import as_float32, e4m3_codes, e4m3_is_nan, e4m3_values, e8m0_codes, e8m0_values, in_groups, look_up
+from .find_storage import find_storage, take
 from .grouped import Grouped
-from .intake import find_storage, take
 from .payload import Part, Storage
 
 __all__ = ["MxFp8"]

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..errors import InputError
 from .codecs import E2M1_MAX, E4M3_MAX, SMALLEST_SCALE, as_float32, e2m1_codes, e2m1_pairs, in_groups, pack_nibbles
+from .find_storage import find_storage, take
 from .grouped import Grouped
-from .intake import find_storage, take
 from .payload import Part, Storage
 
 __all__ = ["NvFp4"]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from .intake import check_cut
+from .find_storage import check_cut
 
 __all__ = ["Part", "Payload", "Storage"]
 

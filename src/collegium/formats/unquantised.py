@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from .codecs import as_float32, check_decoded
-from .intake import find_storage, take
+from .find_storage import find_storage, take
 from .payload import Part, Payload, Storage
 
 __all__ = ["CONFIG_NAMES", "DTYPES", "FLOAT_FORMATS", "Bf16", "Fp16", "Fp32", "as_stored"]

@@ -3,11 +3,11 @@
 import triton
 import triton.language as tl
 
-from . import numbers
+from . import enums
 
 __all__ = ["activate"]
 
-FAST_MATH = tl.constexpr(numbers.FAST_MATH)
+FAST_MATH = tl.constexpr(enums.FAST_MATH)
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .tiles import follow, token_at
+from .tiles import pdl_wait, token_at
 
 __all__ = ["columns_kernel", "halves_kernel"]
 
@@ -19,7 +19,7 @@ def columns_kernel(
 
     owner: first rows of experts ``[E+1]``, or with TOP_K the ids of unsorted rows. Rows of no expert are not written.
     """
-    follow(PDL)
+    pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     if TOP_K:
         expert = tl.load(owner + row).to(tl.int64)
@@ -44,7 +44,7 @@ def halves_kernel(
 
     used: how many rows there are if SOME. A program owns a row, BLOCK columns of it.
     """
-    follow(PDL)
+    pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     kept = row < tl.load(used) if SOME else True
     column = tl.arange(0, BLOCK)

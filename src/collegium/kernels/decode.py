@@ -9,26 +9,35 @@ device form is tested against. All results are exact: see ``experts/triton/lanes
 import triton
 import triton.language as tl
 
-from . import numbers
+from . import enums
 
 __all__ = [
-    "decoded", "divisor", "finished", "has_minima", "in_units", "is_running", "is_whole", "joined", "look_up",
-    "upper_scale", "words_of",
-]  # fmt: skip
+    "decoded",
+    "divisor",
+    "epilogue",
+    "has_minima",
+    "in_units",
+    "is_running",
+    "is_whole",
+    "joined",
+    "look_up",
+    "upper_scale",
+    "words_of",
+]
 
-E4M3_LANES = tl.constexpr(numbers.E4M3_LANES)
-E2M1_LANES = tl.constexpr(numbers.E2M1_LANES)
-INT8_LANES = tl.constexpr(numbers.INT8_LANES)
-TABLE_LANES = tl.constexpr(numbers.TABLE_LANES)
+E4M3_LANES = tl.constexpr(enums.E4M3_LANES)
+E2M1_LANES = tl.constexpr(enums.E2M1_LANES)
+INT8_LANES = tl.constexpr(enums.INT8_LANES)
+TABLE_LANES = tl.constexpr(enums.TABLE_LANES)
 
-BLOCK_SCALE = tl.constexpr(numbers.BLOCK_SCALE)
-E8M0_SCALE = tl.constexpr(numbers.E8M0_SCALE)
-E4M3_SCALE = tl.constexpr(numbers.E4M3_SCALE)
-GROUP_SCALE = tl.constexpr(numbers.GROUP_SCALE)
-PAIR_SCALE = tl.constexpr(numbers.PAIR_SCALE)
-ZERO_SCALE = tl.constexpr(numbers.ZERO_SCALE)
-HALF_SCALE = tl.constexpr(numbers.HALF_SCALE)
-STEP_SCALE = tl.constexpr(numbers.STEP_SCALE)
+BLOCK_SCALE = tl.constexpr(enums.BLOCK_SCALE)
+E8M0_SCALE = tl.constexpr(enums.E8M0_SCALE)
+E4M3_SCALE = tl.constexpr(enums.E4M3_SCALE)
+GROUP_SCALE = tl.constexpr(enums.GROUP_SCALE)
+PAIR_SCALE = tl.constexpr(enums.PAIR_SCALE)
+ZERO_SCALE = tl.constexpr(enums.ZERO_SCALE)
+HALF_SCALE = tl.constexpr(enums.HALF_SCALE)
+STEP_SCALE = tl.constexpr(enums.STEP_SCALE)
 
 # Bit positions of an E2M1 code (sign, two exponent bits, mantissa) of quarter q in its lane:
 #   quarter 0: 15, 8 7 6   quarter 1: 12, 5 4 3   quarter 2: 9, 2 1 0   quarter 3: 14, 13 11 10
@@ -370,7 +379,7 @@ def _step_scale(words, QUARTER: tl.constexpr):
 @triton.constexpr_function
 def _is_stepped(SCALE, WORDS):
     """Return whether steps of groups are multiplied into codes, which leaves one factor for a whole K block."""
-    return (SCALE, WORDS) == (numbers.STEP_SCALE, 3)
+    return (SCALE, WORDS) == (enums.STEP_SCALE, 3)
 
 
 @triton.constexpr_function
@@ -382,13 +391,13 @@ def is_whole(SCALE, WORDS):
 @triton.constexpr_function
 def has_minima(SCALE, WORDS):
     """Return whether weights have minima, which sums of the rows' columns multiply; their codes lose nothing."""
-    return _is_stepped(SCALE, WORDS) or (SCALE, WORDS) == (numbers.HALF_SCALE, 4)
+    return _is_stepped(SCALE, WORDS) or (SCALE, WORDS) == (enums.HALF_SCALE, 4)
 
 
 @triton.constexpr_function
 def is_running(WEIGHT):
     """Return whether a sum is kept in units of the factor of the columns that are added last: integers."""
-    return WEIGHT in (numbers.INT4_LANES, numbers.INT8_LANES)
+    return WEIGHT in (enums.INT4_LANES, enums.INT8_LANES)
 
 
 @triton.jit
@@ -510,7 +519,7 @@ def decoded(
 
 
 @triton.jit
-def finished(acc, ASM: tl.constexpr):
+def epilogue(acc, ASM: tl.constexpr):
     """Return ``acc`` once its products are done: before that the registers of their first operand must stay.
 
     Triton 3.6 lets the last product of a loop's step run on while the next step decodes into the registers it reads.

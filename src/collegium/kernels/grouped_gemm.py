@@ -20,23 +20,23 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from . import numbers
+from . import enums
 from .activation import activate
-from .decode import decoded, divisor, finished, has_minima, in_units, is_running, is_whole, joined, look_up, words_of
-from .tiles import begun, dot, halves, store_rows, token_at
+from .decode import decoded, divisor, epilogue, has_minima, in_units, is_running, is_whole, joined, look_up, words_of
+from .tiles import dot, halves, store_rows, tile_prologue, token_at
 
 __all__ = ["grouped_gemm_kernel", "grouped_tile"]
 
-PLAIN = tl.constexpr(numbers.PLAIN)
-E4M3_LANES = tl.constexpr(numbers.E4M3_LANES)
-E4M3_E4M3 = tl.constexpr(numbers.E4M3_E4M3)
-E2M1_LANES = tl.constexpr(numbers.E2M1_LANES)
-INT8_LANES = tl.constexpr(numbers.INT8_LANES)
-TABLE_LANES = tl.constexpr(numbers.TABLE_LANES)
+PLAIN = tl.constexpr(enums.PLAIN)
+E4M3_LANES = tl.constexpr(enums.E4M3_LANES)
+E4M3_E4M3 = tl.constexpr(enums.E4M3_E4M3)
+E2M1_LANES = tl.constexpr(enums.E2M1_LANES)
+INT8_LANES = tl.constexpr(enums.INT8_LANES)
+TABLE_LANES = tl.constexpr(enums.TABLE_LANES)
 
-BLOCK_SCALE = tl.constexpr(numbers.BLOCK_SCALE)
+BLOCK_SCALE = tl.constexpr(enums.BLOCK_SCALE)
 
-NO_ACTIVATION = tl.constexpr(numbers.NO_ACTIVATION)
+NO_ACTIVATION = tl.constexpr(enums.NO_ACTIVATION)
 
 
 @triton.jit
@@ -92,9 +92,9 @@ def _multiply(
                 for quarter in tl.static_range(4):
                     product = dot(a[quarter], x[quarter], product, ASM)
             if RUNNING:
-                acc, unit = finished(product, ASM), f[0]
+                acc, unit = epilogue(product, ASM), f[0]
             elif FOLDED:
-                acc = finished(product, ASM)
+                acc = epilogue(product, ASM)
             else:
                 factor = tl.load(scale)
                 acc += product * (factor[:, None] if STACKED else factor)
@@ -114,7 +114,7 @@ def _multiply(
             for quarter in tl.static_range(4):
                 acc = dot(a[quarter], x[quarter], in_units(acc, unit, f[quarter], ASM), ASM)
                 unit = f[quarter]
-            acc = finished(acc, ASM)
+            acc = epilogue(acc, ASM)
     else:
         if SCALE == BLOCK_SCALE:
             # One number for the whole tile: with the tokens' scales it is a row of factors, not a matrix.
@@ -328,7 +328,7 @@ def grouped_gemm_kernel(
     PLACED: row r is written to element row_places[r] of out, which may be in a peer's memory (``place_at``).
     NARROW: a tile of few rows is multiplied as one of half or a quarter of BLOCK_T.
     """
-    expert, row_first, row_count, n_first = begun(
+    expert, row_first, row_count, n_first = tile_prologue(
         n_out, token_tiles, tile_expert, tile_row, expert_offsets, experts, BLOCK_N // 2 if STACKED else BLOCK_N,
         BLOCK_T, GROUP_T, TOP_K, EARLY, PDL,
     )  # fmt: skip

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .tiles import dot, follow
+from .tiles import dot, pdl_wait
 
 __all__ = ["add_parts_kernel", "gate_rows_kernel", "linear_kernel"]
 
@@ -111,7 +111,7 @@ def add_parts_kernel(
     PARTS: tl.constexpr, ADDED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write ``out [tokens, n_out]``: of ``sums [PARTS, tokens, n_out]`` the parts in order, then ``added``."""
-    follow(PDL)
+    pdl_wait(PDL)
     token = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < n_out
@@ -133,7 +133,7 @@ def gate_rows_kernel(
     A logit is the parts of ``sums [PARTS, tokens]`` added in order. The sigmoid is evaluated in float64 and rounded
     once to float32, as ``ops/linear.py`` defines it. A program owns BLOCK columns of one token.
     """
-    follow(PDL)
+    pdl_wait(PDL)
     token = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width

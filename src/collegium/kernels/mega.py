@@ -20,7 +20,7 @@ the other, so there each rank has one, and ranks that share a process run FIRST 
 import triton
 import triton.language as tl
 
-from . import numbers
+from . import enums
 from .grouped_gemm import grouped_tile
 from .peer import (
     EPOCH,
@@ -45,9 +45,9 @@ from .w4a8 import w4a8_tile
 
 __all__ = ["mega_kernel"]
 
-NO_ACTIVATION = tl.constexpr(numbers.NO_ACTIVATION)
-BLOCK_SCALE = tl.constexpr(numbers.BLOCK_SCALE)
-E4M3_E4M3 = tl.constexpr(numbers.E4M3_E4M3)
+NO_ACTIVATION = tl.constexpr(enums.NO_ACTIVATION)
+BLOCK_SCALE = tl.constexpr(enums.BLOCK_SCALE)
+E4M3_E4M3 = tl.constexpr(enums.E4M3_E4M3)
 # Words of the counters; then one for each expert and each unit.
 PULLED = tl.constexpr(0)  # chunks that are listed and copied
 FINISHED = tl.constexpr(1)  # programs without a task left

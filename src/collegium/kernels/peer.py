@@ -24,10 +24,30 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globalti
 from .quantize import load_rows, store_codes
 
 __all__ = [
-    "COLLECT_FAILED", "EPOCH", "LATE", "POSTS", "PULL_FAILED", "ROWS", "all_came", "all_right", "announce",
-    "collect_kernel", "collect_token", "fault", "flag_places", "next_epoch", "now", "post_kernel", "publish",
-    "pull_kernel", "reduce_kernel", "report", "send_kernel", "send_token", "wait_for_flags",
-]  # fmt: skip
+    "COLLECT_FAILED",
+    "EPOCH",
+    "LATE",
+    "POSTS",
+    "PULL_FAILED",
+    "ROWS",
+    "all_came",
+    "all_right",
+    "announce",
+    "collect_kernel",
+    "collect_token",
+    "fault",
+    "flag_places",
+    "next_epoch",
+    "now",
+    "post_kernel",
+    "publish",
+    "pull_kernel",
+    "reduce_kernel",
+    "report",
+    "send_kernel",
+    "send_token",
+    "wait_for_flags",
+]
 
 # Words of a rank's head; also in parallel/peers_in_torch.py. Flags of up to 64 peers come first, posts and then rows.
 POSTS = tl.constexpr(0)

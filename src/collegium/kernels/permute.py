@@ -11,7 +11,7 @@ kernel may start while the one before it still runs, and waits for it before it 
 import triton
 import triton.language as tl
 
-from .tiles import NOWHERE, follow
+from .tiles import NOWHERE, pdl_wait
 
 __all__ = ["count_kernel", "permute_kernel", "scatter_kernel"]
 
@@ -131,7 +131,7 @@ def permute_kernel(
 
     ITEM: row_places too, from ``deltas``, the bytes to each rank's memory (``_write_rows``).
     """
-    follow(PDL)
+    pdl_wait(PDL)
     assignment = tl.arange(0, BLOCK)
     expert, absent = _experts(ids, assignment, count, experts, id_stride, TOP_K)
     total = _counts(expert, experts, BLOCK_E)
@@ -163,7 +163,7 @@ def count_kernel(
     slots gets, for ``scatter_kernel``, the expert above and below it how many earlier ones of the run have it; above is
     a dropped assignment's slot, -1 or -2.
     """
-    follow(PDL)
+    pdl_wait(PDL)
     start = tl.program_id(0) * run
     stop = tl.minimum(start + run, count)
     total = tl.zeros([BLOCK_E], tl.int32)
@@ -191,7 +191,7 @@ def scatter_kernel(
     BLOCK_T_B: tl.constexpr, WEIGHTS: tl.constexpr, ITEM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write the permutation of what ``count_kernel`` counted, with as many programs."""
-    follow(PDL)
+    pdl_wait(PDL)
     column = tl.arange(0, BLOCK_E)[None, :]
     total, before = tl.zeros([BLOCK_E], tl.int32), tl.zeros([BLOCK_E], tl.int32)
     chunk = 0

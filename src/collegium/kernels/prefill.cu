@@ -17,7 +17,7 @@
 // row_places[r] of the result, which may be in a peer's memory, or nowhere.
 //
 // The compiler's options give these and OPERAND (0 E4M3, 1 bfloat16, 2 float16), OUT (1 bfloat16, 2 float16, 3
-// float32), ROW_SCALE, KIND, FAST, HAS_LIMIT (kernels/numbers.py), BIAS (0 none, 1 bfloat16, 2 float16, 3 float32),
+// float32), ROW_SCALE, KIND, FAST, HAS_LIMIT (kernels/enums.py), BIAS (0 none, 1 bfloat16, 2 float16, 3 float32),
 // ALIGNED: 16-bit results are stored in pieces of 16 bytes. The functions that are no C++ are those of sm90.cu, which
 // comes before this text.
 

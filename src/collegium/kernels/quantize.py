@@ -9,7 +9,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .scales import INFINITY, scaled
-from .tiles import follow
+from .tiles import pdl_wait
 
 __all__ = ["cast_kernel", "e4m3_kernel", "load_rows", "nvfp4_kernel", "store_codes"]
 
@@ -63,7 +63,7 @@ def cast_kernel(
 
     SOME: only the first ``used [1]`` ones.
     """
-    follow(PDL)
+    pdl_wait(PDL)
     if SOME:
         rows = tl.minimum(tl.load(used), rows)
         if tl.program_id(0) * BLOCK_R >= rows:
@@ -147,7 +147,7 @@ def nvfp4_kernel(
 
     SOME: only the first ``used [1]`` rows. fixed: the scale of all rows, None for one that is found here.
     """
-    follow(PDL)
+    pdl_wait(PDL)
     if SOME:
         rows = tl.minimum(tl.load(used), rows)
         if tl.program_id(0) >= rows:

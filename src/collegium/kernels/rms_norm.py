@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .tiles import follow
+from .tiles import pdl_wait
 
 __all__ = ["rms_norm_kernel"]
 
@@ -18,7 +18,7 @@ def rms_norm_kernel(
     count: ``width`` in float32. The row is read in STEPS blocks of BLOCK columns, so the order of the sum follows from
     the width alone. Compiled without fused multiply-adds: each product is rounded to float32.
     """
-    follow(PDL)
+    pdl_wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     squares = tl.zeros([BLOCK], tl.float32)

@@ -6,7 +6,7 @@ Scores are evaluated in float64 and rounded once to float32, as ``ops/route.py``
 import triton
 import triton.language as tl
 
-from .tiles import follow
+from .tiles import pdl_wait
 
 __all__ = ["route_kernel", "widen_kernel"]
 
@@ -99,7 +99,7 @@ def route_kernel(
 
     BLOCK_G * BLOCK_S lanes hold the experts group by group. KEPT 0: no groups.
     """
-    follow(PDL)
+    pdl_wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK_G * BLOCK_S)
     place = lane % BLOCK_S
@@ -178,7 +178,7 @@ def widen_kernel(
 
     Ids that are no expert, and not -1, become -2: a further expert is nobody's to choose.
     """
-    follow(PDL)
+    pdl_wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, BLOCK_K)
     given = slot < TOP_K

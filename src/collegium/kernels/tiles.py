@@ -8,17 +8,26 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from . import numbers
+from . import enums
 
 __all__ = [
-    "NOWHERE", "begun", "dot", "follow", "halves", "place_at", "store_rows", "tile_list_kernel", "tile_of", "token_at",
-]  # fmt: skip
+    "NOWHERE",
+    "dot",
+    "halves",
+    "output_row_at",
+    "pdl_wait",
+    "store_rows",
+    "tile_list_kernel",
+    "tile_of",
+    "tile_prologue",
+    "token_at",
+]
 
-NOWHERE = tl.constexpr(numbers.NOWHERE)
+NOWHERE = tl.constexpr(enums.NOWHERE)
 
 
 @triton.jit
-def follow(PDL: tl.constexpr):
+def pdl_wait(PDL: tl.constexpr):
     """Wait for the kernel before this one, and let the next one start, which waits in its turn."""
     if PDL:
         gdc_wait()
@@ -76,7 +85,7 @@ def _tile_at(
 
 
 @triton.jit
-def begun(
+def tile_prologue(
     width, token_tiles, tile_expert, tile_row, expert_offsets, experts, COLUMNS: tl.constexpr, BLOCK_T: tl.constexpr,
     GROUP_T: tl.constexpr, TOP_K: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -109,7 +118,7 @@ def token_at(row, source, GATHER: tl.constexpr, TOP_K: tl.constexpr):
 
 
 @triton.jit
-def place_at(row_places, row, PLACED: tl.constexpr):
+def output_row_at(row_places, row, PLACED: tl.constexpr):
     """Return where each ``row`` is written, in elements from the first of the result, or NOWHERE.
 
     PLACED divides all places: 16, so that 16 bytes are stored at once, or 1.
@@ -123,7 +132,7 @@ def store_rows(result, out, row_places, row, kept, first, n, n_out, PLACED: tl.c
 
     PLACED: as ``place_at`` says, 0 for rows in order.
     """
-    place = place_at(row_places, row, PLACED)[None, :] if PLACED else row[None, :] * n_out
+    place = output_row_at(row_places, row, PLACED)[None, :] if PLACED else row[None, :] * n_out
     at = out + place + (first + n)[:, None]
     inside = (n < n_out - first)[:, None] & kept[None, :]
     if PLACED:

@@ -12,21 +12,21 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from . import numbers
+from . import enums
 from .activation import activate
-from .decode import finished, upper_scale
-from .tiles import begun, dot, halves, store_rows, token_at
+from .decode import epilogue, upper_scale
+from .tiles import dot, halves, store_rows, tile_prologue, token_at
 
 __all__ = ["w4a8_kernel", "w4a8_tile"]
 
-E2M1_E8M0 = tl.constexpr(numbers.E2M1_E8M0)
-INT4_FLOAT = tl.constexpr(numbers.INT4_FLOAT)
-E2M1_E4M3 = tl.constexpr(numbers.E2M1_E4M3)
-E2M1_SCALED = tl.constexpr(numbers.E2M1_SCALED)
-INT4_PAIRS = tl.constexpr(numbers.INT4_PAIRS)
-INT4_FLOATS = tl.constexpr(numbers.INT4_FLOATS)
+E2M1_E8M0 = tl.constexpr(enums.E2M1_E8M0)
+INT4_FLOAT = tl.constexpr(enums.INT4_FLOAT)
+E2M1_E4M3 = tl.constexpr(enums.E2M1_E4M3)
+E2M1_SCALED = tl.constexpr(enums.E2M1_SCALED)
+INT4_PAIRS = tl.constexpr(enums.INT4_PAIRS)
+INT4_FLOATS = tl.constexpr(enums.INT4_FLOATS)
 
-NO_ACTIVATION = tl.constexpr(numbers.NO_ACTIVATION)
+NO_ACTIVATION = tl.constexpr(enums.NO_ACTIVATION)
 
 # Without signs, the upper half of the codes of word $W to the lower half of n: permutations read four codes.
 _HALVES = "and.b32 m, $W, 0x77777777; shr.u32 n, m, 16; shl.b32 s, $W, 4;"
@@ -331,7 +331,7 @@ def _add_blocks(
         if GROUPS:
             product *= xs[None, :]
         acc = acc + product if APART else product
-    return finished(acc, ASM) if FOLDED and not GROUPS else acc
+    return epilogue(acc, ASM) if FOLDED and not GROUPS else acc
 
 
 @triton.jit
@@ -472,7 +472,7 @@ def w4a8_kernel(
     row_places[r] of out, which may be in a peer's memory (``place_at``). NARROW: a tile of few rows is
     multiplied as one of half or a quarter of BLOCK_T. DEPTH divides K_BLOCKS: so many are a step of the loop.
     """
-    expert, row_first, row_count, n_first = begun(
+    expert, row_first, row_count, n_first = tile_prologue(
         row_tiles * 64, token_tiles, tile_expert, tile_row, expert_offsets, experts, BLOCK_N,
         BLOCK_T, GROUP_T, TOP_K, EARLY, PDL,
     )  # fmt: skip

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .tiles import follow
+from .tiles import pdl_wait
 
 __all__ = ["weighted_sum_kernel"]
 
@@ -20,7 +20,7 @@ def weighted_sum_kernel(
     expert ids, and the row of assignment (t, k) is t * TOP_K + k.
     Compiled without fused multiply-adds: each product is rounded to float32 before it is added.
     """
-    follow(PDL)
+    pdl_wait(PDL)
     token = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width

@@ -14,6 +14,7 @@ from . import (  # isort: skip
     nemotron_h, olmoe, phimoe, qwen2_moe, qwen3_moe, step3, step3p7,
 )  # fmt: skip
 from .base import NESTED, PREFIXES, Family, Names, StackedNames, is_wrapped, text_of
+from .name_variants import either_way, unpacked
 from .quantization import (
     Declared,
     declared_format,
@@ -23,14 +24,33 @@ from .quantization import (
     quantization_block,
     without_quantization,
 )  # fmt: skip
-from .spellings import either_way, unpacked
 from .unknown import dense_error, no_experts_in, unknown_error
 
 __all__ = [
-    "FAMILIES", "NESTED", "PREFIXES", "Declared", "Family", "Names", "StackedNames", "declared_format", "dense_error",
-    "describe", "either_way", "experts_apart", "family_of", "is_wrapped", "method_of", "mixed_algorithms", "moe_layers",
-    "no_experts_in", "quantization_block", "text_of", "unknown_error", "unpacked", "without_quantization",
-]  # fmt: skip
+    "FAMILIES",
+    "NESTED",
+    "PREFIXES",
+    "Declared",
+    "Family",
+    "Names",
+    "StackedNames",
+    "declared_format",
+    "dense_error",
+    "describe",
+    "either_way",
+    "experts_apart",
+    "family_of",
+    "is_wrapped",
+    "method_of",
+    "mixed_algorithms",
+    "moe_layers",
+    "no_experts_in",
+    "quantization_block",
+    "text_of",
+    "unknown_error",
+    "unpacked",
+    "without_quantization",
+]
 
 FAMILIES: tuple[Family, ...] = (
     qwen3_moe.FAMILY, mixtral.FAMILY, deepseek_v3.FAMILY, gpt_oss.FAMILY, arctic.FAMILY, dbrx.FAMILY,

@@ -13,7 +13,7 @@ __all__ = ["FAMILY"]
 def _spec(config: Config, _: int) -> MoESpec:
     config.passed_over("moe_train_capacity_factor", "moe_eval_capacity_factor", "moe_min_capacity")
     config.passed_over("moe_token_dropping", "enable_expert_tensor_parallelism", "parallel_attn_mlp_res")
-    return spec_of(config, RoutingSpec(top_k=config.top_k, renormalise=config.top_k > 1), width=WIDTH)
+    return spec_of(config, RoutingSpec(top_k=config.top_k, renormalize=config.top_k > 1), width=WIDTH)
 
 
 def _layers(config: Config) -> tuple[int, ...]:

@@ -18,10 +18,26 @@ from ..types import ActivationSpec, MoESpec, RoutingSpec, SharedSpec
 from .in_memory import InMemory
 
 __all__ = [
-    "AUTO_TEXT", "NESTED", "PREFIXES", "W123", "WIDTH", "Config", "Defaults", "Family", "Names", "StackedNames",
-    "each_nth", "every_layer", "is_wrapped", "listed_layers", "object_of", "projections_of", "shared_width", "spec_of",
+    "AUTO_TEXT",
+    "NESTED",
+    "PREFIXES",
+    "W123",
+    "WIDTH",
+    "Config",
+    "Defaults",
+    "Family",
+    "Names",
+    "StackedNames",
+    "each_nth",
+    "every_layer",
+    "is_wrapped",
+    "listed_layers",
+    "object_of",
+    "projections_of",
+    "shared_width",
+    "spec_of",
     "text_of",
-]  # fmt: skip
+]
 
 _ABSENT = object()
 Defaults = Mapping[str, object]

@@ -14,9 +14,9 @@ def _spec(config: Config, _: int) -> MoESpec:
     config.passed_over("n_group", "topk_group")
     routing = RoutingSpec(
         top_k=config.top_k,
-        renormalise=False,
+        renormalize=False,
         groups=config.integer("n_group") if grouped else 1,
-        kept_groups=config.integer("topk_group") if grouped else 1,
+        topk_groups=config.integer("topk_group") if grouped else 1,
         scale=config.number("routed_scaling_factor"),
     )
     return spec_of(config, routing, shared=shared_width(config, "n_shared_experts"))

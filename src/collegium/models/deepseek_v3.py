@@ -17,10 +17,10 @@ def biased_sigmoid(config: Config) -> RoutingSpec:
     return RoutingSpec(
         top_k=config.top_k,
         score="sigmoid",
-        renormalise=config.flag("norm_topk_prob", "moe_renormalize"),
-        renormalise_eps=1e-20,
+        renormalize=config.flag("norm_topk_prob", "moe_renormalize"),
+        renormalize_eps=1e-20,
         groups=config.integer("n_group", "num_expert_group"),
-        kept_groups=config.integer("topk_group"),
+        topk_groups=config.integer("topk_group"),
         group_score="top2_sum",
         scale=config.number("routed_scaling_factor"),
         correction_bias=True,

@@ -23,7 +23,7 @@ def _spec(config: Config, layer: int) -> MoESpec:
     routing = RoutingSpec(
         top_k=config.top_k,
         score="sqrt_softplus",
-        renormalise_eps=1e-20,
+        renormalize_eps=1e-20,
         scale=config.number("routed_scaling_factor"),
         correction_bias=not hashed,
         hash_routing=hashed,

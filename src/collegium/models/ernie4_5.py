@@ -11,7 +11,7 @@ def _spec(config: Config, _: int) -> MoESpec:
     config.only("moe_gate", "topk")
     config.only("moe_use_aux_free", True)
     floor = config.number("moe_norm_min")
-    routing = RoutingSpec(top_k=config.top_k, renormalise_floor=floor, correction_bias=True)
+    routing = RoutingSpec(top_k=config.top_k, renormalize_floor=floor, correction_bias=True)
     return spec_of(config, routing, shared=shared_width(config, "moe_num_shared_experts"))
 
 

@@ -25,7 +25,7 @@ class _Architecture(NamedTuple):
     """
 
     score: int
-    renormalise: bool
+    renormalize: bool
     bias: Literal["never", "if present", "always"] = "never"
 
 
@@ -72,10 +72,10 @@ def gguf_spec(config: Config, _layer: int) -> MoESpec:
         routing=RoutingSpec(
             top_k=config.integer("expert_used_count"),
             score=_SCORES[function],
-            renormalise=config.flag("expert_weights_norm", default=architecture.renormalise),
-            renormalise_eps=1e-20 if sigmoid else 0.0,
+            renormalize=config.flag("expert_weights_norm", default=architecture.renormalize),
+            renormalize_eps=1e-20 if sigmoid else 0.0,
             groups=config.integer("expert_group_count", default=1),
-            kept_groups=config.integer("expert_group_used_count", default=1),
+            topk_groups=config.integer("expert_group_used_count", default=1),
             group_score="top2_sum" if sigmoid or biased else "max",
             scale=config.number("expert_weights_scale", default=1.0) or 1.0,
             correction_bias=biased,

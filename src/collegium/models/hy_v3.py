@@ -12,7 +12,7 @@ def _spec(config: Config, _: int) -> MoESpec:
     routing = RoutingSpec(
         top_k=config.top_k,
         score="sigmoid",
-        renormalise_eps=1e-20,
+        renormalize_eps=1e-20,
         scale=config.number("router_scaling_factor"),
         correction_bias=True,
     )

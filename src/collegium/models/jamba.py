@@ -7,7 +7,7 @@ __all__ = ["FAMILY"]
 
 
 def _spec(config: Config, _: int) -> MoESpec:
-    return spec_of(config, RoutingSpec(top_k=config.top_k, renormalise=False), width=WIDTH)
+    return spec_of(config, RoutingSpec(top_k=config.top_k, renormalize=False), width=WIDTH)
 
 
 def _layers(config: Config) -> tuple[int, ...]:

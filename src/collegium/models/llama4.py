@@ -8,7 +8,7 @@ __all__ = ["FAMILY"]
 
 
 def _spec(config: Config, _: int) -> MoESpec:
-    routing = RoutingSpec(top_k=config.top_k, score="sigmoid", renormalise=False, weight_on_input=True)
+    routing = RoutingSpec(top_k=config.top_k, score="sigmoid", renormalize=False, weight_on_input=True)
     shared = SharedSpec(intermediate_size=config.integer("intermediate_size"))
     return spec_of(config, routing, width=WIDTH, shared=shared)
 

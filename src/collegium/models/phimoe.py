@@ -10,7 +10,7 @@ __all__ = ["FAMILY"]
 
 def _spec(config: Config, _: int) -> MoESpec:
     jitter = config.number("router_jitter_noise")
-    routing = RoutingSpec(top_k=config.top_k, score="sparsemixer", renormalise=False, jitter=jitter)
+    routing = RoutingSpec(top_k=config.top_k, score="sparsemixer", renormalize=False, jitter=jitter)
     return spec_of(config, routing, width=WIDTH)
 
 

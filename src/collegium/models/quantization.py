@@ -10,12 +10,18 @@ from typing import cast
 from ..errors import ConfigError
 from ..formats.unquantised import CONFIG_NAMES
 from .base import NESTED, object_of
-from .patterns import matches_prefix
+from .name_match import matches_prefix
 
 __all__ = [
-    "METHODS", "Declared", "declared_format", "experts_apart", "method_of", "mixed_algorithms", "quantization_block",
+    "METHODS",
+    "Declared",
+    "declared_format",
+    "experts_apart",
+    "method_of",
+    "mixed_algorithms",
+    "quantization_block",
     "without_quantization",
-]  # fmt: skip
+]
 
 METHODS = (
     "fp8", "mxfp4", "mxfp8", "modelopt", "compressed-tensors", "gptq", "awq", "auto-round", "bitsandbytes", "gguf",

@@ -23,7 +23,7 @@ def qwen_routing(config: Config) -> RoutingSpec:
     """Return softmax routing; Qwen3-VL and Qwen3.5 always renormalise."""
     if config.kind.startswith(("qwen3_vl", "qwen3_5")):
         config.only("norm_topk_prob", True)
-    return RoutingSpec(top_k=config.top_k, renormalise=config.flag("norm_topk_prob"))
+    return RoutingSpec(top_k=config.top_k, renormalize=config.flag("norm_topk_prob"))
 
 
 def _spec(config: Config, _: int) -> MoESpec:

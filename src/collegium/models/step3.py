@@ -19,7 +19,7 @@ def enumerated_layers(config: Config, default: range) -> tuple[int, ...]:
 
 
 def _spec(config: Config, _: int) -> MoESpec:
-    routing = RoutingSpec(top_k=config.top_k, renormalise=config.flag("norm_expert_weight"))
+    routing = RoutingSpec(top_k=config.top_k, renormalize=config.flag("norm_expert_weight"))
     return spec_of(config, routing, shared=SharedSpec(intermediate_size=config.integer("share_expert_dim")))
 
 

@@ -5,7 +5,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ..runtime.memory import Memory, Regions, take
+from ..runtime.memory import Memory, Regions, alloc
 
 __all__ = ["Buffers", "sizes", "taken"]
 
@@ -19,4 +19,4 @@ def sizes(buffers: Buffers) -> Regions:
 
 def taken(memory: Memory | None, buffers: Buffers, device: torch.device) -> dict[str, Tensor]:
     """Take ``buffers`` from ``memory``, or as fresh memory of ``device`` where it is None."""
-    return {name: take(memory, name, shape, dtype, device) for name, (shape, dtype) in buffers.items()}
+    return {name: alloc(memory, name, shape, dtype, device) for name, (shape, dtype) in buffers.items()}

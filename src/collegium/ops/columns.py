@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..runtime.launch import launch, overlaps, power_at_least
-from ..runtime.memory import Memory, take
+from ..runtime.memory import Memory, alloc
 
-__all__ = ["SUMS", "RowSums", "halves_and_sums", "in_columns"]
+__all__ = ["SUMS", "ZeroPointCorrection", "halves_and_sums", "in_columns"]
 
 SUMS = 32  # halves beside each 128 columns of a row
 _BLOCK = 1024
@@ -30,7 +30,7 @@ def in_columns(
 
     experts, columns = order.shape
     rows = owner.numel() if top_k else x.shape[0] if source is None else source.numel()
-    out = take(memory, "ordered", (rows, columns), x.dtype, x.device)
+    out = alloc(memory, "ordered", (rows, columns), x.dtype, x.device)
     args = (x, order, owner if source is None else source, owner, out, columns, x.stride(0), experts)
     gather = source is not None or top_k > 0
     constants = {"GATHER": gather, "TOP_K": top_k, "BLOCK_E": power_at_least(experts, 16), "BLOCK": _BLOCK}
@@ -40,7 +40,7 @@ def in_columns(
     return out
 
 
-class RowSums(NamedTuple):
+class ZeroPointCorrection(NamedTuple):
     """What multiplies with rows in float16: scale float32 ``[R, 1]``, and sums float16 ``[R, SUMS * ceil(K / 128)]``.
 
     sums: for each 32 columns their sum, rounded, what rounding left, and six zeros; zeros beyond K.
@@ -50,7 +50,9 @@ class RowSums(NamedTuple):
     sums: Tensor
 
 
-def halves_and_sums(x: Tensor, *, used: Tensor | None = None, memory: Memory | None = None) -> tuple[Tensor, RowSums]:
+def halves_and_sums(
+    x: Tensor, *, used: Tensor | None = None, memory: Memory | None = None
+) -> tuple[Tensor, ZeroPointCorrection]:
     """Return rows of ``x [R, K]`` in float16 and what belongs to them, in one launch.
 
     A row's scale is the power of two that brings its largest number between 2^9 and 2^10, so that sums fit. Nothing is
@@ -60,12 +62,12 @@ def halves_and_sums(x: Tensor, *, used: Tensor | None = None, memory: Memory | N
     from ..kernels.columns import halves_kernel
 
     (rows, columns), blocks = x.shape, -(-x.shape[1] // 128)
-    halves = take(memory, "halves", (rows, columns), torch.float16, x.device)
-    scale = take(memory, "scales", (rows, 1), torch.float32, x.device)
-    sums = take(memory, "sums", (rows, SUMS * blocks), torch.float16, x.device)
+    halves = alloc(memory, "halves", (rows, columns), torch.float16, x.device)
+    scale = alloc(memory, "scales", (rows, 1), torch.float32, x.device)
+    sums = alloc(memory, "sums", (rows, SUMS * blocks), torch.float16, x.device)
     args = (x, x if used is None else used, halves, scale, sums, columns, x.stride(0), 4 * blocks)
     block = power_at_least(columns, 128)
     constants = {"SOME": used is not None, "BLOCK": block, "PDL": overlaps(x)}
     if rows:
         launch(halves_kernel, (rows,), args, constants, num_warps=max(1, min(16, block // 512)))
-    return halves, RowSums(scale, sums)
+    return halves, ZeroPointCorrection(scale, sums)

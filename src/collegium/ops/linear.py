@@ -11,8 +11,8 @@ from torch import Tensor
 from ..errors import InputError
 from ..formats.unquantised import DTYPES
 from ..problem import Problem
-from ..runtime.launch import dense_rows, launch, on_device, overlaps, power_at_least, usual_rows
-from ..runtime.memory import Memory, Regions, largest, under
+from ..runtime.launch import align_rows, launch, on_device, overlaps, power_at_least, row_contiguous
+from ..runtime.memory import Memory, Regions, elementwise_max, with_prefix
 from .buffers import Buffers, sizes, taken
 from .rms_norm import rms_norm_regions
 
@@ -43,17 +43,17 @@ def regions_of(problem: Problem) -> Regions:
     hidden, inner = spec.hidden_size, spec.latent_size
     if problem.device.kind != "cuda":
         return {}
-    found = under("router", linear_regions(tokens, hidden, spec.num_experts, torch.float32))
+    found = with_prefix("router", linear_regions(tokens, hidden, spec.num_experts, torch.float32))
     if spec.routing.input_norm_eps is not None:
-        found |= under("router", rms_norm_regions(tokens, hidden))
+        found |= with_prefix("router", rms_norm_regions(tokens, hidden))
     if spec.latent_norm_eps is not None and inner is not None:
-        found |= under("latent", rms_norm_regions(tokens, inner))
+        found |= with_prefix("latent", rms_norm_regions(tokens, inner))
     if inner is not None:
-        found |= under("latent/enter", linear_regions(tokens, hidden, inner, DTYPES[problem.dtype]))
-        found |= under("latent/leave", linear_regions(tokens, inner, hidden, None))
+        found |= with_prefix("latent/enter", linear_regions(tokens, hidden, inner, DTYPES[problem.dtype]))
+        found |= with_prefix("latent/leave", linear_regions(tokens, inner, hidden, None))
     if spec.shared is not None and spec.shared.gated:
         sums = [sizes(_gate_sums(count, hidden)) for count in (_most_apart(tokens, 1), tokens)]
-        found |= under("gate", largest(*sums) | sizes(_gated_rows(tokens, hidden)))
+        found |= with_prefix("gate", elementwise_max(*sums) | sizes(_gated_rows(tokens, hidden)))
     return found
 
 
@@ -121,7 +121,7 @@ def gated(x: Tensor, gate: Tensor, rows: Tensor, *, memory: Memory | None = None
     if tokens == 0:
         return out
     _multiply(x, gate, None, sums, apart=_made_apart(tokens, k_in, 1))
-    rows = dense_rows(rows)
+    rows = row_contiguous(rows)
     # Few tokens are spread over more programs; with many of them a program does the sigmoid for more columns.
     block = min(power_at_least(width, 32), 2048 if tokens >= 64 else 256)
     args = (sums, rows, out, tokens, width, rows.stride(0))
@@ -137,7 +137,7 @@ def _multiply(x: Tensor, weight: Tensor, added: Tensor | None, out: Tensor, *, a
 
     (tokens, k_in), n_out = x.shape, weight.shape[0]
     each, parts = _order(k_in, n_out)
-    x, weight = usual_rows(x), weight.contiguous()
+    x, weight = align_rows(x), weight.contiguous()
     more, step = _added_rows(added, weight, n_out)
     few, wide = tokens <= 16, x.element_size() == 4 or k_in % 16
     block_t = 16 if few else 32 if wide else 64

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.launch import on_device
-from ..runtime.memory import Memory, Regions, part, take
+from ..runtime.memory import Memory, Regions, alloc, part
 from .quantize import AS_IS, ActivationFormat, activation_format, cast_name, quantize_regions, quantize_rows
 from .rows import GivenRows, QuantizedRows
 
@@ -89,7 +89,7 @@ def arrived(
     # Whatever four bytes are, a kernel that reads float32 and writes float32 leaves them alone.
     for name, given in (("codes", codes.view(torch.float32)), ("scales", scale)):
         shape = (source.numel(), given.shape[1])
-        found.append(take(memory, name, shape, torch.float32, codes.device))
+        found.append(alloc(memory, name, shape, torch.float32, codes.device))
         if shape[0]:
             form.write(GivenRows(given, source, None, used=used), QuantizedRows(codes=found[-1], shape=shape))
     return found[0].view(codes.dtype), found[1]

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.numbers import NOWHERE
-from ..runtime.launch import dense_rows, launch, on_device, overlaps, power_at_least
-from ..runtime.memory import Memory, Regions, largest
+from ..kernels.enums import NOWHERE
+from ..runtime.launch import launch, on_device, overlaps, power_at_least, row_contiguous
+from ..runtime.memory import Memory, Regions, elementwise_max
 from ..types import TileRows
 from .buffers import Buffers, sizes, taken
 from .checks import require_input
@@ -77,7 +77,7 @@ def permute_regions(
     """
     # All sizes grow with the rows but the counts, which are largest where every program has one block.
     most = min(rows, _BLOCK * _PROGRAMS)
-    return largest(
+    return elementwise_max(
         *(sizes(_buffers(count, experts, block_t, weights=weights, places=places)) for count in (rows, most))
     )
 
@@ -108,8 +108,8 @@ def permute(
 
     tokens, top_k = topk_ids.shape
     rows, carried = tokens * top_k, input_weights is not None
-    ids = dense_rows(topk_ids)
-    weights = ids if input_weights is None else dense_rows(input_weights)
+    ids = row_contiguous(topk_ids)
+    weights = ids if input_weights is None else row_contiguous(input_weights)
     asked = {"weights": carried, "places": owners is not None}
     made, scratch = _taken(memory, ids, num_experts, block_t, asked)
     lists, listed, counts = [made.source] * 4, [0, 0], [0, 0]

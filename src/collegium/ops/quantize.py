@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from ..errors import InputError
 from ..formats.codecs import E2M1_MAX, E4M3_MAX, SMALLEST_SCALE, e2m1_codes, e4m3_codes, in_groups, pack_nibbles
-from ..runtime.launch import dense_rows, launch, on_device, power_at_least
+from ..runtime.launch import launch, on_device, power_at_least, row_contiguous
 from ..runtime.memory import Memory, Regions
 from ..types import named
 from .buffers import Buffers, sizes, taken
@@ -31,9 +31,19 @@ from .rows import GivenRows, QuantizedRows, across_rows, block_of, check_rows, p
 from .scales import e2m1_numbers, e8m0_numbers, power, quotient, spread
 
 __all__ = [
-    "ACTIVATION_FORMATS", "AS_IS", "PADDED", "REORDERED", "ActivationFormat", "QuantizedRows", "activation_format",
-    "cast_name", "formats_within", "ordered", "quantize_regions", "quantize_rows",
-]  # fmt: skip
+    "ACTIVATION_FORMATS",
+    "AS_IS",
+    "PADDED",
+    "REORDERED",
+    "ActivationFormat",
+    "QuantizedRows",
+    "activation_format",
+    "cast_name",
+    "formats_within",
+    "ordered",
+    "quantize_regions",
+    "quantize_rows",
+]
 
 # How a product reads the codes of a row: K of them; up to whole 128; the same in the order of ``ordered``.
 AS_IS, PADDED, REORDERED = range(3)
@@ -349,7 +359,7 @@ def quantize_rows(
         if form.across:
             made = replace(made, **{laid: functional.pad(getattr(made, laid).t(), (0, across_rows(rows) - rows))})
     else:
-        given = GivenRows(dense_rows(x), source, weights, order, x_ready, used)
+        given = GivenRows(row_contiguous(x), source, weights, order, x_ready, used)
         rows = given.shape[0]
         made = QuantizedRows(shape=(rows, wide), **taken(memory, form.buffers(rows, wide), x.device))
         if rows:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..runtime.launch import dense_rows, launch, on_device, overlaps, power_at_least
+from ..runtime.launch import launch, on_device, overlaps, power_at_least, row_contiguous
 from ..runtime.memory import Memory, Regions
 from .buffers import Buffers, sizes, taken
 from .checks import require_input
@@ -41,7 +41,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, memory: Memory | N
     out = taken(memory, _buffers(tokens, columns), x.device)["norm"]
     if tokens == 0:
         return out
-    x = dense_rows(x)
+    x = row_contiguous(x)
     block = min(power_at_least(columns, 32), _BLOCK)
     args = (x, out if weight is None else weight.contiguous(), out, columns, x.stride(0), float(columns), float(eps))
     constants = {"BLOCK": block, "STEPS": -(-columns // block), "WEIGHT": weight is not None, "PDL": overlaps(x)}

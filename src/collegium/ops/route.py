@@ -236,7 +236,7 @@ def _select(choice: Tensor, scores: Tensor, spec: RoutingSpec) -> Tensor:
         basis = scores if summed and not spec.correction_bias else choice
         grouped = basis.view(tokens, spec.groups, size)
         best = grouped.topk(min(2, size) if summed else 1, dim=2).values.sum(dim=2)
-        kept = _top(best, spec.kept_groups)
+        kept = _top(best, spec.topk_groups)
         masked = torch.ones_like(best, dtype=torch.bool).scatter(1, kept, False)
         choice = choice.view(tokens, spec.groups, size).masked_fill(masked.unsqueeze(2), -torch.inf)
         choice = choice.view(tokens, experts)
@@ -270,12 +270,12 @@ def _weights(logits: Tensor, scores: Tensor, ids: Tensor, spec: RoutingSpec) -> 
     else:
         weights = scores.gather(1, safe)
     weights = weights.masked_fill(dropped, 0.0)
-    if spec.renormalise:
+    if spec.renormalize:
         # Slot order, one add at a time: the order of a library sum may depend on the shape.
         total = weights[:, 0]
         for k in range(1, weights.shape[1]):
             total = total + weights[:, k]
-        total = (total + spec.renormalise_eps).clamp(min=spec.renormalise_floor).unsqueeze(1)
+        total = (total + spec.renormalize_eps).clamp(min=spec.renormalize_floor).unsqueeze(1)
         weights = (weights / total).masked_fill(total == 0, 0.0)
     return (weights * spec.scale).masked_fill(ids == _NO_EXPERT, torch.nan)
 
@@ -373,10 +373,10 @@ def _check_logits(logits: Tensor, spec: RoutingSpec) -> None:
     if not spec.top_k <= experts < 1 << _ID_BITS:
         most = (1 << _ID_BITS) - 1
         raise InputError(f"router logits: found {experts} experts, allowed: top_k={spec.top_k} to {most}")
-    if experts % spec.groups or spec.top_k > spec.kept_groups * (experts // spec.groups):
+    if experts % spec.groups or spec.top_k > spec.topk_groups * (experts // spec.groups):
         raise InputError(
             f"router logits: found {experts} experts, allowed: a multiple of groups={spec.groups} whose "
-            f"{spec.kept_groups} kept groups hold at least top_k={spec.top_k} experts"
+            f"{spec.topk_groups} kept groups hold at least top_k={spec.top_k} experts"
         )
 
 

@@ -6,7 +6,7 @@ Shape letters: T tokens, K experts per token, E experts.
 import torch
 from torch import Tensor
 
-from ..runtime.launch import launch, overlaps, power_at_least, usual_rows
+from ..runtime.launch import align_rows, launch, overlaps, power_at_least
 from ..runtime.memory import Memory, Regions
 from ..types import SCORE_FUNCTIONS, Routing, RoutingSpec
 from .buffers import Buffers, sizes, taken
@@ -39,7 +39,7 @@ def route_on_device(
     made = Routing(**taken(memory, _buffers(tokens, spec.top_k, ID_DTYPES[spec.id_dtype]), logits.device))
     if tokens == 0:
         return made
-    logits = usual_rows(logits)
+    logits = align_rows(logits)
     groups = spec.groups if spec.groups > 1 and not spec.hash_routing else 1
     block_g, block_s = power_at_least(groups), power_at_least(experts // groups)
     block_s = max(block_s, 32 // block_g)
@@ -51,10 +51,10 @@ def route_on_device(
     )
     numbers = (experts, groups, experts // groups, 1 if table is None else table.shape[0])
     strides = (logits.stride(0), bias_stride, token_stride, scale_stride)
-    factors = tuple(map(float, (spec.renormalise_eps, spec.renormalise_floor, spec.scale, spec.jitter)))
+    factors = tuple(map(float, (spec.renormalize_eps, spec.renormalize_floor, spec.scale, spec.jitter)))
     args = (logits, *given, made.topk_ids, made.topk_weights, *numbers, *strides, *factors)
-    constants = {"SCORE": SCORE_FUNCTIONS.index(spec.score), "TOP_K": spec.top_k, "RENORM": spec.renormalise}
-    constants |= {"KEPT": spec.kept_groups if groups > 1 else 0, "TOP2": spec.group_score == "top2_sum"}
+    constants = {"SCORE": SCORE_FUNCTIONS.index(spec.score), "TOP_K": spec.top_k, "RENORM": spec.renormalize}
+    constants |= {"KEPT": spec.topk_groups if groups > 1 else 0, "TOP2": spec.group_score == "top2_sum"}
     constants |= {"BLOCK_K": power_at_least(spec.top_k), "BLOCK_G": block_g, "BLOCK_S": block_s}
     constants |= {"BIAS": bias is not None, "HASH": spec.hash_routing}
     constants |= {"EXPERT_SCALE": expert_scale is not None, "PDL": overlaps(logits)}

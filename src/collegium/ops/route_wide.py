@@ -5,7 +5,7 @@ Shape letters: T tokens, K experts per token, E experts, n experts after those.
 
 import torch
 
-from ..runtime.launch import launch, on_device, overlaps, power_at_least, usual_rows
+from ..runtime.launch import align_rows, launch, on_device, overlaps, power_at_least
 from ..runtime.memory import Memory, Regions
 from ..types import Routing
 from .buffers import Buffers, sizes, taken
@@ -25,7 +25,7 @@ def widened(chosen: Routing, experts: int, merged: int, memory: Memory | None = 
         # Imported here: Triton exists for Linux alone, and everything but a launch works without it.
         from ..kernels.route import widen_kernel
 
-        ids, weights = usual_rows(chosen.topk_ids), usual_rows(chosen.topk_weights)
+        ids, weights = align_rows(chosen.topk_ids), align_rows(chosen.topk_weights)
         made = taken(memory, _buffers(tokens, top_k + merged), ids.device)
         args = (ids, weights, made["wide_ids"], made["wide_weights"], experts, ids.stride(0), weights.stride(0))
         constants = {"TOP_K": top_k, "MERGED": merged, "BLOCK_K": power_at_least(top_k + merged), "PDL": overlaps(ids)}

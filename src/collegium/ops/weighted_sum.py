@@ -6,7 +6,7 @@ Shape letters: T tokens, K experts per token, R rows, H width.
 import torch
 from torch import Tensor
 
-from ..runtime.launch import dense_rows, launch, on_device, overlaps, power_at_least
+from ..runtime.launch import launch, on_device, overlaps, power_at_least, row_contiguous
 from ..runtime.memory import Memory, Regions
 from .buffers import Buffers, sizes, taken
 from .checks import require_input
@@ -54,14 +54,14 @@ def weighted_sum(
     from ..kernels.weighted_sum import weighted_sum_kernel
 
     (count, width), (tokens, top_k) = rows.shape, slots.shape
-    rows, slots = dense_rows(rows), slots.contiguous()
-    factors = slots if weights is None else dense_rows(weights)
+    rows, slots = row_contiguous(rows), slots.contiguous()
+    factors = slots if weights is None else row_contiguous(weights)
     made = taken(memory, _buffers(tokens, width, out_dtype), rows.device)["sum"] if out is None else out
     if tokens == 0:
         return made
     # Small batches spread a token over more programs.
     block = min(power_at_least(width, 32), 1024 if tokens >= 64 else 256)
-    added = rows if shared is None else dense_rows(shared)
+    added = rows if shared is None else row_contiguous(shared)
     strides = (rows.stride(0), factors.stride(0), 0 if shared is None else added.stride(0))
     args = (rows, slots, factors, added, made, count, width, *strides, experts)
     constants = {"TOP_K": top_k, "BLOCK": block, "WEIGHTS": weights is not None, "SHARED": shared is not None}

@@ -5,16 +5,27 @@ from __future__ import annotations
 from .all_gather import AllGatherKind
 from .all_to_all import AllToAllKind
 from .all_to_all_fixed import AllToAllFixedKind
-from .base import Dispatcher, DispatcherKind, Reaching
-from .composed import batch_tokens, composed
+from .base import Dispatcher, DispatcherKind, SymmetricDispatcher
+from .compose import batch_tokens, wrapped_for
 from .local import Local, LocalKind
 from .partial import PartialKind
 from .symm_mem import SymmMemKind
 
 __all__ = [
-    "DISPATCHERS", "AllGatherKind", "AllToAllFixedKind", "AllToAllKind", "Dispatcher", "DispatcherKind", "Local",
-    "LocalKind", "PartialKind", "Reaching", "SymmMemKind", "batch_tokens", "composed",
-]  # fmt: skip
+    "DISPATCHERS",
+    "AllGatherKind",
+    "AllToAllFixedKind",
+    "AllToAllKind",
+    "Dispatcher",
+    "DispatcherKind",
+    "Local",
+    "LocalKind",
+    "PartialKind",
+    "SymmMemKind",
+    "SymmetricDispatcher",
+    "batch_tokens",
+    "wrapped_for",
+]
 
 DISPATCHERS: tuple[DispatcherKind, ...] = (
     LocalKind(),

@@ -14,10 +14,10 @@ import torch
 
 from ..ops.weighted_sum import weighted_sum
 from .collectives import exchanged, gathered, scattered
-from .combine import back_bytes, back_words
-from .split import Across, AcrossKind
-from .traffic import Away, Traffic
-from .wire import EMPTY, sent_words, there_bytes
+from .combine import describe_return, return_bytes
+from .expert_parallel import Across, AcrossKind
+from .message_format import EMPTY, sent_words, there_bytes
+from .traffic import OutgoingTokens, Traffic
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,9 +58,11 @@ class AllGather(Across):
         top_k = ids.shape[1]
         self.map.record(ids)
         most = max(count for count, *_ in self.met(ids.shape))
-        messages = self.wire.messages(x, self.map.choose(ids), routing.topk_weights)
-        arrived = self.wire.read(gathered(messages, most, EMPTY, group=self.group, phase="all_gather dispatch"), top_k)
-        own = self.wire.routing(arrived, self.map.local(arrived.places))
+        messages = self.wire_format.messages(x, self.map.choose(ids), routing.topk_weights)
+        arrived = self.wire_format.read(
+            gathered(messages, most, EMPTY, group=self.group, phase="all_gather dispatch"), top_k
+        )
+        own = self.wire_format.routing(arrived, self.map.local(arrived.places))
         batch, inner = self.inner.dispatch(arrived.x, own, block_t=block_t)
         batch = replace(batch, rows=self.rows(most, top_k), scale=arrived.scale, dtype=x.dtype)
         carried = self.inner.weight_on_input
@@ -101,15 +103,15 @@ class AllGatherKind(AcrossKind):
 
     name = "all_gather"
 
-    def wire(self, problem: Problem) -> str:
+    def wire_format(self, problem: Problem) -> str:
         """Return what travels."""
-        return f"{sent_words(problem)} to every rank, {back_words(problem)},"
+        return f"{sent_words(problem)} to every rank, {describe_return(problem)},"
 
-    def traffic(self, problem: Problem, away: Away) -> Traffic:
+    def traffic(self, problem: Problem, away: OutgoingTokens) -> Traffic:
         """Return as many messages and rows as the rank with the most tokens has, to every other rank."""
         copies = away.most * (problem.world_size - 1)
         back = copies * (problem.spec.routing.top_k if problem.combine == "exact" else 1)
-        return Traffic(copies * there_bytes(problem), back * back_bytes(problem))
+        return Traffic(copies * there_bytes(problem), back * return_bytes(problem))
 
     def build(self, problem: Problem) -> AllGather:
         """Return the dispatcher, as ``Across.of`` does."""

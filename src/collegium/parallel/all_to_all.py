@@ -15,10 +15,10 @@ import torch
 from ..ops.permute import permute
 from ..ops.weighted_sum import weighted_sum
 from .collectives import exchanged
-from .combine import back_bytes, back_words
-from .split import Across, AcrossKind, by_rank
-from .traffic import Away, Traffic
-from .wire import sent_words, there_bytes
+from .combine import describe_return, return_bytes
+from .expert_parallel import Across, AcrossKind, by_rank
+from .message_format import sent_words, there_bytes
+from .traffic import OutgoingTokens, Traffic
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,11 +67,11 @@ class AllToAll(Across):
         table = self.met(ids.shape, counts)
         sent, returned = counts
         came, due = ([told[which][self.map.rank] for *_, told in table] for which in (0, 1))
-        messages = self.wire.messages(x, places, routing.topk_weights)
+        messages = self.wire_format.messages(x, places, routing.topk_weights)
         own = messages.index_select(0, tokens.source[: sum(sent)])
         found = exchanged(own, sent, came, group=self.group, phase="all_to_all dispatch")
-        arrived = self.wire.read(found, ids.shape[1])
-        own = self.wire.routing(arrived, self.map.local(arrived.places))
+        arrived = self.wire_format.read(found, ids.shape[1])
+        own = self.wire_format.routing(arrived, self.map.local(arrived.places))
         batch, inner = self.inner.dispatch(arrived.x, own, block_t=block_t)
         here, weights = sum(due), batch.input_weights
         # What is known to be elsewhere was sorted behind everything else.
@@ -122,14 +122,14 @@ class AllToAllKind(AcrossKind):
 
     name = "all_to_all"
 
-    def wire(self, problem: Problem) -> str:
+    def wire_format(self, problem: Problem) -> str:
         """Return what travels."""
-        return f"{sent_words(problem)} once to each rank of their experts, {back_words(problem)},"
+        return f"{sent_words(problem)} once to each rank of their experts, {describe_return(problem)},"
 
-    def traffic(self, problem: Problem, away: Away) -> Traffic:
+    def traffic(self, problem: Problem, away: OutgoingTokens) -> Traffic:
         """Return a message a copy, and a row an assignment or a copy."""
         back = away.rows if problem.combine == "exact" else away.copies
-        return Traffic(away.copies * there_bytes(problem), back * back_bytes(problem))
+        return Traffic(away.copies * there_bytes(problem), back * return_bytes(problem))
 
     def build(self, problem: Problem) -> AllToAll:
         """Return the dispatcher, as ``Across.of`` does."""

@@ -14,13 +14,13 @@ import torch
 
 from ..errors import InputError
 from ..ops.weighted_sum import weighted_sum
-from ..runtime.memory import captured, take
+from ..runtime.memory import alloc, is_capturing
 from .collectives import exchanged
-from .combine import back_bytes, back_words, reduced_of
-from .meeting import known_to_all, meeting_of
-from .split import Across, AcrossKind, by_rank
-from .traffic import Away, Traffic
-from .wire import EMPTY, TokenWire, message_bytes, sent_words, there_bytes
+from .combine import describe_return, reduced_combine, return_bytes
+from .expert_parallel import Across, AcrossKind, by_rank
+from .message_format import EMPTY, TokenMessage, message_bytes, sent_words, there_bytes
+from .rendezvous import known_to_all, rendezvous_of
+from .traffic import OutgoingTokens, Traffic
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,7 +62,7 @@ class AllToAllFixed(Across):
 
         Waits for the device, and counts from nothing again.
         """
-        told = meeting_of(self.group).exchange(int(self.missed), f"{self.name} check")
+        told = rendezvous_of(self.group).exchange(int(self.missed), f"{self.name} check")
         self._refuse([0] * len(told), told)
 
     def dispatch(
@@ -81,22 +81,22 @@ class AllToAllFixed(Across):
         self._agree(ids, count)
         turn = torch.arange(self.room, device=ids.device)
         # Beyond the tokens is one empty message, for what is left of the room.
-        messages = self.wire.messages(x, places, routing.topk_weights)
+        messages = self.wire_format.messages(x, places, routing.topk_weights)
         messages = torch.cat([messages, messages.new_full((1, messages.shape[1]), EMPTY)])
         source = torch.cat([tokens.source, tokens.source.new_full((1,), ids.shape[0])])
         at = torch.where(turn < count[:, None], first[:, None] + turn, tokens.source.numel())
         shape = world * self.room, messages.shape[1]
-        own = take(memory, "sent", shape, torch.uint8, x.device)
+        own = alloc(memory, "sent", shape, torch.uint8, x.device)
         torch.index_select(messages, 0, source[at.reshape(-1)], out=own)
         found = exchanged(
             own,
             group=self.group,
             phase=f"{self.name} dispatch",
-            out=take(memory, "arrived", shape, torch.uint8, x.device),
+            out=alloc(memory, "arrived", shape, torch.uint8, x.device),
         )
-        arrived = self.wire.read(found, top_k)
+        arrived = self.wire_format.read(found, top_k)
         batch, inner = self.inner.dispatch(
-            arrived.x, self.wire.routing(arrived, self.map.local(arrived.places)), block_t=block_t
+            arrived.x, self.wire_format.routing(arrived, self.map.local(arrived.places)), block_t=block_t
         )
         batch = replace(batch, rows=self.rows(ids.shape[0], top_k), scale=arrived.scale, dtype=x.dtype)
         slots = self._slots(tokens.slots, first)
@@ -124,14 +124,14 @@ class AllToAllFixed(Across):
             found = self._back(self.reduced.parts(rows, handle.here, handle.arrived), memory)
             return self.reduced.sum(found, handle.slots, dtype=dtype, shared=shared, out=out)
         every = handle.here.reshape(-1)
-        own = take(memory, "own", (every.numel(), rows.shape[1]), rows.dtype, rows.device)
+        own = alloc(memory, "own", (every.numel(), rows.shape[1]), rows.dtype, rows.device)
         # Rows of what is computed elsewhere travel too, and nobody reads them.
         torch.index_select(rows, 0, every.clamp(min=0), out=own)
         found = self._back(own, memory)
         return weighted_sum(found, handle.slots, handle.weights, dtype, shared=shared, out=out)
 
     def _back(self, own: Tensor, memory: Memory | None) -> Tensor:
-        out = take(memory, "returned", tuple(own.shape), own.dtype, own.device)
+        out = alloc(memory, "returned", tuple(own.shape), own.dtype, own.device)
         return exchanged(own, group=self.group, phase=f"{self.name} combine", out=out)
 
     def _slots(self, found: Tensor, first: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ class AllToAllFixed(Across):
 
     def _agree(self, ids: Tensor, count: Tensor) -> None:
         """Let all ranks tell what they bring, and raise on every rank; what a graph has no room for is counted."""
-        if captured(ids.device):
+        if is_capturing(ids.device):
             # The host can tell sizes of tensors while a graph is captured, and not what is in them.
             self.met(ids.shape, (0, 0))
             self.missed.add_((count - self.room).clamp(min=0).sum())
@@ -175,11 +175,11 @@ class AllToAllFixedKind(AcrossKind):
     name = "all_to_all_fixed"
     capturable = True
 
-    def wire(self, problem: Problem) -> str:
+    def wire_format(self, problem: Problem) -> str:
         """Return what travels, and for how many tokens there is room."""
         return (
             f"{sent_words(problem)} once to each rank of their experts with room for {_room(problem):,} from one to "
-            f"another, {back_words(problem)},"
+            f"another, {describe_return(problem)},"
         )
 
     def capacity(self, problem: Problem) -> int:
@@ -189,19 +189,19 @@ class AllToAllFixedKind(AcrossKind):
     def regions(self, problem: Problem, *, lists: bool) -> Regions:
         """Return those of what travels; the order of rows is in torch's own memory."""
         top_k, rows = problem.spec.routing.top_k, problem.world_size * _room(problem)
-        sent = rows * message_bytes(TokenWire.of(problem).columns(top_k))
-        reduced = reduced_of(problem)
+        sent = rows * message_bytes(TokenMessage.of(problem).columns(top_k))
+        reduced = reduced_combine(problem)
         if reduced is not None:
             return {"sent": sent, "arrived": sent, "returned": rows * message_bytes(reduced.columns())}
         # Experts return float32, or the layer's dtype where that loses nothing.
         back = rows * top_k * problem.spec.expert_hidden_size * torch.float32.itemsize
         return {"sent": sent, "arrived": sent, "own": back, "returned": back}
 
-    def traffic(self, problem: Problem, away: Away) -> Traffic:
+    def traffic(self, problem: Problem, away: OutgoingTokens) -> Traffic:
         """Return the room for messages and rows, full or empty."""
         copies = _room(problem) * (problem.world_size - 1)
         back = copies * (problem.spec.routing.top_k if problem.combine == "exact" else 1)
-        return Traffic(copies * there_bytes(problem), back * back_bytes(problem))
+        return Traffic(copies * there_bytes(problem), back * return_bytes(problem))
 
     def build(self, problem: Problem) -> AllToAllFixed:
         """Return the dispatcher, as ``Across.of`` does."""

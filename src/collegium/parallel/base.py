@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from ..problem import Problem
     from ..runtime.memory import Memory, MemoryMap, Regions
     from ..types import ContiguousBatch, Routing
-    from .traffic import Away, Traffic
+    from .traffic import OutgoingTokens, Traffic
 
-__all__ = ["Dispatcher", "DispatcherKind", "Reaching"]
+__all__ = ["Dispatcher", "DispatcherKind", "SymmetricDispatcher"]
 
 
 class Dispatcher(Protocol):
@@ -57,7 +57,7 @@ class Dispatcher(Protocol):
 
 
 @runtime_checkable
-class Reaching(Dispatcher, Protocol):
+class SymmetricDispatcher(Dispatcher, Protocol):
     """A dispatcher whose ranks read each other's memory: passes run in a block that it shares, and it has two halves.
 
     blocks: lends that block, as ``Workspaces`` lends workspaces.
@@ -68,11 +68,11 @@ class Reaching(Dispatcher, Protocol):
         """What lends the memory of passes."""
         ...
 
-    def join(self, places: MemoryMap) -> int:
+    def register_layer(self, places: MemoryMap) -> int:
         """Make room for a layer with the regions of ``places`` and return its number; all ranks ask together."""
         ...
 
-    def meet(self, memory: Memory, layer: int, tokens: int, top_k: int, *, shares: int = 1) -> Hashable:
+    def sync_pass(self, memory: Memory, layer: int, tokens: int, top_k: int, *, shares: int = 1) -> Hashable:
         """Agree with the peers on a pass of ``tokens`` tokens here; return what it has in common with passes like it.
 
         shares: above 1 every rank has the same tokens, and serves one of so many shares of them. Raises InputError on
@@ -80,11 +80,11 @@ class Reaching(Dispatcher, Protocol):
         """
         ...
 
-    def greet(self, layer: int, tokens: int, top_k: int, *, shares: int = 1) -> None:
+    def sync_call(self, layer: int, tokens: int, top_k: int, *, shares: int = 1) -> None:
         """Agree as ``meet`` does, without a pass that follows; raises the same errors."""
         ...
 
-    def likely(self, posted: Any) -> int:
+    def expected_rows(self, posted: Any) -> int:
         """Return how many rows are likely to be here after ``send`` returned ``posted``; tiles are chosen for it."""
         ...
 
@@ -112,20 +112,20 @@ class Reaching(Dispatcher, Protocol):
 class DispatcherKind(Protocol):
     """One row of ``DISPATCHERS``.
 
-    together: all ranks call at the same time, so a batch is never cut into passes, which another rank might have fewer
-    of. reaching: it builds a ``Reaching``.
+    collective: all ranks call at the same time, so a batch is never cut into passes, which another rank might have
+    fewer of. symmetric: it builds a ``SymmetricDispatcher``.
     """
 
     name: str
     capturable: bool
-    together: bool
-    reaching: bool
+    collective: bool
+    symmetric: bool
 
     def refuse(self, problem: Problem, *, asked: bool) -> str | None:
         """Return why it cannot serve ``problem``, or None. asked: whether a user chose it by name."""
         ...
 
-    def wire(self, problem: Problem) -> str:
+    def wire_format(self, problem: Problem) -> str:
         """Return in words what travels between ranks in ``problem`` as the plan completed it, ``none`` for nothing."""
         ...
 
@@ -141,7 +141,7 @@ class DispatcherKind(Protocol):
         """Return the memory of ``dispatch`` and ``combine`` at most. lists: whether tile lists are asked for."""
         ...
 
-    def traffic(self, problem: Problem, away: Away) -> Traffic:
+    def traffic(self, problem: Problem, away: OutgoingTokens) -> Traffic:
         """Return the bytes between a rank and the others for its tokens, of which ``away`` goes elsewhere."""
         ...
 

@@ -16,7 +16,7 @@ from torch import distributed
 
 from ..errors import RankError
 from .groups import group_named
-from .meeting import LOOK, meeting_of, timeout_seconds
+from .rendezvous import LOOK, rendezvous_of, timeout_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -33,7 +33,7 @@ def _named(group: str, phase: str) -> Generator[distributed.ProcessGroup]:
     try:
         yield own
     except RuntimeError as error:  # torch raises nothing narrower
-        meeting_of(group).exchange(None, f"the roll call after {phase} failed")
+        rendezvous_of(group).exchange(None, f"the roll call after {phase} failed")
         raise RankError(
             f"{phase}: every rank is there, and torch.distributed says: {error}", ranks=(), phase=phase
         ) from error
@@ -58,7 +58,7 @@ def _done(start: Callable[..., Any], *tensors: Any, ranks: distributed.ProcessGr
                 # It may have ended well just after the wait gave up; an error of its own is raised here again.
                 work.wait()
                 return
-            if left <= LOOK or meeting_of(group).gone():
+            if left <= LOOK or rendezvous_of(group).dead_ranks():
                 raise
         else:
             return

@@ -15,21 +15,21 @@ import torch
 from ..formats.unquantised import DTYPES
 from ..ops.quantize import QuantizedRows, activation_format, quantize_rows
 from ..ops.weighted_sum import weighted_sum
-from .wire import joined, message_bytes, parted
+from .message_format import joined, message_bytes, parted
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ..problem import Problem
-    from .wire import Columns
+    from .message_format import Columns
 
-__all__ = ["Reduced", "back_bytes", "back_words", "reduced_of"]
+__all__ = ["ReducedCombine", "describe_return", "reduced_combine", "return_bytes"]
 
 _FORM = "fp8_group128"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reduced:
+class ReducedCombine:
     """One row a token and rank. form: activation format of the rows on their way, None: ``dtype``."""
 
     dtype: torch.dtype
@@ -68,17 +68,17 @@ class Reduced:
         return weighted_sum(rows, slots, None, dtype, shared=shared, out=out)
 
 
-def reduced_of(problem: Problem) -> Reduced | None:
+def reduced_combine(problem: Problem) -> ReducedCombine | None:
     """Return how parts of sums travel in ``problem``, None where each row does."""
     if problem.combine == "exact":
         return None
     form = _FORM if problem.combine == "reduced_fp8" else None
-    return Reduced(dtype=DTYPES[problem.dtype], hidden=problem.spec.expert_hidden_size, form=form)
+    return ReducedCombine(dtype=DTYPES[problem.dtype], hidden=problem.spec.expert_hidden_size, form=form)
 
 
-def back_bytes(problem: Problem) -> int:
+def return_bytes(problem: Problem) -> int:
     """Return the bytes of what comes back at once: a row of the experts, or a rank's sum."""
-    reduced = reduced_of(problem)
+    reduced = reduced_combine(problem)
     if reduced is not None:
         return message_bytes(reduced.columns())
     # Experts return float32, or BF16 where that loses nothing, which a CPU decides by the weights.
@@ -86,7 +86,7 @@ def back_bytes(problem: Problem) -> int:
     return problem.spec.expert_hidden_size * (2 if narrow else 4)
 
 
-def back_words(problem: Problem) -> str:
+def describe_return(problem: Problem) -> str:
     """Return in words what comes back, and what that does to the bits."""
     if problem.combine == "exact":
         return "a row for each assignment back, with the bits of one rank"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import InputError
-from .traffic import Away
+from .traffic import OutgoingTokens
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,7 +84,7 @@ class ExpertMap:
         here = (slot >= 0) & (slot < self.width)
         return torch.where(here, slot, torch.where(places == -2, self.width, -1))
 
-    def away(self, ids: Tensor, most: int | None = None) -> Away:
+    def away(self, ids: Tensor, most: int | None = None) -> OutgoingTokens:
         """Return what of this rank's tokens with ``ids [T, K]`` goes to other ranks; waits for the device.
 
         most: tokens of the rank that brings the most, T when None.
@@ -94,7 +94,7 @@ class ExpertMap:
         others = torch.tensor([r for r in range(self.world_size) if r != self.rank], device=ids.device)
         copies = (rank[:, :, None] == others).any(dim=1).sum()
         rows = (rank != self.rank).sum()
-        return Away(tokens, tokens if most is None else most, int(copies), int(rows))
+        return OutgoingTokens(tokens, tokens if most is None else most, int(copies), int(rows))
 
     def record(self, ids: Tensor) -> None:
         """Add the assignments ``ids [T, K]`` of this rank's tokens to ``load``, if ``recording`` says so."""

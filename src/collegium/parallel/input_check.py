@@ -21,7 +21,7 @@ from torch import distributed
 from ..errors import InputError, RankError
 from .bit_hash import bit_hash, one_value
 from .groups import check_ranks
-from .meeting import in_turn, known_to_all, meeting_of
+from .rendezvous import group_lock, known_to_all, rendezvous_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,9 +31,16 @@ if TYPE_CHECKING:
     from ..placement import Placement
 
 __all__ = [
-    "FIRST_PASSES", "Contribution", "Fingerprint", "InputCheck", "check_contributions", "compared_words",
-    "differing_ranks", "fingerprints", "input_check",
-]  # fmt: skip
+    "FIRST_PASSES",
+    "Contribution",
+    "Fingerprint",
+    "InputCheck",
+    "check_contributions",
+    "compared_words",
+    "differing_ranks",
+    "fingerprints",
+    "input_check",
+]
 
 # Passes of a kind that are compared when all elements of x are equal, as in a dummy batch of zeros, which every rank
 # has by chance; one is enough for any other batch. 0 turns the first comparisons off; all ranks need the same number.
@@ -213,9 +220,9 @@ class InputCheck:
         own = self._contribution(tokens, tensors, error)
         table = [own]
         try:
-            with in_turn(tuple({group for _, group in self.groups})):
+            with group_lock(tuple({group for _, group in self.groups})):
                 for name, group in self.groups:
-                    rows = meeting_of(group).exchange(table, f"{name} dispatch")
+                    rows = rendezvous_of(group).exchange(table, f"{name} dispatch")
                     table = [each for row in rows for each in row]
         except RankError:
             if error is None:

@@ -9,7 +9,7 @@ import torch
 
 from ..ops.permute import permute, permute_regions
 from ..ops.weighted_sum import weighted_sum, weighted_sum_regions
-from ..types import Back, ContiguousBatch
+from ..types import ContiguousBatch, RemoteOutput
 from .traffic import NOTHING
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..problem import Problem
     from ..runtime.memory import Memory, Regions
     from ..types import Routing
-    from .traffic import Away, Traffic
+    from .traffic import OutgoingTokens, Traffic
 
 __all__ = ["Local", "LocalHandle", "LocalKind"]
 
@@ -68,7 +68,9 @@ class Local:
             tiles=order.tiles,
             # Outside a pass with memory of its own, what the order was made from may already be somebody else's.
             x_ready=memory is not None,
-            back=None if owners is None or order.places is None else Back(rows=owners.rows, places=order.places),
+            remote=None
+            if owners is None or order.places is None
+            else RemoteOutput(rows=owners.rows, offsets=order.places),
         )
         return batch, LocalHandle(slots=order.slots, weights=None if self.weight_on_input else routing.topk_weights)
 
@@ -94,8 +96,8 @@ class LocalKind:
 
     name = "local"
     capturable = True
-    together = False
-    reaching = False
+    collective = False
+    symmetric = False
 
     def refuse(self, problem: Problem, *, asked: bool) -> str | None:
         """Refuse a placement that leaves experts, or slices of them, to other ranks."""
@@ -109,7 +111,7 @@ class LocalKind:
             "needs every expert, whole, on this rank"
         )
 
-    def wire(self, problem: Problem) -> str:
+    def wire_format(self, problem: Problem) -> str:
         """Return none."""
         return "none"
 
@@ -130,7 +132,7 @@ class LocalKind:
         inside = problem.spec.latent_size is not None
         return order | (weighted_sum_regions(tokens, hidden, torch.float32) if inside else {})
 
-    def traffic(self, problem: Problem, away: Away) -> Traffic:
+    def traffic(self, problem: Problem, away: OutgoingTokens) -> Traffic:
         """Return nothing."""
         return NOTHING
 

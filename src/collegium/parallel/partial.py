@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..problem import Problem
     from ..runtime.memory import Memory, Regions
     from ..types import ContiguousBatch
-    from .traffic import Away, Traffic
+    from .traffic import OutgoingTokens, Traffic
 
 __all__ = ["Partial", "PartialKind", "share"]
 
@@ -80,8 +80,8 @@ class PartialKind:
 
     name = "partial"
     capturable = True
-    together = False
-    reaching = False
+    collective = False
+    symmetric = False
 
     def refuse(self, problem: Problem, *, asked: bool) -> str | None:
         """Refuse a shared expert, which every rank would add, what has no part to return, and who did not ask."""
@@ -94,10 +94,10 @@ class PartialKind:
         if problem.spec.latent_norm_eps is not None:
             return "asked for a latent layer with a norm, which is of the whole sum; run projections and norm apart"
         if not asked:
-            return "returns this rank's part of the sum only; ask for it with Choice(dispatcher='partial')"
+            return "returns this rank's part of the sum only; ask for it with Overrides(dispatcher='partial')"
         return None
 
-    def wire(self, problem: Problem) -> str:
+    def wire_format(self, problem: Problem) -> str:
         """Return none."""
         return "none"
 
@@ -113,7 +113,7 @@ class PartialKind:
         """Return those of ``local``."""
         return LocalKind().regions(problem, lists=lists)
 
-    def traffic(self, problem: Problem, away: Away) -> Traffic:
+    def traffic(self, problem: Problem, away: OutgoingTokens) -> Traffic:
         """Return nothing."""
         return NOTHING
 

@@ -13,7 +13,7 @@ import torch
 from ..ops.quantize import REORDERED
 from ..ops.rows import GivenRows, QuantizedRows
 from ..ops.weighted_sum import weighted_sum
-from ..runtime.launch import dense_rows, launch, overlaps, power_at_least
+from ..runtime.launch import launch, overlaps, power_at_least, row_contiguous
 from .peers_in_torch import EPOCH, POSTS, all_came, lines_of, pull_rank, rows_of, tell
 
 if TYPE_CHECKING:
@@ -26,8 +26,18 @@ if TYPE_CHECKING:
     from .expert_map import ExpertMap
 
 __all__ = [
-    "HEAD_BYTES", "MOST_PEERS", "Peers", "Returned", "Sent", "collect", "post", "pull", "reduce", "send", "unasked",
-]  # fmt: skip
+    "HEAD_BYTES",
+    "MOST_PEERS",
+    "PeerBuffers",
+    "Returned",
+    "Sent",
+    "collect",
+    "post",
+    "prefetch_all",
+    "pull",
+    "reduce",
+    "send",
+]
 
 HEAD_BYTES = 2048
 MOST_PEERS = 64
@@ -44,7 +54,7 @@ COLLECT_BLOCK = 1024  # columns of a program from 64 tokens on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Peers:
+class PeerBuffers:
     """What a pass of layer number ``layer`` knows. bound: B. seconds: how long a rank waits for another one.
 
     head: ``[256]`` int64, the flags and counters of this rank. deltas: ``[W + 1]`` int64, bytes from this rank's block
@@ -110,7 +120,7 @@ class Returned(NamedTuple):
 
 
 def send(
-    peers: Peers, x: Tensor, sent: Sent, routing: Routing, table: ExpertMap, form: ActivationFormat, order: int
+    peers: PeerBuffers, x: Tensor, sent: Sent, routing: Routing, table: ExpertMap, form: ActivationFormat, order: int
 ) -> None:
     """Write ``x [T, H]`` as ``form`` with its columns in ``order`` where peers read it, and post the pass.
 
@@ -121,12 +131,12 @@ def send(
         written = QuantizedRows(
             codes=sent.x[:tokens], shape=(tokens, wide), scales=None if sent.scale is None else sent.scale[:tokens]
         )
-        form.write(GivenRows(dense_rows(x), None, None, order), written)
+        form.write(GivenRows(row_contiguous(x), None, None, order), written)
         post(peers, sent, routing, table)
         return
     from ..kernels.peer import send_kernel
 
-    x, scales = dense_rows(x), sent.ids if sent.scale is None else sent.scale
+    x, scales = row_contiguous(x), sent.ids if sent.scale is None else sent.scale
     block = power_at_least(wide, max(32, form.group or 0))
     args, constants = _posted(peers, sent, routing, table)
     args += (x, sent.x, scales, columns, x.stride(0), scales.shape[1], wide)
@@ -137,7 +147,7 @@ def send(
     launch(send_kernel, (max(1, tokens),), args, constants, num_warps=max(1, min(16, block // 512)))
 
 
-def post(peers: Peers, sent: Sent, routing: Routing, table: ExpertMap) -> None:
+def post(peers: PeerBuffers, sent: Sent, routing: Routing, table: ExpertMap) -> None:
     """Write ids, and weights, where peers read them, and tell every peer that this pass began.
 
     The tokens are in ``sent`` already. Counts the ids in ``table.load`` where that is asked for.
@@ -161,10 +171,12 @@ def post(peers: Peers, sent: Sent, routing: Routing, table: ExpertMap) -> None:
     launch(post_kernel, (max(1, -(-tokens * top_k // block)),), args, constants, num_warps=max(1, min(4, block // 256)))
 
 
-def _posted(peers: Peers, sent: Sent, routing: Routing, table: ExpertMap) -> tuple[tuple[Any, ...], dict[str, bool]]:
+def _posted(
+    peers: PeerBuffers, sent: Sent, routing: Routing, table: ExpertMap
+) -> tuple[tuple[Any, ...], dict[str, bool]]:
     """Return the arguments and constants that both kernels that post have."""
-    ids = dense_rows(routing.topk_ids)
-    weights = ids if sent.weights is None else dense_rows(routing.topk_weights)
+    ids = row_contiguous(routing.topk_ids)
+    weights = ids if sent.weights is None else row_contiguous(routing.topk_weights)
     args = (
         peers.head, ids, weights, sent.ids, sent.ids if sent.weights is None else sent.weights,
         table.places, table.copies, table.load, table.recording, peers.deltas,
@@ -174,12 +186,12 @@ def _posted(peers: Peers, sent: Sent, routing: Routing, table: ExpertMap) -> tup
     return args, {"WEIGHTS": sent.weights is not None, "PDL": overlaps(sent.x)}
 
 
-def unasked(world: int, top_k: int, most: int) -> bool:
+def prefetch_all(world: int, top_k: int, most: int) -> bool:
     """Return whether tokens are pulled without a look at where they go, where no rank has more than ``most``."""
     return most <= FEW or (1 - 1 / world) ** top_k <= WASTE
 
 
-def pull(peers: Peers, sent: Sent, own: Sent, table: ExpertMap) -> None:
+def pull(peers: PeerBuffers, sent: Sent, own: Sent, table: ExpertMap) -> None:
     """Write ``own``, of W * B rows: every rank's tokens that have an assignment here, and the local slots of all ids.
 
     An assignment that is elsewhere, or of nobody, gets -1. On a CPU a rank that is late, or is in another call, is a
@@ -206,7 +218,7 @@ def pull(peers: Peers, sent: Sent, own: Sent, table: ExpertMap) -> None:
     constants |= {"BLOCK_G": power_at_least(groups), "SCALES": own.scale is not None}
     constants |= {
         "WEIGHTS": own.weights is not None,
-        "ALL": unasked(peers.world, top_k, peers.bound),
+        "ALL": prefetch_all(peers.world, top_k, peers.bound),
         "ASM": sent.x.is_cuda,
     }
     constants |= {"PDL": overlaps(sent.x)}
@@ -214,7 +226,7 @@ def pull(peers: Peers, sent: Sent, own: Sent, table: ExpertMap) -> None:
     launch(pull_kernel, grid, args, constants, num_warps=4 if block >= 512 else 1)
 
 
-def reduce(peers: Peers, rows: Tensor, slots: Tensor, weights: Tensor | None, sums: Tensor) -> None:
+def reduce(peers: PeerBuffers, rows: Tensor, slots: Tensor, weights: Tensor | None, sums: Tensor) -> None:
     """Write ``sums [W * B, H]``: what ``weighted_sum`` makes of this rank's rows of each token that it was sent.
 
     rows: ``[R, H]``; slots: ``[W * B, K]`` int64, the row of each assignment, -1 for one that is elsewhere; weights:
@@ -237,7 +249,7 @@ def reduce(peers: Peers, rows: Tensor, slots: Tensor, weights: Tensor | None, su
 
 
 def collect(
-    peers: Peers,
+    peers: PeerBuffers,
     sent: Sent,
     returned: Returned,
     weights: Tensor | None,
@@ -262,8 +274,8 @@ def collect(
         return weighted_sum(rows, places, weights, out.dtype, shared=shared, out=out, experts=most)
     from ..kernels.peer import collect_kernel
 
-    factors = sent.ids if weights is None or sums else dense_rows(weights)
-    added = returned.rows if shared is None else dense_rows(shared)
+    factors = sent.ids if weights is None or sums else row_contiguous(weights)
+    added = returned.rows if shared is None else row_contiguous(shared)
     args = (
         peers.head, returned.rows, sent.ids if returned.slots is None else returned.slots, sent.ids, factors, added,
         out, peers.deltas, tokens, peers.bound, width, factors.stride(0), added.stride(0), table.width,

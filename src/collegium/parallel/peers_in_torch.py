@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import RankError
-from .meeting import LOOK
+from .rendezvous import LOOK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -19,11 +19,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from .expert_map import ExpertMap
-    from .peers import Peers, Sent
+    from .peers import PeerBuffers, Sent
 
 __all__ = [
-    "EPOCH", "POSTS", "STATUS", "all_came", "lines_of", "pull_rank", "raise_status", "release", "rows_of", "tell",
-]  # fmt: skip
+    "EPOCH",
+    "POSTS",
+    "STATUS",
+    "all_came",
+    "lines_of",
+    "pull_rank",
+    "raise_status",
+    "release",
+    "rows_of",
+    "tell",
+]
 
 # Words of the head; kernels/peer.py has the same.
 POSTS, _ROWS, EPOCH, _PULL_FAILED, _COLLECT_FAILED, STATUS = 0, 64, 128, 131, 132, 133
@@ -84,13 +93,13 @@ def release(head: Tensor, places: Sequence[int], word: Tensor, side: torch.cuda.
             head[flag : flag + 1].copy_(word, non_blocking=True)
 
 
-def tell(peers: Peers, flags: int, word: int) -> None:
+def tell(peers: PeerBuffers, flags: int, word: int) -> None:
     """Write ``word`` to the flag of this rank at every peer."""
     for rank in range(peers.world):
         peers.at(peers.head, rank)[flags + peers.rank] = word
 
 
-def _seen(peers: Peers, flags: int, rank: int, phase: str) -> int:
+def _seen(peers: PeerBuffers, flags: int, rank: int, phase: str) -> int:
     """Return the flag of ``rank`` once it is of this pass; RankError, which every peer is told, where it never is."""
     epoch, started = int(peers.head[EPOCH]), time.monotonic()
     look = started + LOOK
@@ -108,7 +117,7 @@ def _seen(peers: Peers, flags: int, rank: int, phase: str) -> int:
     raise AssertionError
 
 
-def _give_up(peers: Peers, what: int, phase: str, rank: int, seen: int, wanted: int = 0) -> None:
+def _give_up(peers: PeerBuffers, what: int, phase: str, rank: int, seen: int, wanted: int = 0) -> None:
     peers.head[EPOCH] = -1
     number = next(key for key, name in _PHASES.items() if name == phase)
     peers.head[STATUS : STATUS + 3] = torch.tensor([what | number << 8 | rank << 16, seen, wanted])
@@ -118,7 +127,7 @@ def _give_up(peers: Peers, what: int, phase: str, rank: int, seen: int, wanted: 
     raise_status(heads, peers.ranks, peers.rank, peers.gone)
 
 
-def pull_rank(peers: Peers, rank: int, sent: Sent, own: Sent, table: ExpertMap) -> None:
+def pull_rank(peers: PeerBuffers, rank: int, sent: Sent, own: Sent, table: ExpertMap) -> None:
     """Do what ``pull`` says for the tokens of one rank."""
     top_k = sent.ids.shape[1]
     seen, tag = _seen(peers, POSTS, rank, "dispatch"), peers.layer << 8 | top_k
@@ -139,14 +148,14 @@ def pull_rank(peers: Peers, rank: int, sent: Sent, own: Sent, table: ExpertMap) 
             ours[first + used] = peers.at(theirs, rank)[used]
 
 
-def all_came(peers: Peers) -> None:
+def all_came(peers: PeerBuffers) -> None:
     """Tell every peer that what it is to have is there, and wait until all told this rank."""
     tell(peers, _ROWS, int(peers.head[EPOCH]) << 44)
     for rank in range(peers.world):
         _seen(peers, _ROWS, rank, "combine")
 
 
-def rows_of(peers: Peers, places: Tensor, rows: Tensor, slots: Tensor, table: ExpertMap) -> Tensor:
+def rows_of(peers: PeerBuffers, places: Tensor, rows: Tensor, slots: Tensor, table: ExpertMap) -> Tensor:
     """Return the row of each of this rank's assignments ``[T * K, H]``; what no rank computed is not written."""
     first, tokens = peers.rank * peers.bound, places.shape[0]
     places = places.reshape(-1)
@@ -158,7 +167,7 @@ def rows_of(peers: Peers, places: Tensor, rows: Tensor, slots: Tensor, table: Ex
     return made
 
 
-def lines_of(peers: Peers, places: Tensor, table: ExpertMap) -> Tensor:
+def lines_of(peers: PeerBuffers, places: Tensor, table: ExpertMap) -> Tensor:
     """Return ``[T, W]``, the line of each rank's sum of this rank's tokens; -1 for none, -2 for ids of nobody."""
     rank = torch.arange(peers.world, device=places.device)
     goes = ((places // table.width)[:, :, None] == rank).any(dim=1)

@@ -13,7 +13,7 @@ from ..types import ExpertWeights
 if TYPE_CHECKING:
     from ..formats.payload import Payload
 
-__all__ = ["experts_of", "linear", "round_robin", "tensor_parallel"]
+__all__ = ["expert_ids_of", "linear", "round_robin", "tensor_parallel"]
 
 
 def _check(num_experts: int, rank: int, world_size: int) -> None:
@@ -51,7 +51,7 @@ def tensor_parallel(num_experts: int, tp_rank: int, tp_size: int) -> Placement:
     return Placement(expert_ids=ids, ranks=(ids,), tp_rank=tp_rank, tp_size=tp_size)
 
 
-def experts_of(weights: ExpertWeights[Payload], held: tuple[int, ...]) -> ExpertWeights[Payload]:
+def expert_ids_of(weights: ExpertWeights[Payload], held: tuple[int, ...]) -> ExpertWeights[Payload]:
     """Return the experts ``held`` alone, in that order."""
     ids = list(held)
 

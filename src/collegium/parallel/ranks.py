@@ -14,8 +14,8 @@ from torch import distributed
 from ..errors import InputError
 from ..placement import Placement
 from .groups import group_named, world_ranks
-from .meeting import meeting_of, timeout_seconds
 from .placement import linear, round_robin
+from .rendezvous import rendezvous_of, timeout_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -89,7 +89,7 @@ class Ranks:
         asked["context"] = context
         if mesh is None:
             one, two = _numbers(experts, slices, context)
-            meeting_of().agree(asked | {"experts": one, "slices": two}, "Ranks.of")
+            rendezvous_of().agree(asked | {"experts": one, "slices": two}, "Ranks.of")
             group, slice_group = _groups(one, two)
             place = _device(None)
         else:
@@ -97,7 +97,7 @@ class Ranks:
             asked |= {"mesh": mesh.mesh_dim_names, "experts": experts, "slices": slices}
             for each in (group, slice_group):
                 if each is not None:
-                    meeting_of(each).agree(asked, "Ranks.of")
+                    rendezvous_of(each).agree(asked, "Ranks.of")
             place = _device(mesh.device_type)
         _check_devices(place, (group, slice_group))
         rank, size = _place(group)
@@ -127,7 +127,7 @@ class Ranks:
     def agree(self, value: Any, phase: str) -> None:
         """Raise InputError on every rank unless all that share layers give the same ``value``."""
         for name in self.groups:
-            meeting_of(name).agree(value, phase)
+            rendezvous_of(name).agree(value, phase)
 
     def exchange(self, value: Any, phase: str) -> list[Any]:
         """Return what every rank that shares layers gave, ranks of a slice group next to each other.
@@ -136,7 +136,7 @@ class Ranks:
         """
         found = [value]
         for name in reversed(self.groups):
-            found = [each for own in meeting_of(name).exchange(found, phase) for each in own]
+            found = [each for own in rendezvous_of(name).exchange(found, phase) for each in own]
         return found
 
     def placement(self, num_experts: int) -> Placement:
@@ -331,7 +331,7 @@ def _device(kind: str | None) -> str:
 def _check_devices(place: str, groups: Iterable[str | None]) -> None:
     """Refuse two ranks on one GPU, which would wait for each other in kernels that hold the GPU."""
     for group in groups:
-        found = [] if group is None else meeting_of(group).exchange((platform.node(), place), "Ranks.of: devices")
+        found = [] if group is None else rendezvous_of(group).exchange((platform.node(), place), "Ranks.of: devices")
         twice = sorted({own for own in found if found.count(own) > 1 and own[1] != "cpu"})
         if twice:
             raise InputError(

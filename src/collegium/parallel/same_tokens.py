@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..types import Routing
-from .around import Around, AroundHandle, Outer, check_same_tokens
 from .collectives import gathered
-from .meeting import meeting_of
+from .dispatch_wrapper import DispatchWrapper, DispatchWrapperKind, WrapperHandle, check_same_tokens
+from .rendezvous import rendezvous_of
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..problem import Problem
     from ..runtime.memory import Memory, MemoryMap
     from ..types import ContiguousBatch
-    from .base import Reaching
+    from .base import SymmetricDispatcher
 
 __all__ = ["SameTokens", "SameTokensKind", "SameTokensReaching", "share_of"]
 
@@ -37,7 +37,7 @@ def share_of(tokens: int, rank: int, world_size: int) -> slice:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SameTokens(Outer):
+class SameTokens(DispatchWrapper):
     """A share of the tokens goes to ``inner``. meets: ranks compare how many tokens they have at every call."""
 
     rank: int
@@ -51,13 +51,13 @@ class SameTokens(Outer):
 
     def dispatch(
         self, x: Tensor, routing: Routing, memory: Memory | None = None, *, block_t: tuple[int, ...] = ()
-    ) -> tuple[ContiguousBatch, AroundHandle]:
+    ) -> tuple[ContiguousBatch, WrapperHandle]:
         """Dispatch this rank's share of ``x [T, H]``; raises InputError on every rank where T is not the same."""
         tokens = x.shape[0]
         if self.meets:
             check_same_tokens("same_tokens", self.group, tokens)
         batch, inner = self.inner.dispatch(*self._share(x, routing), memory, block_t=block_t)
-        return batch, AroundHandle(inner=inner, tokens=tokens)
+        return batch, WrapperHandle(inner=inner, tokens=tokens)
 
     def _share(self, x: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
         own = share_of(x.shape[0], self.rank, self.world_size)
@@ -66,7 +66,7 @@ class SameTokens(Outer):
     def combine(
         self,
         rows: Tensor,
-        handle: AroundHandle,
+        handle: WrapperHandle,
         memory: Memory | None = None,
         *,
         dtype: torch.dtype = torch.float32,
@@ -87,28 +87,28 @@ class SameTokensReaching(SameTokens):
     """The same around ranks that read each other's memory."""
 
     __slots__ = ()
-    inner: Reaching
+    inner: SymmetricDispatcher
 
     @property
     def blocks(self) -> Any:
         """What lends the memory of passes."""
         return self.inner.blocks
 
-    def join(self, places: MemoryMap) -> int:
+    def register_layer(self, places: MemoryMap) -> int:
         """Make room for a layer."""
-        return self.inner.join(places)
+        return self.inner.register_layer(places)
 
-    def meet(self, memory: Memory, layer: int, tokens: int, top_k: int) -> Hashable:
+    def sync_pass(self, memory: Memory, layer: int, tokens: int, top_k: int) -> Hashable:
         """Agree on a pass of which this rank serves its share; raises InputError on every rank where T differs."""
-        return tokens, self.inner.meet(memory, layer, tokens, top_k, shares=self.world_size)
+        return tokens, self.inner.sync_pass(memory, layer, tokens, top_k, shares=self.world_size)
 
-    def greet(self, layer: int, tokens: int, top_k: int) -> None:
+    def sync_call(self, layer: int, tokens: int, top_k: int) -> None:
         """Agree as ``meet`` does, without a pass that follows."""
-        self.inner.greet(layer, tokens, top_k, shares=self.world_size)
+        self.inner.sync_call(layer, tokens, top_k, shares=self.world_size)
 
-    def likely(self, posted: tuple[Any, int]) -> int:
+    def expected_rows(self, posted: tuple[Any, int]) -> int:
         """Return how many rows are likely to be here."""
-        return self.inner.likely(posted[0])
+        return self.inner.expected_rows(posted[0])
 
     def send(
         self, x: Tensor, routing: Routing, memory: Memory | None = None, *, codes: tuple[str, int] | None = None
@@ -123,13 +123,13 @@ class SameTokensReaching(SameTokens):
         *,
         block_t: tuple[int, ...] = (),
         storing: tuple[int, torch.dtype] | None = None,
-    ) -> tuple[ContiguousBatch, AroundHandle]:
+    ) -> tuple[ContiguousBatch, WrapperHandle]:
         """Do the rest of ``dispatch``."""
         batch, inner = self.inner.receive(posted[0], memory, block_t=block_t, storing=storing)
-        return batch, AroundHandle(inner=inner, tokens=posted[1])
+        return batch, WrapperHandle(inner=inner, tokens=posted[1])
 
 
-class SameTokensKind(Around):
+class SameTokensKind(DispatchWrapperKind):
     """Around any row of the table that sends tokens between ranks."""
 
     does = "the same tokens on every rank"
@@ -138,9 +138,9 @@ class SameTokensKind(Around):
     def __init__(self, inner: Any, placed: Any) -> None:
         """Cut batches into passes: all ranks have as many tokens, and so as many passes."""
         super().__init__(inner, placed)
-        self.together = False
+        self.collective = False
 
-    def inside(self, problem: Problem) -> Problem:
+    def inner_problem(self, problem: Problem) -> Problem:
         """Return the question with a share of the tokens."""
         most = -(-problem.limits.max_tokens // self.placed.world_size)
         given = problem.limits.rank_tokens
@@ -150,14 +150,14 @@ class SameTokensKind(Around):
 
     def rows(self, problem: Problem, tokens: int) -> int:
         """Return the rows of a share of the tokens."""
-        return self.inner.rows(self.inside(problem), -(-tokens // self.placed.world_size))
+        return self.inner.rows(self.inner_problem(problem), -(-tokens // self.placed.world_size))
 
     def build(self, problem: Problem) -> SameTokens:
         """Return the dispatcher; all ranks build it at the same time."""
         placed = self.placed
-        meeting_of(placed.group).agree(problem.limits, "same_tokens: building a layer")
-        inner = self.inner.build(self.inside(problem))
-        return (SameTokensReaching if self.inner.reaching else SameTokens)(
+        rendezvous_of(placed.group).agree(problem.limits, "same_tokens: building a layer")
+        inner = self.inner.build(self.inner_problem(problem))
+        return (SameTokensReaching if self.inner.symmetric else SameTokens)(
             inner=inner,
             rank=placed.rank,
             world_size=placed.world_size,

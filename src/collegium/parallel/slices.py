@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .around import Around, AroundHandle, Outer, check_same_tokens
 from .collectives import gathered
+from .dispatch_wrapper import DispatchWrapper, DispatchWrapperKind, WrapperHandle, check_same_tokens
+from .expert_parallel import said_of
 from .groups import check_ranks
-from .meeting import meeting_of
-from .split import said_of
+from .rendezvous import rendezvous_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,7 +29,7 @@ __all__ = ["Slices", "SlicesKind"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Slices(Outer):
+class Slices(DispatchWrapper):
     """``inner`` as if it had whole experts, and a sum over the ``size`` ranks of ``group``.
 
     number: of the layer among those built over the group.
@@ -41,16 +41,16 @@ class Slices(Outer):
 
     def dispatch(
         self, x: Tensor, routing: Routing, memory: Memory | None = None, *, block_t: tuple[int, ...] = ()
-    ) -> tuple[ContiguousBatch, AroundHandle]:
+    ) -> tuple[ContiguousBatch, WrapperHandle]:
         """Dispatch as the inner one does; raises InputError on every rank of a slice group where T or layer differ."""
         check_same_tokens("slices", self.group, x.shape[0], self.number)
         batch, inner = self.inner.dispatch(x, routing, memory, block_t=block_t)
-        return batch, AroundHandle(inner=inner, tokens=x.shape[0])
+        return batch, WrapperHandle(inner=inner, tokens=x.shape[0])
 
     def combine(
         self,
         rows: Tensor,
-        handle: AroundHandle,
+        handle: WrapperHandle,
         memory: Memory | None = None,
         *,
         dtype: torch.dtype = torch.float32,
@@ -69,7 +69,7 @@ class Slices(Outer):
         return first.to(dtype) if out is None else out.copy_(first)
 
 
-class SlicesKind(Around):
+class SlicesKind(DispatchWrapperKind):
     """Around any row of the table, ``local`` where slices are all that is split."""
 
     does = "slices of experts"
@@ -79,7 +79,7 @@ class SlicesKind(Around):
         super().__init__(inner, placed)
         self.adds = f"the sums of {placed.tp_size} slices in float32 (other bits than those of one rank)"
 
-    def inside(self, problem: Problem) -> Problem:
+    def inner_problem(self, problem: Problem) -> Problem:
         """Return the question as if experts were whole."""
         assert problem.placement is not None
         whole = replace(problem.placement, tp_rank=0, tp_size=1, slice_size=None, slice_group="")
@@ -87,7 +87,7 @@ class SlicesKind(Around):
 
     def refuse(self, problem: Problem, *, asked: bool) -> str | None:
         """Return why the inner one cannot serve; one whose passes run in shared memory takes whole experts alone."""
-        if self.inner.reaching:
+        if self.inner.symmetric:
             return f"asked for {self.placed}; it brings tokens to whole experts"
         return super().refuse(problem, asked=asked)
 
@@ -100,6 +100,6 @@ class SlicesKind(Around):
         placed = self.placed
         check_ranks(self.name, placed)
         asked = said_of(problem) | {"experts": placed.expert_ids, "slice_size": placed.slice_size}
-        number = meeting_of(placed.slice_group).build(asked, "slices: building a layer")
-        inner = self.inner.build(self.inside(problem))
+        number = rendezvous_of(placed.slice_group).build(asked, "slices: building a layer")
+        inner = self.inner.build(self.inner_problem(problem))
         return Slices(inner=inner, size=placed.tp_size, group=placed.slice_group, number=number)

@@ -18,17 +18,17 @@ from ..formats.unquantised import DTYPES
 from ..ops.permute import Owners, permute_regions
 from ..ops.quantize import AS_IS, PADDED, activation_format, cast_name, quantize_regions
 from ..ops.weighted_sum import weighted_sum_regions
-from ..runtime.memory import OwnMemory, largest, part, take, under
+from ..runtime.memory import FreshMemory, alloc, elementwise_max, part, with_prefix
 from ..types import Routing
-from .combine import back_bytes, back_words, reduced_of
+from .combine import describe_return, reduced_combine, return_bytes
 from .expert_map import ExpertMap
+from .expert_parallel import checked_placement, refuse_split
 from .local import Local, LocalKind
+from .message_format import sent_words
 from .partial import PartialKind, share
-from .peers import HEAD_BYTES, MOST_PEERS, Peers, Returned, Sent, collect, post, pull, reduce, send, unasked
-from .shared_block import PeerArena, SharedBlocks, shared_blocks
-from .split import checked_placement, refuse_split
-from .traffic import Away, Traffic
-from .wire import sent_words
+from .peers import HEAD_BYTES, MOST_PEERS, PeerBuffers, Returned, Sent, collect, post, prefetch_all, pull, reduce, send
+from .symmetric_buffer import PeerArena, SymmetricBuffers, symmetric_buffers
+from .traffic import OutgoingTokens, Traffic
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ..problem import Problem
     from ..runtime.memory import Memory, MemoryMap, Regions
     from ..types import ContiguousBatch
-    from .combine import Reduced
+    from .combine import ReducedCombine
 
 __all__ = ["STORED", "PeersHandle", "Posted", "SymmMem", "SymmMemKind"]
 
@@ -48,7 +48,7 @@ STORED = True  # experts that can store each row at its owner's, beside their pr
 class Posted(NamedTuple):
     """A pass whose tokens peers may read. dtype: of the tokens; order: of the columns of codes."""
 
-    peers: Peers
+    peers: PeerBuffers
     sent: Sent
     weights: Tensor
     dtype: torch.dtype
@@ -79,33 +79,33 @@ class SymmMem:
     inner: Local
     map: ExpertMap
     limit: int
-    blocks: SharedBlocks
+    blocks: SymmetricBuffers
     on_gpu: bool
-    reduced: Reduced | None = None
+    reduced: ReducedCombine | None = None
 
     def rows(self, tokens: int, top_k: int) -> int:
         """Return this rank's share of the assignments of as many tokens on every rank."""
         return share(tokens * self.map.world_size * top_k, self.inner.num_experts, self.map.num_experts)
 
-    def join(self, places: MemoryMap) -> int:
+    def register_layer(self, places: MemoryMap) -> int:
         """Make room for a layer's regions and return its number; all ranks ask at the same time."""
-        return self.blocks.join(places)
+        return self.blocks.register_layer(places)
 
-    def meet(self, memory: Memory, layer: int, tokens: int, top_k: int, *, shares: int = 1) -> Hashable:
+    def sync_pass(self, memory: Memory, layer: int, tokens: int, top_k: int, *, shares: int = 1) -> Hashable:
         """Agree with the peers on the pass that ``memory`` is for; return what it has in common with passes like it."""
         assert isinstance(memory, PeerArena)
-        memory.peers, kind = self.blocks.meet(layer, tokens, top_k, self.limit, shares=shares)
+        memory.peers, kind = self.blocks.sync_pass(layer, tokens, top_k, self.limit, shares=shares)
         return kind
 
-    def greet(self, layer: int, tokens: int, top_k: int, *, shares: int = 1) -> None:
+    def sync_call(self, layer: int, tokens: int, top_k: int, *, shares: int = 1) -> None:
         """Agree as ``meet`` does, without a pass that follows: nothing on the device knows of it."""
-        self.blocks.meet(layer, tokens, top_k, self.limit, shares=shares)
+        self.blocks.sync_pass(layer, tokens, top_k, self.limit, shares=shares)
 
     def send(
         self, x: Tensor, routing: Routing, memory: Memory | None = None, *, codes: tuple[str, int] | None = None
     ) -> Posted:
         """Post ``x [T, H]``. codes: format and order of what the experts multiply, None for tokens."""
-        memory = memory or OwnMemory(x.device)
+        memory = memory or FreshMemory(x.device)
         tokens, top_k = routing.topk_ids.shape
         peers = self.peers_of(memory, tokens, x.device)
         carried, bound = self.inner.weight_on_input, peers.bound
@@ -116,13 +116,13 @@ class SymmMem:
         wide = form.wide(x.shape[1], order)
         # Room for the most tokens of a rank, since every rank finds its peers' by its own.
         made = {
-            key: take(own, key, shape, dtype, x.device) for key, (shape, dtype) in form.buffers(bound, wide).items()
+            key: alloc(own, key, shape, dtype, x.device) for key, (shape, dtype) in form.buffers(bound, wide).items()
         }
         sent = Sent(
             x=made["codes"],
             scale=made.get("scales"),
-            ids=take(own, "ids", (bound, top_k), torch.int32, x.device),
-            weights=take(own, "weights", (bound, top_k), torch.float32, x.device) if weighted else None,
+            ids=alloc(own, "ids", (bound, top_k), torch.int32, x.device),
+            weights=alloc(own, "weights", (bound, top_k), torch.float32, x.device) if weighted else None,
         )
         if bound and self.on_gpu:
             send(peers, x, sent, routing, self.map, form, order)
@@ -139,13 +139,13 @@ class SymmMem:
         block_t: tuple[int, ...] = (),
         storing: tuple[int, torch.dtype] | None = None,
     ) -> tuple[ContiguousBatch, PeersHandle]:
-        """Pull the tokens of this rank's experts and sort their assignments; arguments as ``Reaching`` says."""
-        memory = memory or OwnMemory(posted.sent.x.device)
+        """Pull the tokens of this rank's experts and sort their assignments; see ``SymmetricDispatcher``."""
+        memory = memory or FreshMemory(posted.sent.x.device)
         peers, sent, world = posted.peers, posted.sent, posted.peers.world
         device = sent.x.device
 
         def room(name: str, like: Tensor) -> Tensor:
-            return take(memory, name, (world * like.shape[0], like.shape[1]), like.dtype, device)
+            return alloc(memory, name, (world * like.shape[0], like.shape[1]), like.dtype, device)
 
         own = Sent(
             x=room("x", sent.x),
@@ -159,13 +159,18 @@ class SymmMem:
         owners = None
         if STORED and storing is not None and self.on_gpu and self.reduced is None and peers.bound:
             (width, dtype), count = storing, peers.bound * sent.ids.shape[1]
-            back = take(part(memory, "experts"), "rows", (count, width), dtype, device)
+            back = alloc(part(memory, "experts"), "rows", (count, width), dtype, device)
             owners = Owners(back, peers.deltas)
         batch, inner = self.inner.dispatch(
             own.x, Routing(topk_ids=own.ids, topk_weights=weights), memory, block_t=block_t, owners=owners
         )
         batch = replace(
-            batch, scale=own.scale, dtype=posted.dtype, rows=self.likely(posted), order=posted.order, x_ready=False
+            batch,
+            scale=own.scale,
+            dtype=posted.dtype,
+            rows=self.expected_rows(posted),
+            order=posted.order,
+            x_ready=False,
         )
         return batch, PeersHandle(posted, inner.slots, posted.weights.shape[0], inner.weights, owners is not None)
 
@@ -188,12 +193,12 @@ class SymmMem:
         """Return ``[T, H]`` of this rank's own tokens, with the bits of a single rank unless it is reduced."""
         posted, tokens = handle.posted, handle.tokens
         if out is None:
-            out = take(memory, "sum", (tokens, rows.shape[1]), dtype, rows.device)
+            out = alloc(memory, "sum", (tokens, rows.shape[1]), dtype, rows.device)
         if not posted.peers.bound:
             return out
         if self.reduced is not None:
             shape = handle.slots.shape[0], rows.shape[1]
-            sums = take(part(memory, "back"), "sums", shape, self.reduced.dtype, rows.device)
+            sums = alloc(part(memory, "back"), "sums", shape, self.reduced.dtype, rows.device)
             reduce(posted.peers, rows.contiguous(), handle.slots, handle.arrived, sums)
             return collect(posted.peers, posted.sent, Returned(sums, None), None, self.map, out, shared)
         if handle.stored:
@@ -203,7 +208,7 @@ class SymmMem:
         weights = None if self.inner.weight_on_input else posted.weights
         return collect(posted.peers, posted.sent, returned, weights, self.map, out, shared)
 
-    def likely(self, posted: Posted) -> int:
+    def expected_rows(self, posted: Posted) -> int:
         """Return how many rows are likely to be here."""
         return self.rows(posted.peers.bound, posted.sent.ids.shape[1])
 
@@ -211,7 +216,7 @@ class SymmMem:
         """Wait for the device, and raise the RankError of a pass since which output is NaN, if there was one."""
         self.blocks.check()
 
-    def peers_of(self, memory: Memory, tokens: int, device: torch.device) -> Peers:
+    def peers_of(self, memory: Memory, tokens: int, device: torch.device) -> PeerBuffers:
         """Return what a pass of ``tokens`` tokens here, which runs in ``memory``, knows of its peers."""
         if isinstance(memory, PeerArena):
             assert memory.peers is not None
@@ -222,7 +227,7 @@ class SymmMem:
             deltas = torch.zeros(self.map.world_size + 1, dtype=torch.int64, device=device)
             deltas[-1] = head.data_ptr() + HEAD_BYTES - 8
         ranks = tuple(range(self.map.world_size))
-        return Peers(rank=0, ranks=ranks, layer=0, bound=tokens, seconds=1, head=head, deltas=deltas, alone=True)
+        return PeerBuffers(rank=0, ranks=ranks, layer=0, bound=tokens, seconds=1, head=head, deltas=deltas, alone=True)
 
     def _reachable(self, made: Tensor, name: str, memory: Memory | None) -> Tensor:
         """Return ``made`` where peers reach it: itself, or a copy of what torch or a user's function made elsewhere."""
@@ -232,8 +237,8 @@ class SymmMem:
         if start <= made.data_ptr() < start + memory.block.numel() and made.is_contiguous():
             return made
         if self.on_gpu:
-            return memory.part("experts").take("rows", tuple(made.shape), made.dtype).copy_(made)
-        return memory.part("back").take(name, tuple(made.shape), made.dtype).copy_(made)
+            return memory.part("experts").alloc("rows", tuple(made.shape), made.dtype).copy_(made)
+        return memory.part("back").alloc(name, tuple(made.shape), made.dtype).copy_(made)
 
 
 class SymmMemKind:
@@ -241,8 +246,8 @@ class SymmMemKind:
 
     name = "symm_mem"
     capturable = True
-    together = True
-    reaching = True
+    collective = True
+    symmetric = True
 
     def refuse(self, problem: Problem, *, asked: bool) -> str | None:
         """Refuse what ``refuse_split`` does, slices, ranks with the same tokens, a CPU, and several hosts."""
@@ -259,18 +264,20 @@ class SymmMemKind:
         if asked:
             return None
         if device.kind != "cuda":
-            return "asked for cpu; it is for GPUs that read each other's memory; Choice(dispatcher='symm_mem') tries it"
+            return (
+                "asked for cpu; it is for GPUs that read each other's memory; Overrides(dispatcher='symm_mem') tries it"
+            )
         if device.peers is not None and device.peers < placed.world_size:
             return (
                 f"asked for {placed.world_size} ranks; {device.peers} GPUs of this host reach each other's memory; "
-                "Choice(dispatcher='symm_mem') tries where each process sees its own GPU alone"
+                "Overrides(dispatcher='symm_mem') tries where each process sees its own GPU alone"
             )
         return None
 
-    def wire(self, problem: Problem) -> str:
+    def wire_format(self, problem: Problem) -> str:
         """Return what travels; on a CPU tokens as they are."""
         sent = problem if problem.device.kind == "cuda" else replace(problem, sent_as=None)
-        return f"{sent_words(sent)} once to each rank of their experts, {back_words(problem)},"
+        return f"{sent_words(sent)} once to each rank of their experts, {describe_return(problem)},"
 
     def rows(self, problem: Problem, tokens: int) -> int:
         """Return this rank's share of the assignments of as many tokens on every rank."""
@@ -287,8 +294,8 @@ class SymmMemKind:
         name, world = problem.activation_format or problem.dtype, problem.world_size
         form = quantize_regions(tokens, wide, cast_name(dtype))
         if activation_format(name).e4m3:
-            form = largest(form, quantize_regions(tokens, wide, name, order=PADDED))
-        reduced, sent = reduced_of(problem), form | {"ids": 4 * tokens * rule.top_k}
+            form = elementwise_max(form, quantize_regions(tokens, wide, name, order=PADDED))
+        reduced, sent = reduced_combine(problem), form | {"ids": 4 * tokens * rule.top_k}
         weighted = rule.weight_on_input or reduced is not None
         if weighted:
             sent["weights"] = 4 * tokens * rule.top_k
@@ -297,7 +304,7 @@ class SymmMemKind:
         rows, slots = tokens * rule.top_k * world, max(1, placed.width if placed else 1)
         asked = {"weights": rule.weight_on_input, "places": reduced is None and problem.device.kind == "cuda"}
         order = permute_regions(rows, slots, block_t=(16, 16) if lists else (), **asked)
-        made = under("sent", sent) | {key: size * world for key, size in pulled.items()}
+        made = with_prefix("sent", sent) | {key: size * world for key, size in pulled.items()}
         for key, size in order.items():
             made[key] = max(size, made.get(key, 0))
         if reduced is not None:
@@ -307,7 +314,7 @@ class SymmMemKind:
         inside = problem.spec.latent_size is not None
         return made | (weighted_sum_regions(tokens, wide, torch.float32) if inside else {})
 
-    def traffic(self, problem: Problem, away: Away) -> Traffic:
+    def traffic(self, problem: Problem, away: OutgoingTokens) -> Traffic:
         """Return places of all tokens and weights where they travel, a token a copy, and what is read of the rows."""
         rule, world, wide = problem.spec.routing, problem.world_size, problem.spec.expert_hidden_size
         coded = problem.sent_as if problem.device.kind == "cuda" else None
@@ -316,9 +323,9 @@ class SymmMemKind:
         every = away.tokens * (world - 1)
         weighted = rule.weight_on_input or problem.combine != "exact"
         ids = every * rule.top_k * 4 * (2 if weighted else 1)
-        there = (every if unasked(world, rule.top_k, away.most) else away.copies) * token + ids
+        there = (every if prefetch_all(world, rule.top_k, away.most) else away.copies) * token + ids
         if problem.combine == "exact":
-            return Traffic(there, away.rows * (back_bytes(problem) + 8))
+            return Traffic(there, away.rows * (return_bytes(problem) + 8))
         return Traffic(there, away.copies * wide * DTYPES[problem.dtype].itemsize)
 
     def build(self, problem: Problem) -> SymmMem:
@@ -333,7 +340,7 @@ class SymmMemKind:
             inner=Local(num_experts=problem.slots, weight_on_input=problem.spec.routing.weight_on_input),
             map=ExpertMap(placed, problem.spec.num_experts, device),
             limit=problem.limits.max_tokens,
-            blocks=shared_blocks(placed.group, device),
+            blocks=symmetric_buffers(placed.group, device),
             on_gpu=device.type == "cuda",
-            reduced=reduced_of(problem),
+            reduced=reduced_combine(problem),
         )

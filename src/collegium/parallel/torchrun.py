@@ -11,8 +11,8 @@ import torch
 from torch import distributed
 
 from ..errors import InputError, RankError
-from .meeting import meeting_of, timeout_seconds
 from .ranks import Ranks
+from .rendezvous import rendezvous_of, timeout_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Generator, MutableMapping
@@ -60,7 +60,7 @@ def joined(
     timeout_seconds(PATIENCE)
     try:
         yield Ranks.of(same_tokens=same_tokens)
-        meeting_of().exchange(None, "the end of the command")
+        rendezvous_of().exchange(None, "the end of the command")
         done = True
     finally:
         timeout_seconds(before)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["NOTHING", "Away", "Traffic"]
+__all__ = ["NOTHING", "OutgoingTokens", "Traffic"]
 
 
-class Away(NamedTuple):
+class OutgoingTokens(NamedTuple):
     """What of one rank's tokens other ranks get in a pass.
 
     tokens: that it brings. most: that any rank brings. copies: tokens, once for each other rank they go to. rows:

@@ -12,17 +12,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..experts import ExpertKernel, Packed, Tiling
+from ..experts import ExpertKernel, PackedWeights, Tiling
 from ..parallel import Dispatcher, DispatcherKind
 from ..problem import ExpertsProblem, Problem
 from ..runtime.memory import Memory, Regions
 from ..types import Routing
 
-__all__ = ["Asked", "Parts", "Pipeline", "PipelineKind"]
+__all__ = ["Pipeline", "PipelineKind", "PipelineParts", "PipelineQuery"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class PipelineQuery:
     """What a plan has chosen when it comes to pipelines.
 
     experts: with as many rows as the dispatcher may bring. pipeline: the one that was asked for by name, or None.
@@ -37,10 +37,10 @@ class Asked:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Parts:
+class PipelineParts:
     """What a layer builds its pipelines from. after_expert: applied to the experts' rows before they are weighted."""
 
-    experts: Packed
+    experts: PackedWeights
     dispatcher: Dispatcher
     top_k: int
     num_experts: int
@@ -74,11 +74,11 @@ class PipelineKind(Protocol):
     name: str
     does: str
 
-    def refuse(self, asked: Asked) -> str | None:
+    def refuse(self, asked: PipelineQuery) -> str | None:
         """Return why it cannot run what was asked, with numbers, or None; kernel and dispatcher were asked before."""
         return None
 
-    def most(self, tiling: Tiling, top_k: int) -> int | None:
+    def max_tokens(self, tiling: Tiling, top_k: int) -> int | None:
         """Return the most tokens it serves, or None for any number."""
         return None
 
@@ -86,10 +86,10 @@ class PipelineKind(Protocol):
         """Return the name of the tiles that ``rows`` rows run with here, for people; empty without tiles."""
         return tiling.family(rows)
 
-    def regions(self, asked: Asked) -> Regions:
+    def regions(self, asked: PipelineQuery) -> Regions:
         """Return the memory of a pass at most, by name."""
         ...
 
-    def build(self, parts: Parts) -> Pipeline:
+    def build(self, parts: PipelineParts) -> Pipeline:
         """Return the pipeline of a layer."""
         ...

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, RoutingError
-from ..experts import Packed
+from ..experts import PackedWeights
 from ..formats.unquantised import DTYPES
 from ..ops.permute import Owners, permute
 from ..problem import ExpertsProblem
-from ..runtime.packed_module import check_given
-from ..types import Back, ContiguousBatch
+from ..runtime.packed_module import check_tensors
+from ..types import ContiguousBatch, RemoteOutput
 
 __all__ = ["check_batched", "run_batched"]
 
@@ -24,7 +24,7 @@ def check_batched(x: Tensor, counts: Tensor, asked: ExpertsProblem, device: torc
 
     checked: wait for the device and raise RoutingError for a count that is not of rows that there are.
     """
-    check_given(device, x=x, counts=counts)
+    check_tensors(device, x=x, counts=counts)
     wanted, dtype = (asked.experts, *x.shape[1:2], asked.hidden), DTYPES[asked.dtype]
     if (tuple(x.shape), x.dtype) != (wanted, dtype):
         raise InputError(
@@ -41,7 +41,7 @@ def check_batched(x: Tensor, counts: Tensor, asked: ExpertsProblem, device: torc
 
 
 def run_batched(
-    experts: Packed,
+    experts: PackedWeights,
     x: Tensor,
     counts: Tensor,
     out: Tensor,
@@ -62,12 +62,12 @@ def run_batched(
     ids = torch.where(asked, torch.arange(slots, device=x.device)[:, None], -1).view(-1, 1)
     rows = ids.numel() if expected is None else expected
     # Rows that others are to see first, or that are of another dtype, cannot be stored where they belong at once.
-    stored = after_expert is None and experts.storing(x.dtype) == (width, x.dtype)
+    stored = after_expert is None and experts.output_spec(x.dtype) == (width, x.dtype)
     owners = Owners(target, ids.new_zeros(1)) if stored else None
     order = permute(ids, slots + merged, block_t=experts.tiling.block_t(rows) if x.is_cuda else (), owners=owners)
-    back = None if order.places is None else Back(rows=target, places=order.places)
+    back = None if order.places is None else RemoteOutput(rows=target, offsets=order.places)
     kept, source = order.expert_offsets, order.source
-    batch = ContiguousBatch(x=flat, source=source, expert_offsets=kept, tiles=order.tiles, rows=rows, back=back)
+    batch = ContiguousBatch(x=flat, source=source, expert_offsets=kept, tiles=order.tiles, rows=rows, remote=back)
     made = experts.run(batch)
     if back is None:
         made = made if after_expert is None else after_expert(made)

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ..experts import Tiling
 from ..ops.weighted_sum import weighted_sum, weighted_sum_regions
-from ..runtime.memory import Memory, Regions, part, under
+from ..runtime.memory import Memory, Regions, part, with_prefix
 from ..types import Routing
-from .base import Asked, Parts, PipelineKind
+from .base import PipelineKind, PipelineParts, PipelineQuery
 
 __all__ = ["Direct", "DirectKind"]
 
@@ -22,7 +22,7 @@ __all__ = ["Direct", "DirectKind"]
 class Direct:
     """No dispatcher: the sum reads the ids."""
 
-    parts: Parts
+    parts: PipelineParts
 
     def __call__(
         self,
@@ -54,7 +54,7 @@ class DirectKind(PipelineKind):
     name = "direct"
     does = "unsorted"
 
-    def refuse(self, asked: Asked) -> str | None:
+    def refuse(self, asked: PipelineQuery) -> str | None:
         """Refuse devices, dispatchers, kernels and routings that need the rows in order."""
         device, rule = asked.problem.device.kind, asked.problem.spec.routing
         if device != "cuda":
@@ -67,17 +67,17 @@ class DirectKind(PipelineKind):
             return f"{asked.kernel.name} with top-{rule.top_k} runs no number of tokens faster unsorted"
         return None
 
-    def most(self, tiling: Tiling, top_k: int) -> int | None:
+    def max_tokens(self, tiling: Tiling, top_k: int) -> int | None:
         """Return what the kernel says."""
         return tiling.unsorted_tokens(top_k)
 
-    def regions(self, asked: Asked) -> Regions:
+    def regions(self, asked: PipelineQuery) -> Regions:
         """Return those of the experts' kernel, and of the sum where it is not written to the caller's tensor."""
         spec, tokens = asked.problem.spec, asked.problem.limits.max_tokens
         inside = spec.latent_size is not None
         own = weighted_sum_regions(tokens, spec.expert_hidden_size, torch.float32) if inside else {}
-        return own | under("experts", asked.kernel.regions(asked.experts))
+        return own | with_prefix("experts", asked.kernel.regions(asked.experts))
 
-    def build(self, parts: Parts) -> Direct:
+    def build(self, parts: PipelineParts) -> Direct:
         """Return the pipeline."""
         return Direct(parts=parts)

@@ -17,16 +17,16 @@ from ..errors import InputError
 from ..experts.triton.grouped import bounds_of, kind_of
 from ..experts.triton.packed import PackedExperts
 from ..formats.unquantised import DTYPES
-from ..kernels.numbers import E2M1_E4M3, E2M1_E8M0, E4M3_E4M3
+from ..kernels.enums import E2M1_E4M3, E2M1_E8M0, E4M3_E4M3
 from ..ops.buffers import sizes, taken
 from ..ops.permute import tile_count
 from ..ops.quantize import AS_IS, REORDERED, activation_format
 from ..ops.weighted_sum import weighted_sum_regions
-from ..parallel.peers import unasked
+from ..parallel.peers import prefetch_all
 from ..parallel.symm_mem import SymmMem
-from ..runtime.launch import dense_rows, launch, power_at_least
-from ..runtime.memory import OwnMemory, take
-from ..runtime.ranges import step
+from ..runtime.launch import launch, power_at_least, row_contiguous
+from ..runtime.memory import FreshMemory, alloc
+from ..runtime.profiler_ranges import step
 from ..types import format_names
 
 if TYPE_CHECKING:
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from ..experts.triton.layout import Layout
     from ..ops.buffers import Buffers
     from ..ops.quantize import ActivationFormat
-    from ..parallel.peers import Peers
+    from ..parallel.peers import PeerBuffers
     from ..problem import Problem
     from ..runtime.memory import Memory, Regions
     from ..types import Routing
-    from .base import Asked, Parts
+    from .base import PipelineParts, PipelineQuery
 
 __all__ = ["COMBINE", "MOST_TOKENS", "PUBLISH", "PULL", "Mega", "MegaKind"]
 
@@ -139,13 +139,13 @@ class _Shape(NamedTuple):
 class Mega:
     """One launch a pass, beside that of the shared expert, which comes before it."""
 
-    parts: Parts
+    parts: PipelineParts
 
     def __post_init__(self) -> None:
         if self.parts.after_expert is not None:
             raise InputError(
                 "pipeline mega: found after_expert, which sees rows between two steps; in one kernel there is "
-                "nothing between, take Choice(pipeline='split')"
+                "nothing between, take Overrides(pipeline='split')"
             )
 
     def __call__(
@@ -161,9 +161,9 @@ class Mega:
         """Return what ``Pipeline`` says."""
         added = shared() if shared else None
         if out is None:
-            out = take(memory, "sum", tuple(x.shape), dtype, x.device)
+            out = alloc(memory, "sum", tuple(x.shape), dtype, x.device)
         with step("mega", x.device):
-            self.run(x, routing, memory or OwnMemory(x.device), out, added)
+            self.run(x, routing, memory or FreshMemory(x.device), out, added)
         return out
 
     def run(
@@ -182,16 +182,16 @@ class Mega:
         before the next one.
         """
         experts, reach = self._experts, self._reach
-        ids, weights = dense_rows(routing.topk_ids), dense_rows(routing.topk_weights)
+        ids, weights = row_contiguous(routing.topk_ids), row_contiguous(routing.topk_weights)
         peers = reach.peers_of(memory, ids.shape[0], x.device)
         if not peers.bound:
             return
         shape, on_gpu = self._shape(peers.bound, ids.shape[1]), x.is_cuda
         block_t, block_n = self._block_t(shape), self._block_n(shape)
         cut = CUTS[self.weight, block_t, block_n]
-        _, rows_dtype = experts.storing(x.dtype)
+        _, rows_dtype = experts.output_spec(x.dtype)
         own = taken(memory, shape.buffers(block_t, rows_dtype), x.device)
-        x, added = dense_rows(x), out if shared is None else dense_rows(shared)
+        x, added = row_contiguous(x), out if shared is None else row_contiguous(shared)
         words = (own["sent/codes"].view(torch.int32), own["x"].view(torch.int32))
         up, down, act, table = experts.gate_up, experts.down, experts.activation, reach.map
         programs = cut.programs * experts.machine.sms if on_gpu else 1
@@ -221,12 +221,12 @@ class Mega:
     def variants(self, tokens: int) -> frozenset[Hashable]:
         """Return the rows of a unit, the weight rows of a piece, and whether tokens are pulled without asking."""
         shape = self._shape(tokens, self.parts.top_k)
-        asked = unasked(shape.world, shape.top_k, tokens)
+        asked = prefetch_all(shape.world, shape.top_k, tokens)
         return frozenset({("mega", self._block_t(shape), self._block_n(shape), asked)})
 
     @property
     def weight(self) -> int:
-        """What the weights are, a number of ``kernels/numbers.py``."""
+        """What the weights are, a number of ``kernels/enums.py``."""
         return self._experts.gate_up.layout.weight
 
     @property
@@ -261,7 +261,7 @@ class Mega:
         wide = hit * _bands(self._experts.gate_up.layout, 128)
         return 128 if wide >= WIDE * self._experts.machine.sms else 64
 
-    def _constants(self, shape: _Shape, blocks: tuple[int, int, _Cut], peers: Peers) -> dict[str, Any]:
+    def _constants(self, shape: _Shape, blocks: tuple[int, int, _Cut], peers: PeerBuffers) -> dict[str, Any]:
         block_t, block_n, cut = blocks
         experts = self._experts
         form, up, down, act = experts.activations, experts.gate_up, experts.down, experts.activation
@@ -283,7 +283,7 @@ class Mega:
             "WARPS": WARPS, "BLOCK_N": block_n, "BLOCK_T": block_t, "BLOCK": block_k,
             "UP_DEPTH": gcd(cut.depth, up.layout.k_blocks), "DOWN_DEPTH": gcd(cut.depth, down.layout.k_blocks),
             "STAGES": cut.stages,
-            "ALL": unasked(peers.world, shape.top_k, peers.bound),
+            "ALL": prefetch_all(peers.world, shape.top_k, peers.bound),
             "PLACED": 16 if shape.width % 16 == 0 else 1, "BLOCK_C": block_c, "EVEN": shape.width % 16 == 0,
             "FULL": shape.width % block_c == 0,
         }  # fmt: skip
@@ -310,7 +310,7 @@ def _shape_of(form: ActivationFormat, order: int, counts: tuple[int, int, int, i
     return _Shape(*counts, *wide(hidden), inner, *wide(inner), hidden)
 
 
-def _words(asked: Asked) -> bool:
+def _words(asked: PipelineQuery) -> bool:
     return asked.problem.spec.weight_format in ("mxfp4", "nvfp4")
 
 
@@ -320,17 +320,18 @@ def _slower(problem: Problem) -> str | None:
     spec, world = problem.spec, problem.world_size
     found = FASTER.get((spec.weight_format, world >= 4))
     if found is None:
-        return f"measured too little with {spec.weight_format} weights; Choice(pipeline='mega') takes it"
+        return f"measured too little with {spec.weight_format} weights; Overrides(pipeline='mega') takes it"
     least, most, rows = found
     most = min(most, rows * spec.num_experts // (spec.routing.top_k * world))
     if width < least or tokens > most:
         return (
             f"measured to be faster only for tokens from {least} wide and up to {most} of them on each of {world} "
-            f"ranks with {spec.weight_format} weights; found {width} and {tokens}; Choice(pipeline='mega') takes it"
+            f"ranks with {spec.weight_format} weights; found {width} and {tokens}; Overrides(pipeline='mega') takes it"
         )
     if placed is not None and placed.spare:
         return (
-            f"found {placed.spare} spare slots; experts cannot move beside its kernel; Choice(pipeline='mega') takes it"
+            f"found {placed.spare} spare slots, so experts may move, which its kernel does not expect; "
+            "Overrides(pipeline='mega') takes it"
         )
     return None
 
@@ -341,7 +342,7 @@ class MegaKind:
     name = "mega"
     does = "one kernel over all ranks"
 
-    def refuse(self, asked: Asked) -> str | None:
+    def refuse(self, asked: PipelineQuery) -> str | None:
         """Refuse other dispatchers, formats and GPUs, what its kernel lacks, and who did not ask."""
         problem, device = asked.problem, asked.problem.device
         rule, formats = problem.spec.routing, (problem.spec.weight_format, problem.activation_format)
@@ -369,7 +370,7 @@ class MegaKind:
             return f"asked for {problem.limits.max_tokens:,} tokens of a rank; it has lists for {MOST_TOKENS:,}"
         return None if asked.pipeline == self.name else _slower(problem)
 
-    def most(self, tiling: Tiling, top_k: int) -> int | None:
+    def max_tokens(self, tiling: Tiling, top_k: int) -> int | None:
         """Return None: ranks that bring different numbers of tokens run the same kernel."""
         return None
 
@@ -377,7 +378,7 @@ class MegaKind:
         """Return nothing: units are chosen for the rank that brings the most tokens."""
         return ""
 
-    def regions(self, asked: Asked) -> Regions:
+    def regions(self, asked: PipelineQuery) -> Regions:
         """Return those of a pass of ``max_tokens`` tokens on every rank."""
         problem, spec = asked.problem, asked.problem.spec
         placed, tokens = problem.placement, problem.limits.max_tokens
@@ -391,6 +392,6 @@ class MegaKind:
         own = weighted_sum_regions(tokens, spec.expert_hidden_size, torch.float32) if inside else {}
         return own | sizes(shape.buffers(16, dtype))
 
-    def build(self, parts: Parts) -> Mega:
+    def build(self, parts: PipelineParts) -> Mega:
         """Return the pipeline. Raises InputError for ``after_expert``."""
         return Mega(parts=parts)

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..parallel import Reaching
-from ..runtime.memory import Memory, Regions, part, under
-from ..runtime.ranges import step
+from ..parallel import SymmetricDispatcher
+from ..runtime.memory import Memory, Regions, part, with_prefix
+from ..runtime.profiler_ranges import step
 from ..types import Routing
-from .base import Asked, Parts, PipelineKind
+from .base import PipelineKind, PipelineParts, PipelineQuery
 
 __all__ = ["Split", "SplitKind"]
 
@@ -19,13 +19,13 @@ __all__ = ["Split", "SplitKind"]
 class Split:
     """The router weight is applied in ``combine`` (or on the input) and nowhere else."""
 
-    parts: Parts
-    _reaching: Reaching | None = field(init=False, compare=False, repr=False)
+    parts: PipelineParts
+    _reaching: SymmetricDispatcher | None = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         # Asked once: it takes some 40 microseconds.
         found = self.parts.dispatcher
-        object.__setattr__(self, "_reaching", found if isinstance(found, Reaching) else None)
+        object.__setattr__(self, "_reaching", found if isinstance(found, SymmetricDispatcher) else None)
 
     def __call__(
         self,
@@ -41,12 +41,12 @@ class Split:
         parts, dispatcher, reaching, added = self.parts, self.parts.dispatcher, self._reaching, None
         if reaching is not None:
             with step("dispatch: send", x.device):
-                posted = reaching.send(x, routing, memory, codes=parts.experts.arriving)
+                posted = reaching.send(x, routing, memory, codes=parts.experts.input_codes)
             # Beside the tokens on their way, and beside ranks that are late.
             added = shared() if shared else None
             # A user's function sees the rows before they go back.
-            storing = parts.experts.storing(x.dtype) if parts.after_expert is None else None
-            block_t = self._block_t(reaching.likely(posted), x)
+            storing = parts.experts.output_spec(x.dtype) if parts.after_expert is None else None
+            block_t = self._block_t(reaching.expected_rows(posted), x)
             with step("dispatch: receive", x.device):
                 batch, handle = reaching.receive(posted, memory, block_t=block_t, storing=storing)
         else:
@@ -79,11 +79,11 @@ class SplitKind(PipelineKind):
     name = "split"
     does = "sorted by expert"
 
-    def regions(self, asked: Asked) -> Regions:
+    def regions(self, asked: PipelineQuery) -> Regions:
         """Return those of the dispatcher and of the experts' kernel."""
         own = asked.dispatcher.regions(asked.problem, lists=bool(asked.tiling.block_t(1)))
-        return own | under("experts", asked.kernel.regions(asked.experts))
+        return own | with_prefix("experts", asked.kernel.regions(asked.experts))
 
-    def build(self, parts: Parts) -> Split:
+    def build(self, parts: PipelineParts) -> Split:
         """Return the pipeline."""
         return Split(parts=parts)

@@ -22,9 +22,19 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "STREAM", "Step", "compile_options", "dense_rows", "launch", "noted", "on_device", "overlaps", "power_at_least",
-    "recorded", "usual_rows", "watched",
-]  # fmt: skip
+    "STREAM",
+    "Step",
+    "align_rows",
+    "compile_options",
+    "launch",
+    "noted",
+    "on_device",
+    "overlaps",
+    "power_at_least",
+    "recorded",
+    "row_contiguous",
+    "watched",
+]
 
 STREAM = 3  # position of the stream in ``Step.head``
 _TESTED = ("3.6.", "3.9.")  # releases of Triton with which the kernels were run on a GPU
@@ -84,19 +94,19 @@ def power_at_least(count: int, least: int = 1) -> int:
     return max(least, 1 << max(0, count - 1).bit_length())
 
 
-def dense_rows(given: Tensor) -> Tensor:
+def row_contiguous(given: Tensor) -> Tensor:
     """Return ``given [R, C]`` with the elements of a row side by side; rows may be apart."""
     return given if given.stride(1) == 1 else given.contiguous()
 
 
-def usual_rows(given: Tensor) -> Tensor:
+def align_rows(given: Tensor) -> Tensor:
     """Return ``given [R, C]`` where 16 bytes divide the same addresses as in fresh memory, copied if they did not.
 
     Triton compiles a kernel again, for seconds, where 16 does not divide an address or a stride that it otherwise does.
     """
     columns, step = given.shape[1], given.stride(0)
     if given.shape[0] == 1 and given.stride(1) == 1 and step != columns:
-        return usual_rows(given.as_strided((1, columns), (columns, 1)))  # one row has whatever stride its maker left
+        return align_rows(given.as_strided((1, columns), (columns, 1)))  # one row has whatever stride its maker left
     alike = (step % 16 == 0, step == 1) == (columns % 16 == 0, columns == 1)
     if alike and given.stride(1) == 1 and given.data_ptr() % 16 == 0:
         return given

@@ -20,9 +20,25 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "Arena", "Memory", "MemoryMap", "OwnMemory", "Region", "Regions", "Workspace", "Workspaces", "captured",
-    "captures", "current_stream", "largest", "memory_map", "part", "shared_workspaces", "take", "under", "wait_for",
-]  # fmt: skip
+    "Arena",
+    "FreshMemory",
+    "Memory",
+    "MemoryMap",
+    "Region",
+    "Regions",
+    "Workspace",
+    "Workspaces",
+    "alloc",
+    "current_stream",
+    "elementwise_max",
+    "is_capturing",
+    "is_stream_capturing",
+    "memory_map",
+    "part",
+    "shared_workspaces",
+    "wait_for",
+    "with_prefix",
+]
 
 ALIGN = 256  # bytes that divide the place of every region
 _KEPT = 4096  # buffers of one arena, or of one part of it, remembered
@@ -41,7 +57,7 @@ class Region(NamedTuple):
 class Memory(Protocol):
     """What a pass takes its buffers from; a buffer is the pass's own until the pass ends."""
 
-    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def alloc(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return the uninitialised contiguous buffer ``name``; a pass takes a name once."""
         ...
 
@@ -50,9 +66,9 @@ class Memory(Protocol):
         ...
 
 
-def take(memory: Memory | None, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def alloc(memory: Memory | None, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the buffer ``name`` of ``memory``, or fresh memory of ``device`` where no pass gives any."""
-    return torch.empty(shape, dtype=dtype, device=device) if memory is None else memory.take(name, shape, dtype)
+    return torch.empty(shape, dtype=dtype, device=device) if memory is None else memory.alloc(name, shape, dtype)
 
 
 def part(memory: Memory | None, name: str) -> Memory | None:
@@ -60,12 +76,12 @@ def part(memory: Memory | None, name: str) -> Memory | None:
     return None if memory is None else memory.part(name)
 
 
-def under(name: str, regions: Mapping[str, int]) -> Regions:
+def with_prefix(name: str, regions: Mapping[str, int]) -> Regions:
     """Return the regions of the part ``name`` of a pass."""
     return {f"{name}/{own}": size for own, size in regions.items()}
 
 
-def largest(*alternatives: Mapping[str, int]) -> Regions:
+def elementwise_max(*alternatives: Mapping[str, int]) -> Regions:
     """Return what holds any one of the ``alternatives``: of each region the largest."""
     names = dict.fromkeys(name for regions in alternatives for name in regions)
     return {name: max(regions.get(name, 0) for regions in alternatives) for name in names}
@@ -79,10 +95,10 @@ class MemoryMap:
 
     def __init__(self, regions: tuple[Region, ...]) -> None:
         self.regions = regions
-        self.places: dict[str, tuple[int, int]] = {}
+        self.offsets: dict[str, tuple[int, int]] = {}
         start = 0
         for region in regions:
-            self.places[region.name] = start, region.nbytes
+            self.offsets[region.name] = start, region.nbytes
             start += -(-region.nbytes // ALIGN) * ALIGN
         self.nbytes = start
 
@@ -92,7 +108,7 @@ class MemoryMap:
 
     def find(self, name: str, nbytes: int) -> int:
         """Return the first byte of ``name``; a region that is missing or too small is a fault of the plan."""
-        start, size = self.places.get(name, (0, -1))
+        start, size = self.offsets.get(name, (0, -1))
         if nbytes > size:
             raise AssertionError(
                 f"a pass takes {nbytes:,} bytes as {name!r}, the plan has {max(size, 0):,}: the stage that takes them "
@@ -112,18 +128,18 @@ class Arena:
 
     def __init__(self, block: Tensor, places: MemoryMap, prefix: str = "") -> None:
         self.block = block
-        self.places = places
+        self.map = places
         self._prefix = prefix
         self._found: dict[tuple[str, tuple[int, ...], torch.dtype], Tensor] = {}
         self._parts: dict[str, Arena] = {}
 
-    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def alloc(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return the region ``name`` of the block as a tensor."""
         key = (name, shape, dtype)
         found = self._found.get(key)
         if found is None:
             size = prod(shape) * dtype.itemsize
-            start = self.places.find(self._prefix + name, size)
+            start = self.map.find(self._prefix + name, size)
             if len(self._found) >= _KEPT:
                 self._found.clear()
             # An inference tensor could not be written outside inference mode.
@@ -135,11 +151,11 @@ class Arena:
         """Return the memory of a part of the pass."""
         found = self._parts.get(name)
         if found is None:
-            found = self._parts[name] = Arena(self.block, self.places, f"{self._prefix}{name}/")
+            found = self._parts[name] = Arena(self.block, self.map, f"{self._prefix}{name}/")
         return found
 
 
-class OwnMemory:
+class FreshMemory:
     """Fresh memory for every buffer of a pass, none of it twice, which lives as long as this object.
 
     For passes that a CUDA graph captures: torch takes the memory from the graph's own pool, so a graph shares no buffer
@@ -150,7 +166,7 @@ class OwnMemory:
         self.device = device
         self._taken: list[Tensor] = []
 
-    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def alloc(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return fresh memory."""
         self._taken.append(torch.empty(shape, dtype=dtype, device=self.device))
         return self._taken[-1]
@@ -183,11 +199,11 @@ class Workspace:
     def memory(self, places: MemoryMap) -> Arena:
         """Return the block as the memory of passes whose regions are at ``places``."""
         found = self._arenas.get(id(places))
-        if found is None or found.places is not places:
+        if found is None or found.map is not places:
             found = self._arenas[id(places)] = Arena(self.block, places)
         return found
 
-    def follow(self, stream: int) -> None:
+    def wait_on(self, stream: int) -> None:
         """Let ``stream``, which is current, wait for the stream of the last pass."""
         if stream != self.stream:
             wait_for(self.stream, self.device)
@@ -222,9 +238,9 @@ class Workspaces:
             self._size = max(self._size, size)
             ready = any(space.nbytes >= self._size for space in self._free)
         if not ready:
-            self.give(self._made())
+            self.release(self._made())
 
-    def take(self) -> Workspace:
+    def acquire(self) -> Workspace:
         """Return a workspace for one pass on the current stream, which waits for another stream that used it last.
 
         Workspaces that were last used on this stream come first, so threads with a stream each do not wait.
@@ -240,17 +256,17 @@ class Workspaces:
             return self._made()
         if space.nbytes < self._size:
             self._retired.append(space)
-            return self.take()
+            return self.acquire()
         if space.stream != stream:
-            if captures(self.device, space.stream):
+            if is_stream_capturing(self.device, space.stream):
                 # Another thread captures on that stream, and waiting for it would become a part of its graph.
                 made = self._made()
                 self._free.insert(0, space)
                 return made
-            space.follow(stream)
+            space.wait_on(stream)
         return space
 
-    def give(self, space: Workspace) -> None:
+    def release(self, space: Workspace) -> None:
         """Take back what ``take`` returned, once everything that uses it is on its stream."""
         self._free.append(space)
 
@@ -278,12 +294,12 @@ def wait_for(stream: int, device: torch.device) -> None:
     torch.cuda.current_stream(device).wait_stream(last)
 
 
-def captured(device: torch.device) -> bool:
+def is_capturing(device: torch.device) -> bool:
     """Return whether a CUDA graph captures what the current stream of ``device`` is given."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def captures(device: torch.device, stream: int) -> bool:
+def is_stream_capturing(device: torch.device, stream: int) -> bool:
     """Return whether a CUDA graph captures ``stream`` (as CUDA names it) of ``device``, in whatever thread."""
     if device.type != "cuda" or not stream:
         return False

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from ..errors import PlanError
-from .cached import cache_folder, write_whole
 from .launch import Step, noted
+from .user_cache import cache_folder, write_atomic
 
 __all__ = ["Boxes", "CudaKernel", "compiled", "nvrtc_found", "start"]
 
@@ -161,7 +161,7 @@ def _kept(text: str, name: str, constants: Mapping[str, int]) -> bytes:
             return held[32:]
     code, _ = compiled(text, name, constants)
     with suppress(OSError):
-        write_whole(path, hashlib.sha256(code).digest() + code)
+        write_atomic(path, hashlib.sha256(code).digest() + code)
     return code
 
 
@@ -188,7 +188,7 @@ def _tensor_map(rows: Boxes, address: int | None) -> Any:
 
 def _done(code: int, what: str) -> None:
     if code:
-        raise PlanError(f"{what}: CUDA's error {code}; Choice(kernel='reference') runs without kernels")
+        raise PlanError(f"{what}: CUDA's error {code}; Overrides(kernel='reference') runs without kernels")
 
 
 @cache

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
-from .compiled import announce
+from .custom_op import announce
 from .pickling import WithTensors
 
-__all__ = ["PackedModule", "check_given", "held_bytes", "refuse_backward", "refuse_gradient"]
+__all__ = ["PackedModule", "check_tensors", "refuse_backward", "refuse_gradient", "stored_bytes"]
 
 _NO_STATE = (
     "a packed layer has no state_dict: its weights are laid out for one kernel. Keep the checkpoint it was loaded from "
@@ -101,7 +101,7 @@ class PackedModule(nn.Module):
         raise InputError(f"load_state_dict: {_NO_STATE}")
 
 
-def check_given(device: torch.device, **given: object) -> None:
+def check_tensors(device: torch.device, **given: object) -> None:
     """Refuse what is no tensor, lies elsewhere than the packed weights, or asks for a gradient; raises InputError."""
     for name, tensor in given.items():
         if not isinstance(tensor, Tensor) or tensor.device != device:
@@ -151,7 +151,7 @@ def refuse_gradient(**given: Tensor | None) -> None:
             )
 
 
-def held_bytes(*owners: object) -> int:
+def stored_bytes(*owners: object) -> int:
     """Return the bytes of the memory behind all tensors of ``owners``; what several tensors share counts once."""
     blocks = (tensor.untyped_storage() for tensor in _tensors_of(owners))
     return sum({block.data_ptr(): block.nbytes() for block in blocks}.values())

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .launch import STREAM, Step, recorded, watched
-from .ranges import shown
+from .profiler_ranges import shown
 
 __all__ = ["Replay"]
 
@@ -84,7 +84,7 @@ class _Launch(NamedTuple):
     kept: tuple[Tensor, ...]  # alive as long as their addresses
 
 
-class _Witness(TorchDispatchMode):
+class _StorageTracker(TorchDispatchMode):
     """Sees whether torch did anything but name memory that is there already."""
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ def _storage(tensor: Tensor) -> int:
 
 def _record(compute: Callable[..., None], inputs: tuple[Tensor | None, ...]) -> tuple[_Launch, ...]:
     """Do ``compute(*inputs)`` and return its launches, none where they are not all there is to it."""
-    with recorded() as steps, _Witness() as witness:
+    with recorded() as steps, _StorageTracker() as witness:
         compute(*inputs)
     launches = [None if step is None else _open(step, inputs) for step in steps]
     found = tuple([launch for launch in launches if launch is not None])

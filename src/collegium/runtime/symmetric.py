@@ -30,7 +30,7 @@ class SymmetricArena(Arena):
 
     def peer(self, rank: int, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return the region ``name`` of ``rank``; whoever reads it waits for a barrier after it was written."""
-        return self._others[rank].take(name, shape, dtype)
+        return self._others[rank].alloc(name, shape, dtype)
 
 
 class SymmetricWorkspace:

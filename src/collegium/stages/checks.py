@@ -8,7 +8,7 @@ from ..formats.payload import Payload
 from ..formats.unquantised import FLOAT_FORMATS
 from ..ops.quantize import formats_within
 from ..problem import ExpertsProblem, Problem
-from ..runtime.packed_module import check_given
+from ..runtime.packed_module import check_tensors
 from ..types import ExpertWeights, LatentWeights, MoESpec, RouterWeights, Routing, SharedWeights
 
 __all__ = ["check_extras", "check_input", "check_rows", "check_weights", "check_whole", "output_for"]
@@ -41,7 +41,7 @@ def check_weights(weights: ExpertWeights[Payload], problem: ExpertsProblem) -> N
 
 def check_input(x: Tensor, routing: object, problem: Problem, device: torch.device) -> None:
     """Compare shape and dtype of x with the plan, and do ``check_given`` for x and a routing; raises InputError."""
-    check_given(device, x=x)
+    check_tensors(device, x=x)
     width, wanted = problem.spec.hidden_size, problem.dtype
     if x.shape[-1:] != (width,):
         raise InputError(f"forward: x has shape {tuple(x.shape)}; its last dimension must be hidden_size={width}")
@@ -55,14 +55,14 @@ def check_input(x: Tensor, routing: object, problem: Problem, device: torch.devi
             "collegium.Routing(topk_ids=..., topk_weights=...)"
         )
     if routing is not None:
-        check_given(device, topk_ids=routing.topk_ids, topk_weights=routing.topk_weights)
+        check_tensors(device, topk_ids=routing.topk_ids, topk_weights=routing.topk_weights)
 
 
 def output_for(x: Tensor, out: Tensor | None) -> Tensor:
     """Return ``out``, or fresh memory like x where it is None; raises InputError for one that is not like x."""
     if out is None:
         return torch.empty_like(x, memory_format=torch.contiguous_format)
-    check_given(x.device, out=out)
+    check_tensors(x.device, out=out)
     if out.shape != x.shape or out.dtype != x.dtype or not out.is_contiguous():
         raise InputError(f"forward: out is {tuple(out.shape)} {out.dtype}, needed: contiguous, like x")
     return out

@@ -12,14 +12,14 @@ from ..errors import InputError
 from ..ops.linear import linear
 from ..ops.rms_norm import rms_norm
 from ..ops.route import given_routing, route, route_custom
-from ..runtime.memory import Memory, part, take
+from ..runtime.memory import Memory, alloc, part
 from ..types import MoESpec, RouterWeights, Routing
 from .checks import check_rows
 
-__all__ = ["Choose", "Router", "in_float32", "in_full"]
+__all__ = ["Choose", "Router", "autocast_disabled", "in_float32"]
 
 
-def in_full(device: torch.device) -> AbstractContextManager[object]:
+def autocast_disabled(device: torch.device) -> AbstractContextManager[object]:
     """Return a context without autocast: router and latent projections are computed in the dtypes they have."""
     return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
 
@@ -60,7 +60,7 @@ class Router:
         if eps is not None:
             seen = rms_norm(seen, None, eps, memory=memory)
         shape = (seen.shape[0], self.spec.num_experts)
-        out = take(memory, "out", shape, dtype, seen.device) if self.spec.routing.round_logits else None
+        out = alloc(memory, "out", shape, dtype, seen.device) if self.spec.routing.round_logits else None
         return linear(seen, own.weight, own.bias, out=out, memory=memory)
 
     def __call__(

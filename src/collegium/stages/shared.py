@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..experts import ExpertKernel, Packed
+from ..experts import ExpertKernel, PackedWeights
 from ..formats.payload import Payload
 from ..ops.linear import gated
 from ..ops.quantize import activation_format
@@ -23,7 +23,7 @@ from ..sharing import forced_in_vain
 from ..types import ContiguousBatch, ExpertWeights, SharedWeights
 from .checks import check_weights
 
-__all__ = ["SharedExpert", "check_kept", "pack_shared", "settled"]
+__all__ = ["SharedExpert", "check_shared_unchanged", "pack_shared", "resolve_shared"]
 
 P = TypeVar("P", bound=Payload)
 
@@ -36,7 +36,7 @@ class SharedExpert:
     (0, T). gate: ``[1, D]`` float32 or None.
     """
 
-    experts: Packed
+    experts: PackedWeights
     rows: Tensor
     bounds: Tensor
     gate: Tensor | None
@@ -67,7 +67,7 @@ def pack_shared(shared: SharedWeights[Payload], problem: Problem, kernel: Expert
     )
 
 
-def settled(
+def resolve_shared(
     made: Plan, weights: ExpertWeights[Payload], shared: SharedWeights[Payload], after_expert: object
 ) -> tuple[Plan, ExpertWeights[Payload], SharedWeights[Payload] | None]:
     """Return the plan for the shared expert as it is stored, what is packed as routed experts, and what is apart.
@@ -79,7 +79,7 @@ def settled(
     wanted = made.problem.shared() if spec.shared is not None else None
     if wanted is not None and spec.shared is not None and wanted.formats != replace(wanted, **found).formats:
         spec = replace(spec, shared=replace(spec.shared, **found))
-        made = plan(replace(made.problem, spec=spec), made.force)
+        made = plan(replace(made.problem, spec=spec), made.overrides)
     check_weights(shared.experts, made.problem.shared())
     if not made.merged:
         return made, weights, shared
@@ -95,12 +95,12 @@ def settled(
         raise forced_in_vain("merged", str(error)) from error
 
 
-def check_kept(before: Plan, made: Plan) -> None:
+def check_shared_unchanged(before: Plan, made: Plan) -> None:
     """Raise InputError where the shared expert packed for the plan ``before`` cannot stay as it is in ``made``."""
     if before.merged or made.merged:
         raise InputError(
             f"swap: the shared expert is merged, as {before.merged} of the routed experts, and was to be "
-            f"{made.merged} of the new ones; that is done when a layer is built. Load it with Choice(shared='beside')"
+            f"{made.merged} of the new ones; which happens when a layer is built. Load with Overrides(shared='beside')"
         )
     if before.problem.spec.shared is None:
         return

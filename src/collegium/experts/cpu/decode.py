@@ -22,7 +22,7 @@ from ...errors import SpecError
 from ...formats import Bf16, Fp8Block, Fp8Channel, Fp8Tensor, Fp16, Fp32, Int4Affine, Int4Group, MxFp4, MxFp8, NvFp4
 from ...formats.codecs import E2M1_VALUES, pack_nibbles, relative_e8m0, scale_groups_, unpack_nibbles
 from ...formats.payload import Payload
-from ..base import with_each
+from ..base import map_tensors
 from .stored import by_row, flat, refuse_faults
 
 __all__ = ["CPU_FORMATS", "CodeMatrix", "PlainMatrix", "Scratch", "pack_matrix"]
@@ -90,7 +90,7 @@ class PlainMatrix:
 
     def each(self, change: Callable[[Tensor], Tensor]) -> PlainMatrix:
         """Return the matrix with ``change(tensor)`` for each tensor that has a row for each expert."""
-        return with_each(self, change, "values")
+        return map_tensors(self, change, "values")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,7 +159,7 @@ class CodeMatrix:
 
     def each(self, change: Callable[[Tensor], Tensor]) -> CodeMatrix:
         """Return the matrix with ``change(tensor)`` for each tensor but the table that all share."""
-        return with_each(self, change, "codes", "scales", "zeros", "row_scale")
+        return map_tensors(self, change, "codes", "scales", "zeros", "row_scale")
 
     def _decode(self, expert: int, span: slice, dtype: torch.dtype, where: tuple[Tensor, Scratch]) -> Tensor:
         codes = self.codes[expert, span]

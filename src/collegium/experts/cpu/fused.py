@@ -27,7 +27,7 @@ from ...formats.unquantised import DTYPES
 from ...problem import ExpertsProblem
 from ...runtime.memory import Memory, Regions
 from ...types import ActivationSpec, ContiguousBatch, ExpertWeights
-from ..base import ExpertKernel, Packed, refuse_codes, with_each
+from ..base import ExpertKernel, PackedWeights, map_tensors, refuse_codes
 from .decode import PlainMatrix
 from .grouped import cut_rows, fast_activate, starts_of, tokens_of
 from .panels import COLUMNS, TASK, TENSORS, FusedMatrix, lacking, scratch_bytes, turned
@@ -42,7 +42,7 @@ _FLOATS = {"values": torch.zeros(16, device="cpu"), "bits": 8, "floats": True}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FusedExperts(Packed):
+class FusedExperts(PackedWeights):
     """Both matrices as the kernel reads them, gate and up apart where their columns or tables differ.
 
     The memory of a batch is torch's own.
@@ -66,8 +66,8 @@ class FusedExperts(Packed):
                 rows[own] = self.down.multiply(hidden, *where)[:, : self.down.rows]
         return rows
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> FusedExperts:
-        *gate_up, down = (with_each(matrix, change, *TENSORS) for matrix in (*self.gate_up, self.down))
+    def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> FusedExperts:
+        *gate_up, down = (map_tensors(matrix, change, *TENSORS) for matrix in (*self.gate_up, self.down))
         return FusedExperts(gate_up=tuple(gate_up), down=down, activation=self.activation)
 
 

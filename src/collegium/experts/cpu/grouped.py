@@ -30,7 +30,7 @@ from ...ops.activation import activate
 from ...problem import ExpertsProblem
 from ...runtime.memory import Memory, Regions
 from ...types import ActivationSpec, ContiguousBatch, ExpertWeights
-from ..base import ExpertKernel, Packed, refuse_codes, with_each
+from ..base import ExpertKernel, PackedWeights, map_tensors, refuse_codes
 from .decode import CPU_FORMATS, CodeMatrix, PlainMatrix, Scratch, pack_matrix
 from .panels import FusedMatrix, lacking, scratch_bytes, turned
 
@@ -48,7 +48,7 @@ _CHUNK_ROWS = 512  # rows whose intermediate values are kept at once, unless one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CpuExperts(Packed):
+class CpuExperts(PackedWeights):
     """Both matrices as the CPU decodes them; the memory of a batch is torch's own.
 
     turns: machine code may multiply BF16 weights where they lie.
@@ -94,9 +94,9 @@ class CpuExperts(Packed):
         first, second = (turned(*own) for own in both)
         return None if first is None or second is None else (first, second)
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> CpuExperts:
+    def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> CpuExperts:
         made = replace(self, gate_up=self.gate_up.each(change), down=self.down.each(change))
-        return with_each(made, change, "gate_up_bias", "down_bias")
+        return map_tensors(made, change, "gate_up_bias", "down_bias")
 
 
 class CpuGrouped(ExpertKernel):

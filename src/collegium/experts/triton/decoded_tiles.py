@@ -6,7 +6,7 @@ from dataclasses import replace
 from ...runtime.machine import Machine
 from .tile_choice import TileChoice, TileProblem, starts_early
 
-__all__ = ["decoded_candidates", "decoded_score", "once_from"]
+__all__ = ["decoded_candidates", "decoded_score", "dequantize_threshold"]
 
 # Tiles of 128 weight rows on Hopper by their most tokens: how many times longer than ``_step`` says without it, warps,
 # and registers of a thread where the compiler would take so many that a program less fits. H200, 2026-11-24.
@@ -88,7 +88,7 @@ def decoded_score(problem: TileProblem, tile: TileChoice, machine: Machine) -> f
     return max(memory, work) + 0.25 * min(memory, work)
 
 
-def once_from(problem: TileProblem, machine: Machine) -> float:
+def dequantize_threshold(problem: TileProblem, machine: Machine) -> float:
     """Return the rows of an expert from which on weights are better decoded once, into memory, before the products.
 
     What is written there and read again takes longer where memory is slower, so more rows have to share it.

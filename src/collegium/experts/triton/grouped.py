@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError
-from ...kernels.numbers import FAST_MATH, NO_ACTIVATION
-from ...ops.columns import RowSums
+from ...kernels.enums import FAST_MATH, NO_ACTIVATION
+from ...ops.columns import ZeroPointCorrection
 from ...ops.permute import tile_count
 from ...runtime.launch import launch, power_at_least
-from ...runtime.memory import Memory, take
+from ...runtime.memory import Memory, alloc
 from ...types import ACTIVATION_KINDS, ActivationSpec
 from .layout import Words
 from .matrix import PackedMatrix
@@ -61,9 +61,9 @@ def tile_list(expert_offsets: Tensor, rows: int, tile: TileChoice, memory: Memor
     # Imported here: Triton exists for Linux alone, and everything but a launch works without it.
     from ...kernels.tiles import tile_list_kernel
 
-    expert = take(memory, "expert", (count,), torch.int32, device)
-    used = take(memory, "used", (3,), torch.int32, device)
-    row = take(memory, "row", (count,), torch.int64, device)
+    expert = alloc(memory, "expert", (count,), torch.int32, device)
+    used = alloc(memory, "used", (3,), torch.int32, device)
+    row = alloc(memory, "row", (count,), torch.int64, device)
     constants = {"BLOCK_T": tile.block_t, "BLOCK_E": power_at_least(experts, 16), "BLOCK_TILES": _BLOCK_TILES}
     grid = (-(-count // _BLOCK_TILES),)
     launch(tile_list_kernel, grid, (expert_offsets, expert, row, used, experts, count), constants)
@@ -78,7 +78,7 @@ def grouped_gemm(
     out: Tensor,
     *,
     source: Tensor | None = None,
-    x_scale: Tensor | RowSums | None = None,
+    x_scale: Tensor | ZeroPointCorrection | None = None,
     activation: ActivationSpec | None = None,
 ) -> Tensor:
     """Write ``out [R, N]`` and return it: row r of expert e is ``activation(x[source[r]] @ weight[e].T + bias[e])``.
@@ -122,9 +122,9 @@ def grouped_gemm(
     return out
 
 
-def scales_of(x_scale: Tensor | RowSums | None, spare: Tensor) -> tuple[Tensor, Tensor]:
+def scales_of(x_scale: Tensor | ZeroPointCorrection | None, spare: Tensor) -> tuple[Tensor, Tensor]:
     """Return scales of rows and sums of their columns, ``spare`` for what is missing."""
-    if isinstance(x_scale, RowSums):
+    if isinstance(x_scale, ZeroPointCorrection):
         return x_scale
     return (spare if x_scale is None else x_scale), spare
 
@@ -144,7 +144,10 @@ def kind_of(activation: ActivationSpec | None) -> int:
 
 
 def constants_of(
-    packed: PackedMatrix, activation: ActivationSpec | None, x_scale: Tensor | RowSums | None, tiles: TileList
+    packed: PackedMatrix,
+    activation: ActivationSpec | None,
+    x_scale: Tensor | ZeroPointCorrection | None,
+    tiles: TileList,
 ) -> dict[str, Any]:
     """Return the compile-time arguments of every product."""
     layout, scale = packed.layout, scales_of(x_scale, packed.values)[0]
@@ -155,7 +158,7 @@ def constants_of(
     return found | {"GROUP_T": tiles.tile.group_t, "PLACED": tiles.placed(layout.shape[2])}
 
 
-def _check(x: Tensor, packed: PackedMatrix, out: Tensor, x_scale: Tensor | RowSums | None) -> None:
+def _check(x: Tensor, packed: PackedMatrix, out: Tensor, x_scale: Tensor | ZeroPointCorrection | None) -> None:
     layout = packed.layout
     n_out, columns = layout.shape[2], layout.x_columns
     if x.dim() != 2 or x.shape[1] != columns or x.stride(1) != 1:
@@ -165,7 +168,10 @@ def _check(x: Tensor, packed: PackedMatrix, out: Tensor, x_scale: Tensor | RowSu
         )
     if x.dtype != layout.row_dtype:
         raise InputError(f"grouped_gemm: x is {x.dtype}, these weights multiply {layout.row_dtype}; convert x")
-    if (isinstance(x_scale, RowSums), x_scale is not None) != (layout.rescaled, layout.scaled_rows or layout.rescaled):
+    if (isinstance(x_scale, ZeroPointCorrection), x_scale is not None) != (
+        layout.rescaled,
+        layout.scaled_rows or layout.rescaled,
+    ):
         raise InputError(
             "grouped_gemm: E4M3 rows need x_scale, weights that rescale rows what halves_and_sums gives, others neither"
         )

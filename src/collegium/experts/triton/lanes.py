@@ -30,16 +30,26 @@ from ...formats.mxfp4 import MxFp4
 from ...formats.mxfp8 import MxFp8
 from ...formats.nvfp4 import NvFp4
 from ...formats.unquantised import Bf16, Fp16
-from ...kernels import numbers
+from ...kernels import enums
 from .layout import LANES, ROWS, Lanes, Layout, Rows
 from .matrix import PackedMatrix
 
 Integers = Int4Group | Int4Affine | Int8Affine | Int4Ordered | Int8Ordered
 
 __all__ = [
-    "by_word", "column_order", "int4_scales", "pack_bnb4", "pack_fp8_block", "pack_fp8_rows", "pack_gguf",
-    "pack_int", "pack_mx", "pack_nvfp4", "pack_plain", "with_part",
-]  # fmt: skip
+    "add_projection_dim",
+    "by_word",
+    "column_order",
+    "int4_scales",
+    "pack_bnb4",
+    "pack_fp8_block",
+    "pack_fp8_rows",
+    "pack_gguf",
+    "pack_int",
+    "pack_mx",
+    "pack_nvfp4",
+    "pack_plain",
+]
 
 _CHUNK = 1 << 20  # codes re-laid at a time
 _LEAST = 2.0**-80
@@ -137,7 +147,7 @@ def pack_int(payload: Integers, bias: Tensor | None) -> PackedMatrix:
         zeros = None
     if zeros is not None:
         words, dtype = 4 if words > 1 else 1, torch.float32
-    kind = numbers.ZERO_SCALE if zeros is not None else numbers.PAIR_SCALE if words == 2 else numbers.GROUP_SCALE
+    kind = enums.ZERO_SCALE if zeros is not None else enums.PAIR_SCALE if words == 2 else enums.GROUP_SCALE
     layout = replace(LANES[f"int{bits}"].of(payload.shape), scale_kind=kind, words=words, quartered=words > 1)
     experts, parts, n_out, _ = payload.shape
     scale = torch.empty((experts, parts, layout.k_blocks, words, n_out), dtype=dtype, device=payload.codes.device)
@@ -187,7 +197,7 @@ def pack_gguf(payload: Gguf, bias: Tensor | None, *, half: bool = False) -> Pack
     two, stepped, eight = len(kind.halves) == 2, kind.steps is not None, kind.bits > 4
     layout = replace(
         LANES["int8" if eight else "int4"].of(shape),
-        scale_kind=numbers.STEP_SCALE if stepped else numbers.HALF_SCALE,
+        scale_kind=enums.STEP_SCALE if stepped else enums.HALF_SCALE,
         words=2 + two if stepped else 2 + 2 * two,
         block_k=64 if kind.title == "Q6_K" else 128,
         quartered=not (two and stepped),
@@ -302,7 +312,7 @@ def by_word(payload: Integers, scales: Tensor, words: int, dtype: torch.dtype) -
     return stored.unflatten(-1, (blocks, words))
 
 
-def with_part(payload: Any) -> Any:
+def add_projection_dim(payload: Any) -> Any:
     """Return a payload ``[E, N, K]`` as ``[E, 1, N, K]`` without copying."""
     experts, *matrix = payload.shape
     tensors = {name: tensor.unsqueeze(1) for name, tensor in payload.tensors().items()}

@@ -15,7 +15,7 @@ from typing import Self
 
 import torch
 
-from ...kernels import numbers
+from ...kernels import enums
 from ...ops.quantize import AS_IS, PADDED, REORDERED
 from .tile_choice import TileProblem
 
@@ -32,7 +32,7 @@ _SCALED = 128  # decoded numbers of a row that large tiles scale at once
 class Layout:
     """One matrix ``shape``, (E, P, N, K), as a kernel reads it: as published, where a subclass says nothing else.
 
-    weight, scale_kind: the kernel's numbers (``kernels/numbers.py``). code_bits: of a weight without scales. operand:
+    weight, scale_kind: the kernel's numbers (``kernels/enums.py``). code_bits: of a weight without scales. operand:
     dtype of the rows that these weights multiply. stored: dtype of values. half: rows are float16 instead of operand;
     halved: they become it here.
     block_k: columns of a step of the K loop. scale_block: rows that share a scale, where it belongs to a block. words:
@@ -48,7 +48,7 @@ class Layout:
     half: bool = False
     halved: bool = False
     block_k: int = 128
-    scale_kind: int = numbers.NO_SCALE
+    scale_kind: int = enums.NO_SCALE
     scale_block: int = 1
     words: int = 0
     scaled_rows: bool = False
@@ -76,12 +76,12 @@ class Layout:
     @property
     def minima(self) -> bool:
         """Whether scales have minima, which sums of the rows' columns multiply."""
-        return self.words == 3 or (self.scale_kind, self.words) == (numbers.HALF_SCALE, 4)
+        return self.words == 3 or (self.scale_kind, self.words) == (enums.HALF_SCALE, 4)
 
     @property
     def running(self) -> bool:
         """Whether sums are in units of a group's factor: integers."""
-        return self.weight in (numbers.INT4_LANES, numbers.INT8_LANES)
+        return self.weight in (enums.INT4_LANES, enums.INT8_LANES)
 
     @property
     def bits(self) -> float:
@@ -98,11 +98,11 @@ class Layout:
         """What decoding makes of these weights: 16-bit rows, and where scales stay apart factors for each group."""
         half = self.row_dtype == torch.float16
         plain = replace(ROWS["plain"].of(self.shape, half=half), stored=self.row_dtype)
-        if self.scale_kind in (numbers.NO_SCALE, numbers.E8M0_SCALE, numbers.E4M3_SCALE):
+        if self.scale_kind in (enums.NO_SCALE, enums.E8M0_SCALE, enums.E4M3_SCALE):
             return plain
         groups = self.words if self.operands == 2 else 1
         plain = replace(plain, block_k=self.block_k // groups, operands=self.operands)
-        return replace(plain, scale_kind=numbers.GROUP_SCALE, words=1)
+        return replace(plain, scale_kind=enums.GROUP_SCALE, words=1)
 
     @property
     def expanded_sizes(self) -> tuple[int, int]:
@@ -124,7 +124,7 @@ class Layout:
     def expands(self) -> bool:
         """Whether they become 16-bit numbers, decoded before products of large batches, and gain."""
         made = self.expanded
-        return not self.running and (made.scale_kind != numbers.GROUP_SCALE or made.block_k * made.operands == _SCALED)
+        return not self.running and (made.scale_kind != enums.GROUP_SCALE or made.block_k * made.operands == _SCALED)
 
     @property
     def values_shape(self) -> tuple[int, ...]:
@@ -249,47 +249,47 @@ class Words(Layout):
         return 1, self.row_tiles * self.row_tile
 
 
-_BLOCKS = {"scale_kind": numbers.BLOCK_SCALE, "scale_block": 128, "promoted": True}
-_CODES = Rows(weight=numbers.E4M3_E4M3, code_bits=8, operand=_E4M3, stored=_E4M3, scaled_rows=True)
+_BLOCKS = {"scale_kind": enums.BLOCK_SCALE, "scale_block": 128, "promoted": True}
+_CODES = Rows(weight=enums.E4M3_E4M3, code_bits=8, operand=_E4M3, stored=_E4M3, scaled_rows=True)
 # 16-bit weights in the dtype of the rows, and E4M3 codes for E4M3 rows, whose scales belong to rows or to blocks.
 ROWS = {
-    "plain": Rows(weight=numbers.PLAIN, code_bits=16, operand=torch.bfloat16, stored=torch.bfloat16, block_k=64),
+    "plain": Rows(weight=enums.PLAIN, code_bits=16, operand=torch.bfloat16, stored=torch.bfloat16, block_k=64),
     "fp8_rows": _CODES,
     "fp8_block": replace(_CODES, **_BLOCKS),
 }
 
-_E4M3_LANES = Lanes(weight=numbers.E4M3_LANES, code_bits=8)
-_E2M1_LANES = Lanes(weight=numbers.E2M1_LANES, code_bits=4, words=1)
+_E4M3_LANES = Lanes(weight=enums.E4M3_LANES, code_bits=8)
+_E2M1_LANES = Lanes(weight=enums.E2M1_LANES, code_bits=4, words=1)
 # Integers have one float32 scale for a row and K block, or ``words`` of them: one for each quarter, or two bfloat16 in
 # a word (PAIR_SCALE). Blocks of GGUF are integers too.
 LANES = {
     "fp8_rows": _E4M3_LANES,
     "fp8_block": replace(_E4M3_LANES, **_BLOCKS),
-    "mxfp8": replace(_E4M3_LANES, scale_kind=numbers.E8M0_SCALE, words=1),
-    "mxfp4": replace(_E2M1_LANES, scale_kind=numbers.E8M0_SCALE),
-    "nvfp4": replace(_E2M1_LANES, scale_kind=numbers.E4M3_SCALE, block_k=64),
-    "int4": Lanes(weight=numbers.INT4_LANES, code_bits=4, scale_kind=numbers.GROUP_SCALE, words=1),
-    "int8": Lanes(weight=numbers.INT8_LANES, code_bits=8, scale_kind=numbers.GROUP_SCALE, words=1),
+    "mxfp8": replace(_E4M3_LANES, scale_kind=enums.E8M0_SCALE, words=1),
+    "mxfp4": replace(_E2M1_LANES, scale_kind=enums.E8M0_SCALE),
+    "nvfp4": replace(_E2M1_LANES, scale_kind=enums.E4M3_SCALE, block_k=64),
+    "int4": Lanes(weight=enums.INT4_LANES, code_bits=4, scale_kind=enums.GROUP_SCALE, words=1),
+    "int8": Lanes(weight=enums.INT8_LANES, code_bits=8, scale_kind=enums.GROUP_SCALE, words=1),
     "table": Lanes(
-        weight=numbers.TABLE_LANES, code_bits=4, scale_kind=numbers.GROUP_SCALE, words=2, promoted=True, quartered=True,
+        weight=enums.TABLE_LANES, code_bits=4, scale_kind=enums.GROUP_SCALE, words=2, promoted=True, quartered=True,
         operands=2,
     ),
 }  # fmt: skip
 
 _INT4 = Words(
-    weight=numbers.INT4_FLOAT, scale_kind=numbers.GROUP_SCALE, row_scaled=False, promoted=True,
+    weight=enums.INT4_FLOAT, scale_kind=enums.GROUP_SCALE, row_scaled=False, promoted=True,
     scale_dtype=torch.float32,
 )  # fmt: skip
 _INT4_QUARTERS = replace(_INT4, row_order=PADDED, quartered=True)
 # NVFP4: each weight is the sum of two operands. INT4 as in LANES, by words of a row and K block. Pairs: MXFP4 as
 # published, for tensor cores that decode it; scale uint8 ``[E, R, B, 64, 4]``.
 WORDS = {
-    "mxfp4": Words(weight=numbers.E2M1_E8M0),
+    "mxfp4": Words(weight=enums.E2M1_E8M0),
     "mxfp4_pairs": Words(
-        weight=numbers.E2M1_SCALED, scale_dtype=torch.uint8, row_scaled=False, row_order=PADDED
+        weight=enums.E2M1_SCALED, scale_dtype=torch.uint8, row_scaled=False, row_order=PADDED
     ),
-    "nvfp4": Words(weight=numbers.E2M1_E4M3, words=2, operands=2),
+    "nvfp4": Words(weight=enums.E2M1_E4M3, words=2, operands=2),
     "int4_1": _INT4,
-    "int4_2": replace(_INT4_QUARTERS, weight=numbers.INT4_PAIRS, words=2, scale_dtype=torch.int32),
-    "int4_4": replace(_INT4_QUARTERS, weight=numbers.INT4_FLOATS, words=4),
+    "int4_2": replace(_INT4_QUARTERS, weight=enums.INT4_PAIRS, words=2, scale_dtype=torch.int32),
+    "int4_4": replace(_INT4_QUARTERS, weight=enums.INT4_FLOATS, words=4),
 }  # fmt: skip

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from ..base import with_each
+from ..base import map_tensors
 from .layout import Layout
 
 __all__ = ["PackedMatrix", "RangeReport"]
@@ -62,6 +62,6 @@ class PackedMatrix:
 
     def each(self, change: Callable[[Tensor], Tensor]) -> PackedMatrix:
         """Return the matrix with ``change(tensor)`` for each tensor, all of which have a row for each expert."""
-        made = with_each(self, change, "values", "scale", "row_scale", "bias", "order")
+        made = map_tensors(self, change, "values", "scale", "row_scale", "bias", "order")
         count = made.values.shape[0]
         return replace(made, layout=replace(self.layout, shape=(count, *self.layout.shape[1:])))

@@ -15,18 +15,18 @@ from torch import Tensor
 
 from ...errors import InputError
 from ...formats.int_affine import Int4Ordered, Int8Ordered
-from ...ops.columns import RowSums, halves_and_sums, in_columns
+from ...ops.columns import ZeroPointCorrection, halves_and_sums, in_columns
 from ...ops.operand import Operand, across, arrived, operand
 from ...ops.quantize import AS_IS, ActivationFormat, formats_within, ordered
 from ...problem import ExpertsProblem
-from ...runtime.launch import usual_rows
+from ...runtime.launch import align_rows
 from ...runtime.machine import Machine, machine_at
-from ...runtime.memory import Memory, part, take
-from ...types import ActivationSpec, Back, ContiguousBatch, ExpertWeights
-from ..base import Packed, refuse_codes
-from .expanded import in_turns
+from ...runtime.memory import Memory, alloc, part
+from ...types import ActivationSpec, ContiguousBatch, ExpertWeights, RemoteOutput
+from ..base import PackedWeights, refuse_codes
+from .dequantized import dequantized_groups
 from .grouped import TileList, grouped_gemm, tile_list
-from .lanes import column_order, with_part
+from .lanes import add_projection_dim, column_order
 from .matrix import PackedMatrix, RangeReport
 from .prefill import CodeScales, prefill_gemm
 from .tile_choice import TileChoice, TunedTiles
@@ -37,7 +37,7 @@ __all__ = ["PackedExperts", "pack_both"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PackedExperts(Packed):
+class PackedExperts(PackedWeights):
     """Both matrices of all experts and what runs between them.
 
     activations: the format whose E4M3 codes are multiplied, or None to multiply in the dtype of x. input_reach: of a
@@ -87,7 +87,7 @@ class PackedExperts(Packed):
             key += [None if t is None else (t.dtype, t.shape, t.data_ptr() % 16) for t in tensors]
         return tuple(key)
 
-    def storing(self, dtype: torch.dtype) -> tuple[int, torch.dtype]:
+    def output_spec(self, dtype: torch.dtype) -> tuple[int, torch.dtype]:
         """Return H, and the dtype of tokens that are multiplied as they are, or bfloat16; float32 for others."""
         kept = self.activations is None or dtype == torch.bfloat16
         return self.down.layout.shape[2], dtype if kept else torch.float32
@@ -103,10 +103,10 @@ class PackedExperts(Packed):
         """
         refuse_codes(batch, "experts in Triton", self._codes)
         count = batch.source.numel()
-        out = self._target(batch.back, count, batch.dtype or batch.x.dtype, batch.x.device, memory)
+        out = self._target(batch.remote, count, batch.dtype or batch.x.dtype, batch.x.device, memory)
         if count == 0:
             return out
-        batch = replace(batch, x=usual_rows(batch.x))
+        batch = replace(batch, x=align_rows(batch.x))
         rows = count if batch.rows is None else batch.rows
         large = self.tiling.large(rows)
         if large is not None:
@@ -128,7 +128,7 @@ class PackedExperts(Packed):
 
         ids: contiguous ``[T, K]`` integers; rows of ids outside ``0..E-1`` are uninitialised.
         """
-        x, (tokens, top_k) = usual_rows(x), ids.shape
+        x, (tokens, top_k) = align_rows(x), ids.shape
         out = self._target(None, tokens * top_k, x.dtype, x.device, memory)
         first, second = (replace(tile, overlap=self.machine.pdl) for tile in self.tiling.pair(ids.numel()))
         rows_in = operand(x, self.forms[0], order=self.gate_up.layout.row_order, memory=part(memory, "x"))
@@ -147,11 +147,11 @@ class PackedExperts(Packed):
         """Return the same experts with measured tiles."""
         return replace(self, measured=(tables["gate_up"], tables["down"]))
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> PackedExperts:
+    def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> PackedExperts:
         return replace(self, gate_up=self.gate_up.each(change), down=self.down.each(change))
 
     @property
-    def arriving(self) -> tuple[str, int] | None:
+    def input_codes(self) -> tuple[str, int] | None:
         """Return the format and order of the first product's codes, None where it multiplies tokens, or calibrated."""
         form = self.activations
         return None if form is None or form.static else (form.name, self.gate_up.layout.row_order)
@@ -161,12 +161,12 @@ class PackedExperts(Packed):
         return None if self.activations is None else self.activations.name
 
     def _target(
-        self, back: Back | None, count: int, dtype: torch.dtype, device: torch.device, memory: Memory | None
+        self, back: RemoteOutput | None, count: int, dtype: torch.dtype, device: torch.device, memory: Memory | None
     ) -> Tensor:
         """Return what ``count`` rows of tokens of ``dtype`` are written to."""
-        width, narrow = self.storing(dtype)
+        width, narrow = self.output_spec(dtype)
         if back is None:
-            return take(memory, "rows", (count, width), narrow, device)
+            return alloc(memory, "rows", (count, width), narrow, device)
         if back.rows.shape[1:] != (width,) or back.rows.dtype != narrow:
             raise InputError(
                 f"back: rows of {back.rows.shape[1]} {back.rows.dtype}, these experts store rows of {width} {narrow}"
@@ -219,7 +219,7 @@ class PackedExperts(Packed):
             x_scale = across(x_scale, source, used=used, memory=part(memory, "x"))
         places = tiles[1].places
         count = out.shape[0] if places is None else places.shape[0]
-        middle = take(memory, "middle", (count, self.gate_up.layout.shape[2]), out.dtype, out.device)
+        middle = alloc(memory, "middle", (count, self.gate_up.layout.shape[2]), out.dtype, out.device)
         grouped_gemm(
             x, self.gate_up, offsets, tiles[0], middle, source=source, x_scale=x_scale, activation=self.activation
         )
@@ -237,14 +237,14 @@ class PackedExperts(Packed):
         rows, x_scale = _summed(rows_in, self.gate_up, _used(batch), part(memory, "x"))
         codes, dtype = None, out.dtype
         if form is not None and form.group == BAND:
-            scale = take(memory, "scales", (count, -(-wide // BAND)), torch.float32, device)
+            scale = alloc(memory, "scales", (count, -(-wide // BAND)), torch.float32, device)
             codes = CodeScales(scale=scale, power=form.power, rounded=out.dtype == torch.bfloat16)
             dtype = torch.float8_e4m3fn
-        middle = take(memory, "middle", (count, wide), dtype, device)
+        middle = alloc(memory, "middle", (count, wide), dtype, device)
         most = max(self.gate_up.layout.expanded_bytes, self.down.layout.expanded_bytes)
-        room = take(memory, "expanded", (most,), torch.int8, device) if most else None
+        room = alloc(memory, "expanded", (most,), torch.int8, device) if most else None
         tiles = tile_list(offsets, count, tile, part(memory, "first"))
-        turns = partial(in_turns, offsets=offsets, tiles=tiles, rows=count, memory=part(memory, "second"))
+        turns = partial(dequantized_groups, offsets=offsets, tiles=tiles, rows=count, memory=part(memory, "second"))
 
         def room_of(matrix: PackedMatrix) -> Tensor | None:
             return room if matrix.layout.expanded_bytes else None  # the other product's weights may be operands as is
@@ -275,7 +275,7 @@ def pack_both(packers: tuple[_Packer, _Packer], weights: ExpertWeights[Any], pro
         return replace(made, layout=replace(made.layout, half=half))
 
     gate_up = packed(packers[0], weights.gate_up, weights.gate_up_bias)
-    down = packed(packers[1], with_part(weights.down), weights.down_bias)
+    down = packed(packers[1], add_projection_dim(weights.down), weights.down_bias)
     form = codes_of(problem.activation_format)
     return PackedExperts(
         gate_up=gate_up,
@@ -290,7 +290,7 @@ def pack_both(packers: tuple[_Packer, _Packer], weights: ExpertWeights[Any], pro
 
 def _rows_moved(weights: ExpertWeights[Any]) -> ExpertWeights[Any]:
     """Return weights whose first product writes its columns in the order in which the second one reads them."""
-    order = column_order(with_part(weights.down))
+    order = column_order(add_projection_dim(weights.down))
 
     def moved(tensor: Tensor) -> Tensor:
         return torch.stack([own.index_select(1, at) for own, at in zip(tensor, order, strict=True)])
@@ -309,7 +309,7 @@ def _reported(first: RangeReport | str | None, second: RangeReport | str | None)
 
 def _summed(
     rows: Operand, matrix: PackedMatrix, used: Tensor | None, memory: Memory | None
-) -> tuple[Tensor, Tensor | RowSums | None]:
+) -> tuple[Tensor, Tensor | ZeroPointCorrection | None]:
     """Return an operand as it is, or in float16 over powers of two, with sums of its columns, as the weights ask."""
     return halves_and_sums(rows[0], used=used, memory=memory) if matrix.layout.rescaled else rows
 
@@ -320,7 +320,7 @@ def _used(batch: ContiguousBatch) -> Tensor | None:
 
 
 def _places(batch: ContiguousBatch) -> Tensor | None:
-    return None if batch.back is None else batch.back.places
+    return None if batch.remote is None else batch.remote.offsets
 
 
 def _listed(batch: ContiguousBatch, tile: TileChoice, memory: Memory | None, name: str) -> TileList:

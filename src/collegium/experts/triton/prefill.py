@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError
-from ...kernels.numbers import FAST_MATH, GROUP_CODES, GROUP_SCALE, POWER_CODES, ROWS
-from ...ops.columns import RowSums
+from ...kernels.enums import FAST_MATH, GROUP_CODES, GROUP_SCALE, POWER_CODES, ROWS
+from ...ops.columns import ZeroPointCorrection
 from ...runtime.nvrtc import Boxes, CudaKernel, start
 from ...types import ActivationSpec
 from .grouped import TileList, bounds_of, kind_of, scales_of
@@ -46,7 +46,7 @@ def prefill_gemm(
     tiles: TileList,
     out: Tensor,
     *,
-    x_scale: Tensor | RowSums | None = None,
+    x_scale: Tensor | ZeroPointCorrection | None = None,
     activation: ActivationSpec | None = None,
     codes: CodeScales | None = None,
 ) -> Tensor:
@@ -115,7 +115,7 @@ def _constants(
     packed: PackedMatrix,
     tiles: TileList,
     out: Tensor,
-    x_scale: Tensor | RowSums | None,
+    x_scale: Tensor | ZeroPointCorrection | None,
     activation: ActivationSpec | None,
     codes: CodeScales | None,
 ) -> dict[str, int]:

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ...formats.unquantised import DTYPES
-from ...kernels.numbers import STEP_SCALE, ZERO_SCALE
+from ...kernels.enums import STEP_SCALE, ZERO_SCALE
 from ...problem import ExpertsProblem
 from ...runtime.machine import Machine, machine_at, machine_for
 from ...runtime.memory import Regions

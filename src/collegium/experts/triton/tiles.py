@@ -12,7 +12,7 @@ from itertools import product
 
 from ...errors import PlanError
 from ...runtime.machine import Machine
-from .decoded_tiles import decoded_candidates, decoded_score, once_from
+from .decoded_tiles import decoded_candidates, decoded_score, dequantize_threshold
 from .four_bit_tiles import four_bit_candidates, four_bit_score
 from .tile_choice import TileChoice, TileProblem, TunedTiles, starts_early
 
@@ -139,7 +139,7 @@ def prefill_tile(problem: TileProblem, machine: Machine) -> TileChoice | None:
     """
     if problem.decoded:
         fits = problem.x_bits >= 16 and problem.k_in % 8 == 0 and problem.k_in >= _LONG
-        least = once_from(problem, machine)
+        least = dequantize_threshold(problem, machine)
     else:
         same = problem.weight_bits == problem.x_bits and problem.block_k * problem.x_bits == 1024
         fits, least = same and problem.k_in * problem.x_bits % 128 == 0, large_from(problem, machine)

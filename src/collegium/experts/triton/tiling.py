@@ -15,7 +15,7 @@ from ...ops.rows import across_rows
 from ...problem import ExpertsProblem
 from ...runtime.launch import power_at_least
 from ...runtime.machine import Machine
-from ...runtime.memory import Regions, largest, under
+from ...runtime.memory import Regions, elementwise_max, with_prefix
 from ..base import Tiling
 from .four_bit_tiles import TALL
 from .layout import Layout
@@ -173,10 +173,10 @@ def product_regions(problem: ExpertsProblem, tiling: ProductTiling) -> Regions:
     regions: Regions = {"rows": rows * hidden * result, "middle": rows * wide * result}
     count = tile_count(rows, problem.experts, 16)
     lists = {"expert": 4 * count, "row": 8 * count, "used": 12}
-    regions |= under("first", lists) | under("second", lists)
+    regions |= with_prefix("first", lists) | with_prefix("second", lists)
     if tiling.large(rows) is not None:
         # Rows are put in order first.
-        x = largest(x, operand_regions(rows, hidden, name, order=AS_IS, gathered=True, dtype=dtype))
+        x = elementwise_max(x, operand_regions(rows, hidden, name, order=AS_IS, gathered=True, dtype=dtype))
         regions["scales"] = 4 * rows * -(-wide // BAND)
         regions["expanded"] = max(tiling.gate_up.expanded_bytes, tiling.down.expanded_bytes)
-    return regions | under("x", x) | under("h", h)
+    return regions | with_prefix("x", x) | with_prefix("h", h)

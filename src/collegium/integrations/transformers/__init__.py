@@ -10,12 +10,23 @@ Two ways in::
 """
 
 from .decoding import Decoder
+from .loading import build_layers, load_model
 from .modules import experts_modules, routed_weights, spec_of
 from .plugin import attach, experts_forward, layers_of, refresh, register
 from .recording import Recorder, recording
-from .whole_model import build_layers, load_model
 
 __all__ = [
-    "Decoder", "Recorder", "attach", "build_layers", "experts_forward", "experts_modules", "layers_of",
-    "load_model", "recording", "refresh", "register", "routed_weights", "spec_of",
-]  # fmt: skip
+    "Decoder",
+    "Recorder",
+    "attach",
+    "build_layers",
+    "experts_forward",
+    "experts_modules",
+    "layers_of",
+    "load_model",
+    "recording",
+    "refresh",
+    "register",
+    "routed_weights",
+    "spec_of",
+]

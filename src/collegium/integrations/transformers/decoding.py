@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError
-from ...parallel.same_text import TextRanks
+from ...parallel.generation_sync import GenerationSync
 from ...runtime.devices import current_device, recording
 from ..extra import extra
 from .host_watch import HostWatch
@@ -81,7 +81,7 @@ class Decoder:
             # Known only now: layers are built by the first forward pass.
             step.capture = step.capture and all(layer.plan.capturable for layer in layers_of(self.model))
             plans = [layer.plan for layer in layers_of(self.model) if layer.plan.groups]
-            others = TextRanks(plans[0].problem.placement if plans else None, (tokens, bool(stop)))
+            others = GenerationSync(plans[0].problem.placement if plans else None, (tokens, bool(stop)))
             for place in range(length, length + tokens):
                 chosen = others.choice(_pick(_penalised(logits, out[:, :place], penalty), temperature, top_k))
                 out[:, place] = chosen

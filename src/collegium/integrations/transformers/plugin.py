@@ -15,9 +15,9 @@ from ...errors import InputError
 from ...formats.unquantised import FLOAT_FORMATS
 from ...layer import MoELayer
 from ...planning import plan
-from ...problem import Choice, Problem
+from ...problem import Overrides, Problem
 from ...runtime.devices import probe
-from ...runtime.memory import captured, captures
+from ...runtime.memory import is_capturing, is_stream_capturing
 from ...runtime.packed_module import refuse_gradient
 from ...types import Routing
 from ..extra import extra
@@ -26,8 +26,15 @@ from .blocks import blocks_of, described_layer
 from .modules import experts_modules, is_experts, routed_weights, spec_of, write_count
 
 __all__ = [
-    "NAME", "attach", "experts_forward", "layers_of", "make_known", "refresh", "register", "transformers_experts",
-]  # fmt: skip
+    "NAME",
+    "attach",
+    "experts_forward",
+    "layers_of",
+    "make_known",
+    "refresh",
+    "register",
+    "transformers_experts",
+]
 
 NAME = "collegium"
 
@@ -52,7 +59,7 @@ def _restored(layer: MoELayer, stamp: tuple[object, ...] | None) -> _Entry:
 class _Settings:
     """What ``register`` was last called with."""
 
-    force: Choice | None = None
+    overrides: Overrides | None = None
 
 
 _LAYERS: weakref.WeakKeyDictionary[nn.Module, _Entry] = weakref.WeakKeyDictionary()
@@ -61,16 +68,16 @@ _MODULES: dict[int, weakref.ref[nn.Module]] = {}
 _building = threading.RLock()
 
 
-def register(force: Choice | None = None, *, compare: bool = True) -> None:
+def register(overrides: Overrides | None = None, *, compare: bool = True) -> None:
     """Make ``experts_implementation="collegium"`` known to transformers, for plain and for FP8 and FP4 experts.
 
-    force: kernel or activation format of the layers built from now on; without it activations are not quantised.
+    overrides: kernel or activation format of the layers built from now on; without it activations are not quantised.
     compare: at the first call rows of a few experts of each layer are compared with the checkpoint's files, where
     these are on this machine, and a difference is a ConfigError; False for weights that were changed on purpose, an
     adapter merged into them for instance. May be called any number of times. A model without experts that another
     implementation can run raises ConfigError when it is asked for this one.
     """
-    _Settings.force = force
+    _Settings.overrides = overrides
     trust.set_comparing(compare)
     make_known()
 
@@ -216,7 +223,7 @@ def _build_apart(module: nn.Module, x: Tensor, topk_ids: Tensor) -> None:
     like = (torch.zeros, x.shape, x.dtype), (torch.zeros, topk_ids.shape, topk_ids.dtype)
     errors: list[BaseException] = []
     # A stream that is captured cannot be waited for; what it holds does not run yet.
-    after = torch.cuda.current_stream(x.device) if x.is_cuda and not captured(x.device) else None
+    after = torch.cuda.current_stream(x.device) if x.is_cuda and not is_capturing(x.device) else None
 
     def build() -> None:
         try:
@@ -240,7 +247,7 @@ def _own_stream(device: torch.device, after: torch.cuda.Stream | None) -> Genera
         return
     # torch gives out the same few streams again and again; one of them may be the one that is captured.
     streams = (torch.cuda.Stream(device) for _ in range(64))
-    stream = next(each for each in streams if not captures(device, each.cuda_stream))
+    stream = next(each for each in streams if not is_stream_capturing(device, each.cuda_stream))
     stream.wait_stream(after or torch.cuda.default_stream(device))
     with torch.cuda.device(device), torch.cuda.stream(stream):
         yield
@@ -268,7 +275,7 @@ def _module_of(handle: Tensor) -> nn.Module:
 
 def _build_once(module: nn.Module, x: Tensor, topk_ids: Tensor) -> _Entry:
     """Build the layer of ``module`` and remember it; one thread builds, others that need it wait."""
-    if captured(x.device):
+    if is_capturing(x.device):
         raise InputError(
             f"{type(module).__name__}: a CUDA graph is captured and its layer is not built yet; call the model before"
         )
@@ -293,7 +300,7 @@ def _build(module: Any, x: Tensor, top_k: int) -> MoELayer:
     problem = Problem(spec=spec, device=probe(x.device), dtype=cast("Any", FLOAT_FORMATS[x.dtype].name))
     # Not every release of transformers knows of experts that end in a norm.
     norm = module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
-    return MoELayer(weights, plan(problem, _Settings.force), after_expert=norm)
+    return MoELayer(weights, plan(problem, _Settings.overrides), after_expert=norm)
 
 
 def _stamp(module: nn.Module, x: Tensor, topk_ids: Tensor) -> tuple[object, ...]:

@@ -15,8 +15,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from ...checkpoint.layer_view import CheckpointLayer
 from ...checkpoint.layout import Cut, Source, projections, read_whole
-from ...checkpoint.opened import CheckpointLayer
 from ...checkpoint.reader import Checkpoint, read_config
 from ...errors import CheckpointError, ConfigError, InputError, SpecError
 from ...formats.payload import Payload

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from ...errors import BadScaleError, MissingTensorError, PlanError, SpecError
 from ...formats import by_name
-from ...formats.intake import find_storage
+from ...formats.find_storage import find_storage
 from ...formats.payload import Part, Payload
 from ...formats.unquantised import DTYPES, FLOAT_FORMATS
 from ...ops.quantize import formats_within
 from ...placement import Placement
 from ...planning import Plan, plan
-from ...problem import Choice, Limits, Problem
+from ...problem import Limits, Overrides, Problem
 from ...runtime.devices import probe
 from ...types import ActivationSpec, ExpertWeights, MoESpec, RoutingSpec
 
@@ -195,8 +195,8 @@ def choose(
     dispatcher = None if problem.placement is None else "partial"
     if activations is None and stored.activations is not None and _fp8_cores(problem):
         with suppress(PlanError):
-            return plan(problem, Choice(activation_format=stored.activations, dispatcher=dispatcher))
-    return plan(problem, Choice(activation_format=activations, dispatcher=dispatcher))
+            return plan(problem, Overrides(activation_format=stored.activations, dispatcher=dispatcher))
+    return plan(problem, Overrides(activation_format=activations, dispatcher=dispatcher))
 
 
 def faster(made: Plan) -> str | None:
@@ -207,7 +207,7 @@ def faster(made: Plan) -> str | None:
     if made.activation_format not in DTYPES or not _fp8_cores(made.problem):
         return None
     with suppress(PlanError):
-        return plan(made.problem, replace(made.force, activation_format="fp8_group128")).activation_format
+        return plan(made.problem, replace(made.overrides, activation_format="fp8_group128")).activation_format
     return None
 
 

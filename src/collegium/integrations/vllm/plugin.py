@@ -23,7 +23,7 @@ from ...formats.unquantised import FLOAT_FORMATS
 from ...layer import MoELayer
 from ...planning import Plan
 from ...runtime.devices import plain_torch
-from ...runtime.warming import warm_up
+from ...runtime.warm_up import warm_up
 from ...types import Routing
 from ..extra import extra
 from .layers import Seen, Stored, audited, choose, faster, loaded_weights, padded, stored_as

@@ -17,9 +17,9 @@ import torch
 
 from .devices import current_device
 from .launch import power_at_least
-from .memory import OwnMemory
+from .memory import FreshMemory
 
-__all__ = ["compile_batches", "run_every_way", "sizes_for", "warm_up"]
+__all__ = ["compile_batches", "run_all_paths", "sizes_for", "warm_up"]
 
 
 def warm_up(layers: Iterable[Any], progress: Callable[[int, int, str], None] | None = None) -> int:
@@ -57,14 +57,14 @@ def sizes_for(variants: Callable[[int], frozenset[Hashable]], limit: int) -> lis
     return sizes
 
 
-def run_every_way(layer: Any, tokens: int) -> None:
+def run_all_paths(layer: Any, tokens: int) -> None:
     """Run a batch of ``tokens`` zeros through ``layer``, once for each kind of call that a caller may make."""
     spec = layer.spec
     x = torch.zeros(tokens, spec.hidden_size, dtype=layer.input_dtype, device=layer.handle.device)
     out = torch.empty_like(x)
     for asked in _ways_to_ask(layer, x):
         # Batches run side by side, and this is the memory of as many passes only while they are compiled.
-        layer.compute(x, *asked, out, OwnMemory(x.device))
+        layer.compute(x, *asked, out, FreshMemory(x.device))
 
 
 Asked = tuple[torch.Tensor | None, ...]

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..checkpoint.dense_weights import DenseWeight
 from ..checkpoint.header import TensorInfo
 from ..checkpoint.layout import stack_paths
-from ..checkpoint.outside import Outside
-from ..checkpoint.problems import refuse
+from ..checkpoint.problems import raise_first
 from ..checkpoint.reader import Checkpoint
 from ..errors import CheckpointError, InputError
 from ..formats.payload import Payload, Storage
@@ -16,7 +16,7 @@ from ..formats.unquantised import CONFIG_NAMES
 from ..models import Names, method_of, moe_layers, quantization_block, without_quantization
 from ..types import MoESpec
 
-__all__ = ["COMPRESSED", "Job", "described", "new_config"]
+__all__ = ["COMPRESSED", "ConversionJob", "described", "new_config"]
 
 _TOKEN: dict[str, object] = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
 _GROUP32: dict[str, object] = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
@@ -45,7 +45,7 @@ _SKIPS = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class ConversionJob:
     """What is converted into what. outside: the quantised matrices outside the experts, which stay as they are."""
 
     checkpoint: Checkpoint
@@ -54,21 +54,21 @@ class Job:
     target: type[Payload]
     storage: Storage
     stacked: bool
-    outside: dict[str, Outside | CheckpointError] = field(default_factory=dict)
+    outside: dict[str, DenseWeight | CheckpointError] = field(default_factory=dict)
 
 
-def _block(job: Job) -> dict[str, Any]:
+def _block(job: ConversionJob) -> dict[str, Any]:
     """Return the quantisation block of the source, empty without one."""
     return dict(quantization_block(job.checkpoint.config) or {})
 
 
-def described(job: Job, kept: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+def described(job: ConversionJob, kept: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     """Return the tensors outside the experts by the names under which the new config can describe them.
 
     Beside compressed-tensors' experts, scales of FP8 blocks get the name they have there. Raises InputError where no
     one config could describe both, and what is wrong with a matrix outside the experts.
     """
-    refuse(job.checkpoint, [entry for entry in job.outside.values() if isinstance(entry, CheckpointError)])
+    raise_first(job.checkpoint, [entry for entry in job.outside.values() if isinstance(entry, CheckpointError)])
     entries = [entry for entry in job.outside.values() if not isinstance(entry, CheckpointError)]
     stored = {(entry.stored.name, entry.stored.storage) for entry in entries}
     method = str(method_of(_block(job)))
@@ -86,7 +86,7 @@ def described(job: Job, kept: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]
     )
 
 
-def new_config(job: Job, kept: Mapping[str, TensorInfo]) -> dict[str, object]:
+def new_config(job: ConversionJob, kept: Mapping[str, TensorInfo]) -> dict[str, object]:
     """Return the config of the converted checkpoint, whose other tensors are ``kept``."""
     config, block = dict(job.checkpoint.config), _block(job)
     if job.storage.name == "deepseek-v4":
@@ -119,14 +119,14 @@ def new_config(job: Job, kept: Mapping[str, TensorInfo]) -> dict[str, object]:
     return config
 
 
-def _experts(job: Job) -> list[str]:
+def _experts(job: ConversionJob) -> list[str]:
     """Return the module paths of all routed experts of the layers that were converted."""
     names = job.names
     paths = stack_paths(names.stacked).values() if job.stacked else [names.experts.removesuffix(".")]
     return [path.format(layer=layer) for layer in moe_layers(job.checkpoint.config) for path in paths]
 
 
-def _without_experts(job: Job, block: dict[str, Any]) -> dict[str, Any]:
+def _without_experts(job: ConversionJob, block: dict[str, Any]) -> dict[str, Any]:
     """Return the source's block with the routed experts among what is not quantised."""
     method, experts = str(method_of(block)), _experts(job)
     if method == "gptq":
@@ -141,7 +141,7 @@ def _without_experts(job: Job, block: dict[str, Any]) -> dict[str, Any]:
     return {**block, key: [*(block.get(key) or []), *listed]}
 
 
-def _groups(job: Job, block: dict[str, Any]) -> dict[str, Any]:
+def _groups(job: ConversionJob, block: dict[str, Any]) -> dict[str, Any]:
     """Return compressed-tensors' groups: of the experts, then what the other matrices are in."""
     form, weights, activations = COMPRESSED[job.target.name]
     weights = {"symmetric": True, "dynamic": False, **weights}

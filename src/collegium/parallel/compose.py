@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .around import Around
+from .dispatch_wrapper import DispatchWrapperKind
 from .partial import PartialKind
 from .same_tokens import SameTokensKind
 from .slices import SlicesKind
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from ..problem import Problem
     from .base import DispatcherKind
 
-__all__ = ["batch_tokens", "composed"]
+__all__ = ["batch_tokens", "wrapped_for"]
 
 
-def composed(kind: DispatcherKind, problem: Problem) -> DispatcherKind:
+def wrapped_for(kind: DispatcherKind, problem: Problem) -> DispatcherKind:
     """Return ``kind`` inside what the placement of ``problem`` asks for; ``partial``, which adds nothing, as it is."""
     placed = problem.placement
     if placed is None or isinstance(kind, PartialKind):
@@ -29,6 +29,6 @@ def composed(kind: DispatcherKind, problem: Problem) -> DispatcherKind:
 
 def batch_tokens(kind: DispatcherKind, problem: Problem) -> int:
     """Return the most tokens in one batch of this rank's experts."""
-    if isinstance(kind, Around):
-        return batch_tokens(kind.inner, kind.inside(problem))
-    return problem.limits.max_tokens * (problem.world_size if kind.together else 1)
+    if isinstance(kind, DispatchWrapperKind):
+        return batch_tokens(kind.inner, kind.inner_problem(problem))
+    return problem.limits.max_tokens * (problem.world_size if kind.collective else 1)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["on_the_side"]
+__all__ = ["run_on_side_stream"]
 
 
 class _Side(threading.local):
@@ -26,7 +26,7 @@ class _Side(threading.local):
 _side = _Side()
 
 
-def on_the_side(work: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
+def run_on_side_stream(work: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
     """Do ``work`` on a second stream, which follows the current one of ``device`` up to now.
 
     What is returned lets the stream that is then current wait for it, and returns what ``work`` returned. It has to be

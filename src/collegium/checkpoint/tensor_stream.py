@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DuplicateTensorError, InputError
-from ..formats.intake import SAFETENSORS_DTYPES
+from ..formats.find_storage import SAFETENSORS_DTYPES
 from ..models import family_of
 from ..placement import Placement
 from .header import TensorInfo, middle_of
@@ -21,7 +21,7 @@ from .index import expert_of, index_of
 from .reader import Checkpoint, without_wrappers
 from .writer import entry_of
 
-__all__ = ["Arrivals"]
+__all__ = ["TensorStream"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -37,7 +37,7 @@ class _Held(TensorInfo):
             if not self.data:
                 raise InputError(
                     f"tensor {self.name!r} is no longer in memory: its layer was released, or it is of an expert that "
-                    "the placement given to Arrivals does not hold; make Arrivals that keep it"
+                    "the placement given to TensorStream does not hold; make TensorStream that keep it"
                 )
             into[at : at + count] = self.data[0][start : start + count]
             at += count
@@ -46,7 +46,7 @@ class _Held(TensorInfo):
         return self.sample
 
 
-class Arrivals:
+class TensorStream:
     """Takes the tensors of a checkpoint from memory and gives a ``Checkpoint`` of those that have arrived."""
 
     def __init__(
@@ -80,7 +80,7 @@ class Arrivals:
         plain = tensor.detach()
         if name in self._infos:
             raise DuplicateTensorError(
-                f"tensor {name!r} was put twice; each name comes once. Other weights of a model are other Arrivals"
+                f"tensor {name!r} was put twice; each name comes once. Other weights of a model are other TensorStream"
             )
         if type(plain) is not Tensor or plain.is_meta or plain.dtype not in SAFETENSORS_DTYPES.values():
             raise InputError(

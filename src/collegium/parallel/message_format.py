@@ -23,14 +23,24 @@ if TYPE_CHECKING:
 
     from ..problem import Problem
 
-__all__ = ["EMPTY", "Arrived", "Columns", "TokenWire", "joined", "message_bytes", "parted", "sent_words", "there_bytes"]
+__all__ = [
+    "EMPTY",
+    "Columns",
+    "ReceivedTokens",
+    "TokenMessage",
+    "joined",
+    "message_bytes",
+    "parted",
+    "sent_words",
+    "there_bytes",
+]
 
 EMPTY = 255  # the byte of a message that holds no token: all its places are -1
 
 Columns = tuple[torch.dtype, int]  # dtype and columns of a part of a message
 
 
-class Arrived(NamedTuple):
+class ReceivedTokens(NamedTuple):
     """Tokens ``[N, H]`` or their codes with ``scale [N, G]`` float32, places ``[N, K]`` int64, weights or None."""
 
     x: Tensor
@@ -40,7 +50,7 @@ class Arrived(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TokenWire:
+class TokenMessage:
     """How tokens of one layer travel. form: of their codes, None: as they are. weighted: their weights travel too."""
 
     dtype: torch.dtype
@@ -49,7 +59,7 @@ class TokenWire:
     weighted: bool
 
     @classmethod
-    def of(cls, problem: Problem) -> TokenWire:
+    def of(cls, problem: Problem) -> TokenMessage:
         """Return the wire of ``problem``; weights travel where the receiver multiplies by them."""
         return cls(
             dtype=DTYPES[problem.dtype],
@@ -76,13 +86,13 @@ class TokenWire:
             head = [(dtype, shape[1]) for shape, dtype in (made["codes"], made["scales"])]
         return head + [(torch.int32, top_k)] + [(torch.float32, top_k)] * self.weighted
 
-    def read(self, messages: Tensor, top_k: int) -> Arrived:
+    def read(self, messages: Tensor, top_k: int) -> ReceivedTokens:
         """Return what ``messages [N, B]`` of ``top_k`` assignments each hold; x is a view."""
         x, *found = parted(messages, self.columns(top_k))
         scale = found.pop(0).contiguous() if self.form is not None else None
-        return Arrived(x, scale, found[0].to(torch.int64), found[1] if self.weighted else None)
+        return ReceivedTokens(x, scale, found[0].to(torch.int64), found[1] if self.weighted else None)
 
-    def routing(self, arrived: Arrived, slots: Tensor) -> Routing:
+    def routing(self, arrived: ReceivedTokens, slots: Tensor) -> Routing:
         """Return the routing of what arrived to this rank's ``slots [N, K]``; weights of nothing where none came."""
         weights = slots.new_empty(slots.shape, dtype=torch.float32) if arrived.weights is None else arrived.weights
         return Routing(topk_ids=slots, topk_weights=weights)
@@ -101,7 +111,7 @@ def message_bytes(columns: Sequence[Columns]) -> int:
 
 def there_bytes(problem: Problem) -> int:
     """Return the bytes of a token's message."""
-    return message_bytes(TokenWire.of(problem).columns(problem.spec.routing.top_k))
+    return message_bytes(TokenMessage.of(problem).columns(problem.spec.routing.top_k))
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

@@ -9,13 +9,13 @@ import torch
 
 from ..errors import InputError
 from ..ops.permute import permute
-from .combine import reduced_of
+from .combine import reduced_combine
 from .expert_map import ExpertMap
 from .groups import check_ranks
 from .local import Local, LocalKind
-from .meeting import meeting_of
+from .message_format import TokenMessage
 from .partial import PartialKind, share
-from .wire import TokenWire
+from .rendezvous import rendezvous_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..placement import Placement
     from ..problem import Problem
     from ..runtime.memory import Regions
-    from .combine import Reduced
+    from .combine import ReducedCombine
 
 __all__ = ["Across", "AcrossKind", "by_rank", "checked_placement", "refuse_split", "said_of"]
 
@@ -66,7 +66,7 @@ def checked_placement(name: str, problem: Problem) -> tuple[Placement, int]:
     assert placed is not None
     check_ranks(name, placed)
     asked = said_of(problem) | {"ranks": placed.ranks, "spare": placed.spare}
-    return placed, meeting_of(placed.group).build(asked, f"{name}: building a layer")
+    return placed, rendezvous_of(placed.group).build(asked, f"{name}: building a layer")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,8 +80,8 @@ class Across:
     name: str
     inner: Local
     map: ExpertMap
-    wire: TokenWire
-    reduced: Reduced | None
+    wire_format: TokenMessage
+    reduced: ReducedCombine | None
     limit: int
     group: str
     number: int
@@ -98,8 +98,8 @@ class Across:
             name=name,
             inner=Local(num_experts=problem.slots, weight_on_input=problem.spec.routing.weight_on_input),
             map=ExpertMap(placed, problem.spec.num_experts, problem.device.place),
-            wire=TokenWire.of(problem),
-            reduced=reduced_of(problem),
+            wire_format=TokenMessage.of(problem),
+            reduced=reduced_combine(problem),
             limit=problem.limits.max_tokens,
             group=placed.group,
             number=number,
@@ -119,7 +119,7 @@ class Across:
         Raises InputError on every rank where one brings more than ``limit`` tokens or another top-k, or calls another
         layer, and RankError where one does not come.
         """
-        table = meeting_of(self.group).exchange((*shape, self.number, told), f"{self.name} dispatch")
+        table = rendezvous_of(self.group).exchange((*shape, self.number, told), f"{self.name} dispatch")
         if any(count > self.limit or (k, own) != (shape[1], self.number) for count, k, own, _ in table):
             said = "; ".join(
                 f"rank {rank}: {count} tokens, top-{k}, layer {own}" for rank, (count, k, own, _) in enumerate(table)
@@ -136,8 +136,8 @@ class AcrossKind:
     """What the rows of the table over ranks share: any backend of torch.distributed, over all of its ranks."""
 
     capturable = False
-    together = True
-    reaching = False
+    collective = True
+    symmetric = False
 
     def refuse(self, problem: Problem, *, asked: bool) -> str | None:
         """Refuse what ``refuse_split`` does."""

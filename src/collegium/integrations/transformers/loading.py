@@ -9,9 +9,9 @@ from torch import nn
 
 from ...checkpoint.adapter import with_adapter
 from ...checkpoint.audit import check_outside_experts
-from ...checkpoint.opened import CheckpointLayer
-from ...checkpoint.outside import outside_experts, outside_problems, sentences
-from ...checkpoint.problems import refuse
+from ...checkpoint.dense_weights import dense_weight_problems, quantised_dense_weights, sentences
+from ...checkpoint.layer_view import CheckpointLayer
+from ...checkpoint.problems import raise_first
 from ...checkpoint.reader import Checkpoint
 from ...errors import ConfigError, InputError
 from ...formats.unquantised import DTYPES
@@ -19,18 +19,18 @@ from ...layer import MoELayer
 from ...loading import load_layer, load_routed
 from ...models import family_of
 from ...parallel.ranks import Ranks
-from ...problem import Choice, Limits
+from ...problem import Limits, Overrides
 from ...runtime.arguments import Dtype, dtype_name, refuse_others
 from ...runtime.devices import plain_torch, probe
 from ...runtime.progress import Progress, counted
 from ..extra import extra
 from .blocks import BLOCKS, blocks_of
 from .classes import class_and_config
-from .dense import widen
+from .dense_weights import load_outside
+from .frozen_experts import seal
 from .modules import experts_modules
-from .outside import load_outside
 from .plugin import NAME, attach, make_known
-from .sealed import seal
+from .wide_linear import widen
 
 __all__ = ["build_layers", "load_model", "load_model_in"]
 
@@ -41,7 +41,7 @@ def load_model(  # noqa: PLR0913  every option of a model that is read from disk
     path: str | os.PathLike[str] | Checkpoint,
     *,
     weight_format: str | None = None,
-    force: Choice | None = None,
+    overrides: Overrides | None = None,
     device: torch.device | str | Ranks | None = None,
     dtype: Dtype | torch.dtype = "bf16",
     limits: Limits | None = None,
@@ -55,7 +55,8 @@ def load_model(  # noqa: PLR0913  every option of a model that is read from disk
     path: of a folder or GGUF file, or the open checkpoint itself; also ``fables-16m``, the shipped model, and an id of
     the Hugging Face Hub (``org/name`` or ``org/name@revision``) in the local cache. An existing path wins. download:
     fetch what the cache lacks, of the model and of the adapter; code of a repository is neither fetched nor run.
-    weight_format: encode the experts into this format instead. force: kernel or activation format. device: Ranks, where
+    weight_format: encode the experts into this format instead. overrides: kernel or activation format. device:
+    Ranks, where
     several ranks share the experts: each reads its own, and everything else. dtype: of the model, a name or a
     torch.dtype. adapter: folder or id of a LoRA adapter of PEFT,
     merged into what is read, as ``checkpoint.with_adapter`` does. progress: called with (done, total, what).
@@ -69,7 +70,12 @@ def load_model(  # noqa: PLR0913  every option of a model that is read from disk
     """
     refuse_others(load_model, others)
     extra("transformers")
-    asked: dict[str, Any] = {"weight_format": weight_format, "force": force, "limits": limits, "progress": progress}
+    asked: dict[str, Any] = {
+        "weight_format": weight_format,
+        "overrides": overrides,
+        "limits": limits,
+        "progress": progress,
+    }
     name = dtype_name("load_model", dtype)
     return load_model_in(name, path, device=device, adapter=adapter, download=download, **asked)
 
@@ -89,8 +95,8 @@ def load_model_in(
     checkpoint = checkpoint if adapter is None else with_adapter(checkpoint, adapter, download=download)
     make_known()
     cls, config = class_and_config(checkpoint)
-    outside = outside_experts(checkpoint)
-    refuse(checkpoint, [*check_outside_experts(checkpoint), *outside_problems(checkpoint, outside)])
+    outside = quantised_dense_weights(checkpoint)
+    raise_first(checkpoint, [*check_outside_experts(checkpoint), *dense_weight_problems(checkpoint, outside)])
     if family_of(checkpoint.config).name not in BLOCKS:
         config._experts_implementation = NAME
     with plain_torch():
@@ -110,7 +116,7 @@ def build_layers(
     checkpoint: Checkpoint,
     *,
     weight_format: str | None = None,
-    force: Choice | None = None,
+    overrides: Overrides | None = None,
     device: torch.device | str | Ranks | None = None,
     limits: Limits | None = None,
     progress: Progress | None = None,
@@ -123,7 +129,13 @@ def build_layers(
     and output. Other arguments and errors as ``load_model``.
     """
     family = family_of(checkpoint.config)
-    wishes: Any = {"weight_format": weight_format, "force": force, "device": device, "limits": limits, "dtype": dtype}
+    wishes: Any = {
+        "weight_format": weight_format,
+        "overrides": overrides,
+        "device": device,
+        "limits": limits,
+        "dtype": dtype,
+    }
     indices = counted(family.moe_layers(checkpoint.config), progress, "layer {}".format, end="done")
     if family.name in BLOCKS:
         return {index: load_layer(checkpoint, index, **wishes) for index in indices}

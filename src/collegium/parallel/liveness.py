@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 from torch import distributed
 
-__all__ = ["Door", "is_gone", "own_door", "store_behind"]
+__all__ = ["Endpoint", "is_dead", "local_endpoint", "store_at"]
 
 _KNOCK = 1.0  # seconds
 _TCP: Any = distributed.TCPStore  # pyright: ignore[reportPrivateImportUsage] - torch documents it
 
 
-class Door(NamedTuple):
+class Endpoint(NamedTuple):
     """Where a process listens: the name of its host, the host's address for others, and the port."""
 
     host: str
@@ -28,7 +28,7 @@ class Door(NamedTuple):
     port: int
 
     @property
-    def place(self) -> tuple[str, int]:
+    def host_and_port(self) -> tuple[str, int]:
         """Address and port for this process."""
         return ("127.0.0.1" if self.host == socket.gethostname() else self.address), self.port
 
@@ -39,18 +39,18 @@ def _store() -> Any:
 
 
 @cache
-def own_door() -> Door:
+def local_endpoint() -> Endpoint:
     """Return where this process listens, opening its port at the first call."""
     name, address = socket.gethostname(), "127.0.0.1"
     with suppress(OSError):
         address = socket.gethostbyname(name)
-    return Door(name, address, _store().port)
+    return Endpoint(name, address, _store().port)
 
 
-def is_gone(door: Door) -> bool:
+def is_dead(door: Endpoint) -> bool:
     """Return whether nobody listens there any more; False where that cannot be said, as when a host does not answer."""
     try:
-        socket.create_connection(door.place, timeout=_KNOCK).close()
+        socket.create_connection(door.host_and_port, timeout=_KNOCK).close()
     except ConnectionError:
         return True
     except OSError:
@@ -58,11 +58,11 @@ def is_gone(door: Door) -> bool:
     return False
 
 
-def store_behind(door: Door, seconds: float) -> Any:
+def store_at(door: Endpoint, seconds: float) -> Any:
     """Return the store of the process at ``door``; raises RuntimeError where there is none within ``seconds``."""
-    if door == own_door():
+    if door == local_endpoint():
         return _store()
-    if is_gone(door):  # torch would try for as long as it may
-        raise RuntimeError(f"nobody listens at {door.place}")
-    host, port = door.place
+    if is_dead(door):  # torch would try for as long as it may
+        raise RuntimeError(f"nobody listens at {door.host_and_port}")
+    host, port = door.host_and_port
     return _TCP(host, port, is_master=False, timeout=timedelta(seconds=seconds))

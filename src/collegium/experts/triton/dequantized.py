@@ -15,12 +15,12 @@ from ...runtime.memory import Memory
 from .grouped import TileList, tile_list
 from .matrix import PackedMatrix
 
-__all__ = ["expanded", "in_turns"]
+__all__ = ["dequantize_experts", "dequantized_groups"]
 
 _TILE = 64  # weight rows of a program
 
 
-def in_turns(
+def dequantized_groups(
     matrix: PackedMatrix, *, offsets: Tensor, tiles: TileList, rows: int, room: Tensor | None, memory: Memory | None
 ) -> Iterator[tuple[PackedMatrix, Tensor, TileList]]:
     """Yield a matrix to multiply, where its experts' rows begin, and their tiles, until all experts have been there.
@@ -35,13 +35,13 @@ def in_turns(
         here = slice(start, min(start + turn, experts))
         own = offsets[start : here.stop + 1]
         listed = tiles if turn == experts else tile_list(own, rows, tiles.tile, memory)
-        made = matrix if room is None else expanded(matrix.each(lambda tensor, at=here: tensor[at]), room)
+        made = matrix if room is None else dequantize_experts(matrix.each(lambda tensor, at=here: tensor[at]), room)
         yield made, own, listed
 
 
-def expanded(matrix: PackedMatrix, room: Tensor) -> PackedMatrix:
+def dequantize_experts(matrix: PackedMatrix, room: Tensor) -> PackedMatrix:
     """Return ``matrix`` with its numbers and factors in ``room``."""
-    from ...kernels.expand import expand_kernel
+    from ...kernels.dequantize import expand_kernel
 
     layout, made = matrix.layout, matrix.layout.expanded
     experts, parts, n_out, k_in = layout.shape

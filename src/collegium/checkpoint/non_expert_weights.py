@@ -25,15 +25,15 @@ from ..runtime.devices import probe
 from ..types import ExpertWeights, LatentWeights, RouterWeights, SharedWeights
 from .activation_scales import input_reach
 from .detect import stored_format
+from .findings import Findings
 from .header import FLOATS, TensorInfo
 from .index import router_names
+from .layer_view import CheckpointLayer
 from .layout import Projection, Source, parts_problems, read_matrix, read_whole
-from .opened import CheckpointLayer
-from .problems import refuse
-from .remarks import Remarks
-from .stored import ACTIVATION_SCALES, StoredFormat
+from .problems import raise_first
+from .stored_format import ACTIVATION_SCALES, StoredFormat
 
-__all__ = ["check_beside", "load_hash_table", "load_latent", "load_router", "load_shared"]
+__all__ = ["check_non_expert_weights", "load_hash_table", "load_latent", "load_router", "load_shared"]
 
 _MATRICES = {"router_weight": "router", "shared_gate": "gate of the shared expert"}
 _OF_ROUTER = ("router_weight", "router_bias", "router_scale", "correction_bias", "expert_scale")
@@ -125,8 +125,8 @@ def _quantised(layer: CheckpointLayer, key: str) -> _Module | None:
     return _Module(templates=(template,), where=where, places=(source,), others=others)
 
 
-def check_beside(
-    layer: CheckpointLayer, *, deep: bool = False, tables: bool = False, remarks: Remarks | None = None
+def check_non_expert_weights(
+    layer: CheckpointLayer, *, deep: bool = False, tables: bool = False, remarks: Findings | None = None
 ) -> Iterator[CheckpointError]:
     """Yield every problem of what ``layer`` has beside its routed experts.
 
@@ -145,7 +145,7 @@ def check_beside(
     yield from _unused(layer, remarks)
 
 
-def _unused(layer: CheckpointLayer, remarks: Remarks | None) -> list[CheckpointError]:
+def _unused(layer: CheckpointLayer, remarks: Findings | None) -> list[CheckpointError]:
     """Return a problem for each tensor that the layer would not use, because config.json describes one without it.
 
     The bias of a layer that looks its experts up by token id is allowed: it could only choose them.
@@ -164,7 +164,7 @@ def _unused(layer: CheckpointLayer, remarks: Remarks | None) -> list[CheckpointE
     latent = (names.latent or ()) if not spec.latent_size else ()
     found += [path.format(layer=number) for path in (*shared, *latent) if layer.suffixes((path,))]
     if remarks is not None and layer.shared_assumed:
-        remarks.say(
+        remarks.add(
             f"layer {number}: neither config.json nor the files have a shared expert; the layer runs without one"
         )
     return [
@@ -177,7 +177,7 @@ def _unused(layer: CheckpointLayer, remarks: Remarks | None) -> list[CheckpointE
 
 
 def _check_module(
-    layer: CheckpointLayer, module: _Module, remarks: Remarks | None, *, deep: bool
+    layer: CheckpointLayer, module: _Module, remarks: Findings | None, *, deep: bool
 ) -> list[CheckpointError]:
     try:
         stored = _stored_at(layer, module)
@@ -193,7 +193,7 @@ def _check_module(
         payload, wrong = read_matrix(layer.checkpoint, place, stored[place.path])
         problems += wrong
         if remarks is not None and payload is not None and not wrong:
-            remarks.see(place.label, payload)
+            remarks.record(place.label, payload)
     return problems
 
 
@@ -202,7 +202,7 @@ def _header(layer: CheckpointLayer, key: str) -> None:
     name, shape = _vectors(layer)[key]
     module = _quantised(layer, key)
     if module is not None:
-        refuse(layer.checkpoint, _check_module(layer, module, None, deep=False))
+        raise_first(layer.checkpoint, _check_module(layer, module, None, deep=False))
         return
     info = _info(layer, name)
     # Dimensions of 1 are stored by some and not by others; any other order of the same numbers is another tensor.
@@ -327,7 +327,7 @@ def _stored_at(layer: CheckpointLayer, module: _Module) -> dict[str, StoredForma
 
 def _matrices(layer: CheckpointLayer, module: _Module) -> list[Payload]:
     """Read the matrices of a module whole in their stored format, checked."""
-    refuse(layer.checkpoint, _check_module(layer, module, None, deep=False))
+    raise_first(layer.checkpoint, _check_module(layer, module, None, deep=False))
     stored = _stored_at(layer, module)
     return [read_whole(layer.checkpoint, place, stored[place.path]) for place in module.places]
 

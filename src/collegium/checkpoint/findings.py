@@ -12,7 +12,7 @@ import torch
 
 from ..formats.payload import Payload
 
-__all__ = ["Remarks"]
+__all__ = ["Findings"]
 
 _MOST = 20
 _FEWEST = 64  # numbers a tensor must have before equality means anything
@@ -33,7 +33,7 @@ _EMPTY = {
 _COMPARED = {"codes": "weights", "values": "weights", "scales": "scales"}
 
 
-class Remarks:
+class Findings:
     """Collects remarks over all layers of a checkpoint, keeping 16 bytes for each tensor seen."""
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Remarks:
         self._gains: dict[str, list[tuple[str, float]]] = defaultdict(list)
         self._texts: list[str] = []
 
-    def see(self, label: str, payload: Payload) -> None:
+    def record(self, label: str, payload: Payload) -> None:
         """Take in one matrix, as read; label: ``layer 3, expert 17, down`` or ``layer 3, shared expert, down``."""
         layer, *others = label.split(", ")
         place = f"{layer}, {others[-1]}" if others[0].startswith("expert ") else label
@@ -68,7 +68,7 @@ class Remarks:
                 self._texts.append(f"{label}: its {_COMPARED[name]} are, byte for byte, those of {first}")
                 break
 
-    def say(self, text: str) -> None:
+    def add(self, text: str) -> None:
         """Take in a remark that another has made."""
         self._texts.append(text)
 

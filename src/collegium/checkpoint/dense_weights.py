@@ -18,11 +18,11 @@ from .detect import stored_format
 from .header import FLOATS, TensorInfo
 from .index import index_of, router_names, single_matrices
 from .layout import Source, parts_problems, read_whole
-from .problems import refuse
+from .problems import raise_first
 from .reader import Checkpoint
-from .stored import ACTIVATION_SCALES, PART_SUFFIXES, StoredFormat
+from .stored_format import ACTIVATION_SCALES, PART_SUFFIXES, StoredFormat
 
-__all__ = ["Outside", "matrices_of", "outside_experts", "outside_problems", "sentences"]
+__all__ = ["DenseWeight", "dense_weight_problems", "matrices_of", "quantised_dense_weights", "sentences"]
 
 # Of activations and of caches of keys and values: no part of a weight, and used by nothing here.
 _STATIC = (*ACTIVATION_SCALES, ".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".output_scale")
@@ -33,7 +33,7 @@ _MOST_STATED = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outside:
+class DenseWeight:
     """One quantised matrix. source: its module and logical size. nbytes: of its codes and scales in the files."""
 
     checkpoint: Checkpoint
@@ -49,12 +49,12 @@ class Outside:
         return read_whole(self.checkpoint, self.source, self.stored).to(device).decode(dtype)
 
 
-def outside_experts(checkpoint: Checkpoint) -> dict[str, Outside | CheckpointError]:
+def quantised_dense_weights(checkpoint: Checkpoint) -> dict[str, DenseWeight | CheckpointError]:
     """Return every quantised matrix outside the routed experts by its module's path, or what is wrong with it.
 
     Read are headers, and the shapes that integers and bitsandbytes state beside their codes.
     """
-    found: dict[str, Outside | CheckpointError] = {}
+    found: dict[str, DenseWeight | CheckpointError] = {}
     for path, parts in _modules(checkpoint).items():
         if _MARKS & parts.keys() or (".weight" in parts and parts[".weight"].dtype not in FLOATS):
             try:
@@ -78,7 +78,7 @@ def _modules(checkpoint: Checkpoint) -> Mapping[str, dict[str, TensorInfo]]:
     return dict(sorted(modules.items()))
 
 
-def _opened(checkpoint: Checkpoint, path: str, parts: Mapping[str, TensorInfo]) -> Outside:
+def _opened(checkpoint: Checkpoint, path: str, parts: Mapping[str, TensorInfo]) -> DenseWeight:
     declared = declared_format(checkpoint.config, path)
     own = {suffix: info for suffix, info in parts.items() if suffix not in (".bias", *_STATIC)}
     where = path if declared.method else f"{path}, which quantization_config skips or does not name"
@@ -91,9 +91,9 @@ def _opened(checkpoint: Checkpoint, path: str, parts: Mapping[str, TensorInfo]) 
         )
     rows, columns = _shape(checkpoint, path, stored, own)
     source = Source(label=path, path=path, rows=rows, columns=columns, stored_rows=rows, own_bias=True)
-    refuse(checkpoint, parts_problems(checkpoint, source, stored))
+    raise_first(checkpoint, parts_problems(checkpoint, source, stored))
     nbytes = sum(info.nbytes for info in own.values())
-    return Outside(checkpoint=checkpoint, source=source, stored=stored, nbytes=nbytes)
+    return DenseWeight(checkpoint=checkpoint, source=source, stored=stored, nbytes=nbytes)
 
 
 def _shape(checkpoint: Checkpoint, path: str, stored: StoredFormat, parts: Mapping[str, TensorInfo]) -> tuple[int, int]:
@@ -128,22 +128,25 @@ def _place(checkpoint: Checkpoint, path: str) -> tuple[int | None, str]:
     return (int(number), kind) if inside else (None, path)
 
 
-def matrices_of(checkpoint: Checkpoint, found: Mapping[str, Outside | CheckpointError]) -> list[Outside]:
+def matrices_of(checkpoint: Checkpoint, found: Mapping[str, DenseWeight | CheckpointError]) -> list[DenseWeight]:
     """Return those of the text model's layers and of its head and embeddings, not of layers that predict further."""
     numbered = {path for path in found if any(piece.isdigit() for piece in path.split("."))}
     held = [path for path in found if path not in numbered or _place(checkpoint, path)[0] is not None]
-    return [entry for path in held if isinstance(entry := found[path], Outside)]
+    return [entry for path in held if isinstance(entry := found[path], DenseWeight)]
 
 
-def outside_problems(checkpoint: Checkpoint, found: Mapping[str, Outside | CheckpointError]) -> list[CheckpointError]:
-    """Return what is wrong in the text model's layers; what ``check_beside`` asks of layers with experts is left out.
+def dense_weight_problems(
+    checkpoint: Checkpoint, found: Mapping[str, DenseWeight | CheckpointError]
+) -> list[CheckpointError]:
+    """Return the problems of the text model's dense layers.
 
-    Beside the errors of ``found`` that is a plain matrix where the config declares a format in which other layers
-    store theirs; in GGUF files every tensor has a type of its own.
+    ``check_non_expert_weights`` covers layers with experts. In addition to the errors in ``found``, a plain matrix is
+    a problem where the config declares a format in which other layers store theirs; in GGUF files every tensor has its
+    type.
     """
     names, problems = index_of(checkpoint).names, list[CheckpointError]()
     beside = (*(names.shared or ()), *(names.latent or ()), *single_matrices(names))
-    stored, plain = dict[str, tuple[str, Outside]](), list[tuple[str, str]]()
+    stored, plain = dict[str, tuple[str, DenseWeight]](), list[tuple[str, str]]()
     for path, parts in _modules(checkpoint).items():
         layer, kind = _place(checkpoint, path)
         if layer is None or path in [template.format(layer=layer) for template in beside]:
@@ -173,7 +176,9 @@ def outside_problems(checkpoint: Checkpoint, found: Mapping[str, Outside | Check
     return problems
 
 
-def sentences(checkpoint: Checkpoint, matrices: Sequence[Outside], dtype: torch.dtype = torch.bfloat16) -> list[str]:
+def sentences(
+    checkpoint: Checkpoint, matrices: Sequence[DenseWeight], dtype: torch.dtype = torch.bfloat16
+) -> list[str]:
     """Say which matrices a whole model decodes to ``dtype``, what that costs, and which scales nothing uses."""
     said: list[str] = []
     if matrices:

@@ -4,7 +4,7 @@ import os
 import threading
 from pathlib import Path
 
-__all__ = ["cache_folder", "write_whole"]
+__all__ = ["cache_folder", "write_atomic"]
 
 
 def cache_folder(name: str) -> Path:
@@ -17,7 +17,7 @@ def cache_folder(name: str) -> Path:
         return Path(os.devnull) / name
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def write_atomic(path: Path, content: bytes) -> None:
     """Write a file, and its folder: a reader sees the old one or the new one, never half of one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.tmp")

@@ -12,12 +12,12 @@ from ..problem import DeviceFacts
 from ..types import MoESpec, RoutingSpec
 from .measure import ceiling_bytes, input_sets
 
-__all__ = ["bytes_per_weight", "check_room", "free_bytes", "layer_needs"]
+__all__ = ["bytes_per_weight", "check_free_memory", "free_bytes", "layer_needs"]
 
 _LIMIT, _USED = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
 
 
-def check_room(what: str, needs: Mapping[str, float], facts: DeviceFacts) -> None:
+def check_free_memory(what: str, needs: Mapping[str, float], facts: DeviceFacts) -> None:
     """Raise InputError when ``needs``, bytes by what takes them, are more than is free on the device."""
     free, total = free_bytes(facts), sum(needs.values())
     if total > free:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...checkpoint.outside import Outside
+from ...checkpoint.dense_weights import DenseWeight
 from ...checkpoint.reader import TORCH_DTYPES, Checkpoint
 from ...errors import CheckpointError, CollegiumError, ConfigError, MissingTensorError, TensorMismatchError
 from ...formats.unquantised import FLOAT_FORMATS
@@ -53,7 +53,7 @@ def _plain(checkpoint: Checkpoint, name: str) -> Tensor:
     return checkpoint.read(name)
 
 
-def _decoded(found: Outside | CheckpointError, done: list[Outside], dtype: torch.dtype, device: str) -> Tensor:
+def _decoded(found: DenseWeight | CheckpointError, done: list[DenseWeight], dtype: torch.dtype, device: str) -> Tensor:
     if isinstance(found, CheckpointError):
         raise found
     done.append(found)
@@ -66,15 +66,15 @@ def load_outside(
     checkpoint: Checkpoint,
     device: str,
     dtype: torch.dtype,
-    outside: Mapping[str, Outside | CheckpointError],
-) -> tuple[nn.Module, list[Outside]]:
+    outside: Mapping[str, DenseWeight | CheckpointError],
+) -> tuple[nn.Module, list[DenseWeight]]:
     """Return the model of ``cls`` on ``device`` with everything but its experts, whose parameters lie on ``meta``.
 
     dtype: of the tensors that transformers does not keep in another one. outside: quantised matrices by module; those
     that were decoded are returned too. Blocks without an experts interface are replaced by ``Block``. Raises
     MissingTensorError, TensorMismatchError, BadScaleError, ConfigError, each naming the tensor.
     """
-    faults, done = list[CollegiumError](), list[Outside]()
+    faults, done = list[CollegiumError](), list[DenseWeight]()
     reads = {name: partial(_plain, checkpoint, name) for name in checkpoint.tensors}
     reads |= {f"{path}.weight": partial(_decoded, found, done, dtype, device) for path, found in outside.items()}
     state = {name: _Stored(read, faults) for name, read in (offered(checkpoint, *own) for own in reads.items())}

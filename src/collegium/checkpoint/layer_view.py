@@ -11,7 +11,7 @@ from .detect import detect
 from .index import Found, Index, index_of
 from .layout import Projection, Source, projections, source_of
 from .reader import Checkpoint
-from .stored import StoredFormat
+from .stored_format import StoredFormat
 
 __all__ = ["CheckpointLayer"]
 

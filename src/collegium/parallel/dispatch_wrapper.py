@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import distributed
 
 from .input_check import Contribution, check_contributions
-from .meeting import meeting_of
+from .rendezvous import rendezvous_of
 
 if TYPE_CHECKING:
     from ..placement import Placement
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from ..runtime.memory import Regions
     from .base import Dispatcher, DispatcherKind
     from .expert_map import ExpertMap
-    from .traffic import Away, Traffic
+    from .traffic import OutgoingTokens, Traffic
 
-__all__ = ["Around", "AroundHandle", "Outer", "check_same_tokens"]
+__all__ = ["DispatchWrapper", "DispatchWrapperKind", "WrapperHandle", "check_same_tokens"]
 
 
 def check_same_tokens(name: str, group: str, tokens: int, layer: int = 0) -> None:
@@ -29,12 +29,12 @@ def check_same_tokens(name: str, group: str, tokens: int, layer: int = 0) -> Non
     """
     # In the form of ``InputCheck``, so that a rank that compares its inputs in this pass and one that does not hear so.
     own = Contribution(rank=distributed.get_rank(), tokens=tokens, layer=layer)
-    rows = meeting_of(group).exchange([own], f"{name} dispatch")
+    rows = rendezvous_of(group).exchange([own], f"{name} dispatch")
     check_contributions(name, [each for row in rows for each in row])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AroundHandle:
+class WrapperHandle:
     """What the inner dispatcher needs, and how many tokens there are."""
 
     inner: Any
@@ -42,7 +42,7 @@ class AroundHandle:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outer:
+class DispatchWrapper:
     """Base of the dispatcher that an ``Around`` builds: what it does not say itself, ``inner`` does."""
 
     inner: Dispatcher
@@ -61,7 +61,7 @@ class Outer:
         self.inner.check()
 
 
-class Around:
+class DispatchWrapperKind:
     """Base: everything is the answer of ``inner`` to ``inside(problem)``, but for what a subclass says."""
 
     does: str
@@ -71,37 +71,37 @@ class Around:
         """Be around ``inner`` for the placement ``placed``."""
         self.inner, self.placed = inner, placed
         self.name = f"{inner.name}, {self.does}"
-        self.capturable, self.together, self.reaching = inner.capturable, inner.together, inner.reaching
+        self.capturable, self.collective, self.symmetric = inner.capturable, inner.collective, inner.symmetric
 
-    def inside(self, problem: Problem) -> Problem:
+    def inner_problem(self, problem: Problem) -> Problem:
         """Return what ``inner`` is asked."""
         raise NotImplementedError
 
     def refuse(self, problem: Problem, *, asked: bool) -> str | None:
         """Return why the inner one cannot serve, or None."""
-        return self.inner.refuse(self.inside(problem), asked=asked)
+        return self.inner.refuse(self.inner_problem(problem), asked=asked)
 
     def rows(self, problem: Problem, tokens: int) -> int:
         """Return what ``Dispatcher.rows`` will."""
-        return self.inner.rows(self.inside(problem), tokens)
+        return self.inner.rows(self.inner_problem(problem), tokens)
 
     def capacity(self, problem: Problem) -> int:
         """Return the most rows that one pass brings."""
-        return self.inner.capacity(self.inside(problem))
+        return self.inner.capacity(self.inner_problem(problem))
 
     def regions(self, problem: Problem, *, lists: bool) -> Regions:
         """Return the memory of the inner one; what is around it takes torch's own."""
-        return self.inner.regions(self.inside(problem), lists=lists)
+        return self.inner.regions(self.inner_problem(problem), lists=lists)
 
-    def traffic(self, problem: Problem, away: Away) -> Traffic:
+    def traffic(self, problem: Problem, away: OutgoingTokens) -> Traffic:
         """Return what travels inside alone."""
-        return self.inner.traffic(self.inside(problem), away)
+        return self.inner.traffic(self.inner_problem(problem), away)
 
     def build(self, problem: Problem) -> Dispatcher:
         """Return the dispatcher of ``problem``."""
         raise NotImplementedError
 
-    def wire(self, problem: Problem) -> str:
+    def wire_format(self, problem: Problem) -> str:
         """Return what travels: what travels inside, and what this one adds."""
-        inside = self.inner.wire(self.inside(problem))
+        inside = self.inner.wire_format(self.inner_problem(problem))
         return self.adds if inside == "none" else f"{inside} {self.adds}"

@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .collectives import gathered
-from .meeting import meeting_of
+from .rendezvous import rendezvous_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ..placement import Placement
 
-__all__ = ["TextRanks"]
+__all__ = ["GenerationSync"]
 
 
-class TextRanks:
+class GenerationSync:
     """The ranks that share the experts of a model with this one; none, as a rule."""
 
     def __init__(self, placed: Placement | None, asked: tuple[int, bool]) -> None:
@@ -24,7 +24,7 @@ class TextRanks:
         self.apart: str | None = None
         if placed is not None and placed.world_size > 1 and not placed.same_tokens:
             self.apart, self.same = placed.groups[0], placed.groups[1:]
-            meeting_of(self.apart).agree(asked, "generate: number of tokens, and whether any stops")
+            rendezvous_of(self.apart).agree(asked, "generate: number of tokens, and whether any stops")
 
     def choice(self, chosen: Tensor) -> Tensor:
         """Return the first rank's ``chosen [B]`` where all write the same text.
@@ -40,4 +40,4 @@ class TextRanks:
         """Return whether all sequences have ended, also those of other ranks, whose experts need this one."""
         if self.apart is None:
             return bool(ended.all())
-        return all(meeting_of(self.apart).exchange(bool(ended.all()), "generate: has it ended"))
+        return all(rendezvous_of(self.apart).exchange(bool(ended.all()), "generate: has it ended"))

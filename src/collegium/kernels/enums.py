@@ -5,11 +5,35 @@ Plain integers, without Triton: the host passes them as they are, and kernels wr
 """
 
 __all__ = [
-    "BLOCK_SCALE", "E2M1_E4M3", "E2M1_E8M0", "E2M1_LANES", "E2M1_SCALED", "E4M3_E4M3", "E4M3_LANES", "E4M3_SCALE",
-    "E8M0_SCALE", "FAST_MATH", "GROUP_CODES", "GROUP_SCALE", "HALF_SCALE", "INT4_FLOAT", "INT4_FLOATS",
-    "INT4_LANES", "INT4_PAIRS", "INT8_LANES", "NOWHERE", "NO_ACTIVATION", "NO_SCALE", "PAIR_SCALE", "PLAIN",
-    "POWER_CODES", "ROWS", "STEP_SCALE", "TABLE_LANES", "ZERO_SCALE",
-]  # fmt: skip
+    "BLOCK_SCALE",
+    "E2M1_E4M3",
+    "E2M1_E8M0",
+    "E2M1_LANES",
+    "E2M1_SCALED",
+    "E4M3_E4M3",
+    "E4M3_LANES",
+    "E4M3_SCALE",
+    "E8M0_SCALE",
+    "FAST_MATH",
+    "GROUP_CODES",
+    "GROUP_SCALE",
+    "HALF_SCALE",
+    "INT4_FLOAT",
+    "INT4_FLOATS",
+    "INT4_LANES",
+    "INT4_PAIRS",
+    "INT8_LANES",
+    "NOWHERE",
+    "NO_ACTIVATION",
+    "NO_SCALE",
+    "PAIR_SCALE",
+    "PLAIN",
+    "POWER_CODES",
+    "ROWS",
+    "STEP_SCALE",
+    "TABLE_LANES",
+    "ZERO_SCALE",
+]
 
 # WEIGHT: how weights are stored and reach the tensor core, in grouped_gemm.py.
 PLAIN = 0  # in the dtype of the activations

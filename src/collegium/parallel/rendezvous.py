@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING, Any
 from torch import distributed
 
 from ..errors import InputError, RankError
-from .doors import Door, is_gone, own_door
 from .groups import group_named, world_ranks
+from .liveness import Endpoint, is_dead, local_endpoint
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-__all__ = ["LOOK", "Meeting", "in_turn", "is_known_to_all", "known_to_all", "meeting_of", "timeout_seconds"]
+__all__ = ["LOOK", "Rendezvous", "group_lock", "is_known_to_all", "known_to_all", "rendezvous_of", "timeout_seconds"]
 
 LOOK = 0.5  # seconds between looks whether those who are waited for still live
 _KEPT = 2  # meetings whose values stay in the store: a rank that is late may still read the one before
 _LONGEST = 10**9  # seconds; torch counts waits in 64 bits of nanoseconds
 _seconds = 10.0
-_made: dict[str, tuple[weakref.ref[distributed.ProcessGroup], Meeting]] = {}
+_made: dict[str, tuple[weakref.ref[distributed.ProcessGroup], Rendezvous]] = {}
 _lock = threading.Lock()
 _turns: dict[str, threading.RLock] = {}
 
@@ -44,7 +44,7 @@ def timeout_seconds(seconds: float | None = None) -> float:
     return _seconds
 
 
-class Meeting:
+class Rendezvous:
     """The ranks of one process group, who exchange values in the order of their calls.
 
     Every rank makes the same calls; ``phase`` is compared, so a rank that is somewhere else is found and named. After a
@@ -63,7 +63,7 @@ class Meeting:
         # A group made again over the same store would otherwise read what the one before left there.
         self._prefix = f"{named}/{self.store.add(f'{named}/made by {self.rank}', 1)}"
         self._count = self.built = 0
-        self._doors: tuple[Door, ...] = ()
+        self._doors: tuple[Endpoint, ...] = ()
         self._turn = threading.RLock()
 
     def exchange(self, value: Any, phase: str) -> list[Any]:
@@ -72,23 +72,23 @@ class Meeting:
         Raises RankError where a rank does not come within ``timeout_seconds()``, or comes for something else.
         """
         with self._turn:
-            return self.collect(self.give(value, phase), phase)
+            return self.wait(self.post(value, phase), phase)
 
-    def give(self, value: Any, phase: str) -> int:
+    def post(self, value: Any, phase: str) -> int:
         """Come to the next meeting without waiting for others; ``collect`` takes the number returned, before the next.
 
         Raises RankError where the store that ranks meet in is gone.
         """
         with self._turn:
             number, self._count = self._count, self._count + 1
-            said = pickle.dumps((phase, value, own_door() if number == 0 else None))
+            said = pickle.dumps((phase, value, local_endpoint() if number == 0 else None))
             try:
                 self.store.set(self._key(number, self.rank), said)
             except RuntimeError as error:
                 raise self._lost(phase, self._without_store()) from error
             return number
 
-    def collect(self, number: int, phase: str) -> list[Any]:
+    def wait(self, number: int, phase: str) -> list[Any]:
         """Return what every rank gave to meeting ``number``; errors as ``exchange``."""
         found = self._values(number, phase)
         if number >= _KEPT:
@@ -109,12 +109,12 @@ class Meeting:
             )
         return [own for _, own, _ in said]
 
-    def gone(self) -> tuple[int, ...]:
+    def dead_ranks(self) -> tuple[int, ...]:
         """Return the places of those whose process has ended, as far as that is known."""
-        return tuple(place for place, door in enumerate(self._doors) if place != self.rank and is_gone(door))
+        return tuple(place for place, door in enumerate(self._doors) if place != self.rank and is_dead(door))
 
     @property
-    def doors(self) -> tuple[Door, ...]:
+    def endpoints(self) -> tuple[Endpoint, ...]:
         """Where each rank's process listens; empty before the first meeting."""
         return self._doors
 
@@ -155,7 +155,7 @@ class Meeting:
         """Return the places of those who ended with the store, of all ranks where nobody can be said to have."""
         until = time.monotonic() + LOOK
         # The store's connection may break a moment before its host's door does.
-        while not (ended := self.gone()) and time.monotonic() < until:
+        while not (ended := self.dead_ranks()) and time.monotonic() < until:
             time.sleep(0.01)
         return ended or tuple(range(self.size))
 
@@ -169,7 +169,7 @@ class Meeting:
                     return True
             now = time.monotonic()
             if now - looked > LOOK:
-                looked, ended = now, self.gone()
+                looked, ended = now, self.dead_ranks()
                 if ended:
                     raise self._lost(phase, ended)
             if now > until:
@@ -190,14 +190,14 @@ class Meeting:
         return f"{self._prefix}/{number}/{rank}"
 
 
-def meeting_of(group: str = "") -> Meeting:
+def rendezvous_of(group: str = "") -> Rendezvous:
     """Return the one meeting of the process group ``group`` in this process."""
     own = group_named(group)
     with _lock:
         # A group that was destroyed and made again may have the same name, the same address and the same store.
         made, found = _made.get(group, (None, None))
         if made is None or found is None or made() is not own:
-            found = Meeting(group)
+            found = Rendezvous(group)
             _made[group] = weakref.ref(own), found
         return found
 
@@ -213,16 +213,16 @@ def is_known_to_all(error: Exception) -> bool:
     return isinstance(error, RankError) or "known_to_all" in vars(error)
 
 
-def in_turn(groups: tuple[str, ...]) -> AbstractContextManager[None]:
+def group_lock(groups: tuple[str, ...]) -> AbstractContextManager[None]:
     """Let one thread of this process at a time pass tokens over the process ``groups``; one rank waits for nobody.
 
     A pass is several exchanges, which the other ranks would pair with those of another thread's pass.
     """
-    return _in_turn(groups) if groups else nullcontext()
+    return _group_lock(groups) if groups else nullcontext()
 
 
 @contextmanager
-def _in_turn(groups: tuple[str, ...]) -> Generator[None]:
+def _group_lock(groups: tuple[str, ...]) -> Generator[None]:
     with ExitStack() as held:
         for name in sorted(groups):
             held.enter_context(_turns.setdefault(name, threading.RLock()))

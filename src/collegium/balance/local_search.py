@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
     from .slots import Slots
 
-__all__ = ["relieved"]
+__all__ = ["best_swap"]
 
 _PAYS = 1e-9  # of the busiest rank's load; less is rounding
 
 
-def relieved(loads: NDArray[np.float64], slots: Slots, hosts_of: NDArray[np.int64]) -> Slots | None:
+def best_swap(loads: NDArray[np.float64], slots: Slots, hosts_of: NDArray[np.int64]) -> Slots | None:
     """Return ``slots`` after the change that relieves the busiest rank most for each expert moved, if there is one.
 
     hosts_of: the host of every rank; nothing leaves its own. Every rank that feels the change has less than the busiest

@@ -17,19 +17,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import InputError, RankError
-from ..runtime.memory import Arena, Region, captured, captures, current_stream, memory_map, wait_for
+from ..runtime.memory import Arena, Region, current_stream, is_capturing, is_stream_capturing, memory_map, wait_for
 from ..runtime.symmetric import SymmetricWorkspace
 from .groups import group_named, world_ranks
-from .meeting import LOOK, Meeting, known_to_all, meeting_of, timeout_seconds
-from .peers import HEAD_BYTES, Peers
+from .peers import HEAD_BYTES, PeerBuffers
 from .peers_in_torch import raise_status, release
+from .rendezvous import LOOK, Rendezvous, known_to_all, rendezvous_of, timeout_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
     from ..runtime.memory import MemoryMap
 
-__all__ = ["LATE", "WRITTEN", "PeerArena", "SharedBlocks", "drop_blocks", "shared_blocks"]
+__all__ = ["LATE", "WRITTEN", "PeerArena", "SymmetricBuffers", "release_symmetric_buffers", "symmetric_buffers"]
 
 _PHASE = "symm_mem dispatch"
 _numbers = itertools.count()
@@ -44,17 +44,17 @@ class PeerArena(Arena):
 
     def __init__(self, block: torch.Tensor, places: MemoryMap) -> None:
         super().__init__(block, places)
-        self.peers: Peers | None = None
+        self.peers: PeerBuffers | None = None
 
 
-class _Mail:
+class _ShmMailbox:
     """One word of every rank that all ranks of the host read: a meeting in microseconds, where a store takes hundreds.
 
     A word holds all that is said, so nothing has to be ordered. Two take turns: who writes the next but one has been
     answered by everybody, who therefore read this one. A rank that gives up writes ``~place`` of the one it gave up on.
     """
 
-    def __init__(self, group: str, meeting: Meeting) -> None:
+    def __init__(self, group: str, meeting: Rendezvous) -> None:
         space = SymmetricWorkspace(group_named(group), torch.device("cpu"), 4096)
         self._meeting, self._rank, self._count = meeting, space.rank, 0
         self._error: RankError | None = None
@@ -76,7 +76,7 @@ class _Mail:
         while words[turn] >> 44 != number:
             looks, now, ended = looks + 1, time.monotonic(), ()
             if now > look:
-                look, ended = now + LOOK, self._meeting.gone()
+                look, ended = now + LOOK, self._meeting.dead_ranks()
             # Any rank that gave up will never come again, and this one would wait for nothing.
             quitter = next((place for place, own in enumerate(self._words) if own[turn] < 0), None)
             if ended or quitter is not None or now - started > timeout_seconds():
@@ -87,7 +87,7 @@ class _Mail:
 
     def _give_up(self, rank: int, quitter: int | None, turn: int) -> None:
         """Raise the RankError of waiting in vain for ``rank``, or because ``quitter`` gave up on some rank before."""
-        lost, said = self._meeting.gone(), "has ended"
+        lost, said = self._meeting.dead_ranks(), "has ended"
         if not lost and quitter is not None:
             named = ~int(self._words[quitter][turn])
             # Whoever was given up on is lost, unless that is this rank: then the others go on without it.
@@ -111,7 +111,7 @@ def _zoned(regions: tuple[Region, ...]) -> list[tuple[Region, ...]]:
     return [tuple(own for own in regions if own.name in zone) for zone in zones]
 
 
-class _Block:
+class _SymmetricBuffer:
     """One symmetric block, its flags, and the addresses of the others'. zones: bytes of each.
 
     It holds no process group: a process that still holds one when it ends aborts.
@@ -119,7 +119,7 @@ class _Block:
 
     def __init__(self, group: str, device: torch.device, zones: tuple[int, ...]) -> None:
         self.device, self.zones = device, zones
-        self.mail = _Mail(group, meeting_of(group))
+        self.mail = _ShmMailbox(group, rendezvous_of(group))
         space = SymmetricWorkspace(group_named(group), device, HEAD_BYTES + sum(zones))
         self.rank, self.nbytes, self.blocks, self.handle = space.rank, space.nbytes, space.blocks, space.handle
         own = self.blocks[self.rank]
@@ -150,7 +150,7 @@ class _Block:
         return found
 
 
-class SharedBlocks:
+class SymmetricBuffers:
     """The block that all layers of this process with the ranks of ``group`` on ``device`` run in, one pass at a time.
 
     A block that a CUDA graph of any rank uses is kept when a larger one takes its place.
@@ -159,22 +159,22 @@ class SharedBlocks:
     def __init__(self, group: str, device: torch.device) -> None:
         self.group, self.device = group, device
         self.ranks = world_ranks(group)
-        self.meeting = meeting_of(group)
+        self.meeting = rendezvous_of(group)
         self._layers = 0
-        self._block: _Block | None = None
-        self._kept: list[_Block] = []
+        self._block: _SymmetricBuffer | None = None
+        self._kept: list[_SymmetricBuffer] = []
         self._one = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and unpickle as what all layers of the ranks and the device share."""
-        return shared_blocks, (self.group, self.device)
+        return symmetric_buffers, (self.group, self.device)
 
     @property
     def nbytes(self) -> int:
         """Bytes of this rank's block."""
         return 0 if self._block is None else self._block.nbytes
 
-    def join(self, places: MemoryMap) -> int:
+    def register_layer(self, places: MemoryMap) -> int:
         """Make room for a layer with the regions of ``places`` and return its number; all ranks ask at the same time.
 
         Raises InputError on every rank where the ranks have other regions or are on several hosts, or where their
@@ -189,7 +189,7 @@ class SharedBlocks:
         self._layers += 1
         return (self._layers - 1) % 4096
 
-    def take(self) -> _Block:
+    def acquire(self) -> _SymmetricBuffer:
         """Return the block for one pass on the current stream, which waits for the stream of the last one."""
         self._one.acquire()
         block = self._block
@@ -198,20 +198,22 @@ class SharedBlocks:
             raise InputError("symm_mem: this process has no block for the ranks; build the layer here, on every rank")
         if self.device.type == "cuda":
             stream = current_stream(self.device)
-            if captured(self.device):
+            if is_capturing(self.device):
                 # What a graph follows is for whoever replays it to say.
                 block.captured = True
             elif stream != block.stream:
-                if not captures(self.device, block.stream):
+                if not is_stream_capturing(self.device, block.stream):
                     wait_for(block.stream, self.device)
                 block.stream = stream
         return block
 
-    def give(self, block: _Block) -> None:
+    def release(self, block: _SymmetricBuffer) -> None:
         """Take back what ``take`` returned, once everything that uses it is on its stream."""
         self._one.release()
 
-    def meet(self, layer: int, tokens: int, top_k: int, limit: int, *, shares: int = 1) -> tuple[Peers, Hashable]:
+    def sync_pass(
+        self, layer: int, tokens: int, top_k: int, limit: int, *, shares: int = 1
+    ) -> tuple[PeerBuffers, Hashable]:
         """Return what the pass that begins knows of its peers, and what it has in common with passes like it.
 
         shares: above 1 every rank has the same ``tokens``, and brings one of so many shares of them. Raises InputError
@@ -220,7 +222,7 @@ class SharedBlocks:
         """
         block = self._block
         assert block is not None
-        if block.failed[0] and captured(self.device):
+        if block.failed[0] and is_capturing(self.device):
             lost = self.ranks[int(block.failed[0]) >> 16]
             raise RankError(
                 f"{_PHASE}: a pass before this capture failed, waiting for rank {lost}, and the device tells no more "
@@ -233,7 +235,7 @@ class SharedBlocks:
         try:
             said = block.mail.exchange(layer, tokens, top_k)
         except RankError as error:
-            if block.side is not None and not captured(self.device):
+            if block.side is not None and not is_capturing(self.device):
                 places = [self.ranks.index(rank) for rank in error.ranks]
                 release(block.head, places, block.mirror[1:], block.side)
             raise
@@ -257,7 +259,7 @@ class SharedBlocks:
             )
         # Of the same tokens the word may not hold the whole number; this rank knows it.
         bound, seconds = (-(-tokens // shares) if shares > 1 else max(counts)), timeout_seconds()
-        peers = Peers(
+        peers = PeerBuffers(
             rank=block.rank,
             ranks=self.ranks,
             layer=layer,
@@ -266,7 +268,7 @@ class SharedBlocks:
             head=block.head,
             deltas=block.deltas,
             blocks=tuple(block.blocks),
-            gone=self.meeting.gone,
+            gone=self.meeting.dead_ranks,
         )
         return peers, (bound, seconds)
 
@@ -274,7 +276,7 @@ class SharedBlocks:
         """Wait for the device, and raise the RankError of a pass in which a rank gave up."""
         block = self._block
         if block is not None:
-            raise_status(block.heads, self.ranks, block.rank, self.meeting.gone)
+            raise_status(block.heads, self.ranks, block.rank, self.meeting.dead_ranks)
 
     def renew(self) -> None:
         """Begin anew after a RankError, with a block as large as before; all ranks call it at the same time.
@@ -294,7 +296,7 @@ class SharedBlocks:
             self._kept.append(before)
         made, fault = None, ""
         try:
-            made = _Block(self.group, self.device, zones)
+            made = _SymmetricBuffer(self.group, self.device, zones)
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
         except (RuntimeError, InputError) as error:
@@ -304,27 +306,27 @@ class SharedBlocks:
             said = "; ".join(f"rank {rank}: {own}" for rank, own in zip(self.ranks, faults, strict=True) if own)
             raise InputError(
                 f"symm_mem: {HEAD_BYTES + sum(zones):,} bytes that peers reach were asked of {self.device}, found "
-                f"{said}; plan with Choice(dispatcher='all_gather'), or for fewer tokens"
+                f"{said}; plan with Overrides(dispatcher='all_gather'), or for fewer tokens"
             )
         self._block = made
 
 
-_shared: dict[tuple[str, torch.device], SharedBlocks] = {}
+_shared: dict[tuple[str, torch.device], SymmetricBuffers] = {}
 _making = threading.Lock()
 
 
-def shared_blocks(group: str, device: torch.device) -> SharedBlocks:
+def symmetric_buffers(group: str, device: torch.device) -> SymmetricBuffers:
     """Return what all layers with the ranks of the process group ``group`` on ``device`` share."""
     device = torch.empty(0, device=device).device  # with its index, as tensors name it
     with _making:
         found = _shared.get((group, device))
         # A group that was destroyed and made again has the same name, another meeting, and blocks of its own.
-        if found is None or found.meeting is not meeting_of(group):
-            found = _shared[group, device] = SharedBlocks(group, device)
+        if found is None or found.meeting is not rendezvous_of(group):
+            found = _shared[group, device] = SymmetricBuffers(group, device)
         return found
 
 
-def drop_blocks() -> None:
+def release_symmetric_buffers() -> None:
     """Forget all blocks, for process groups that end: one is given back once the last layer that runs in it is gone."""
     with _making:
         _shared.clear()
