@@ -39,7 +39,7 @@ from collegium.parallel.expert_map import ExpertMap
 from collegium.parallel.local import Local
 from collegium.parallel.placement import linear
 from collegium.parallel.symm_mem import SymmMem
-from collegium.pipelines import Parts
+from collegium.pipelines import PipelineParts
 from collegium.pipelines import mega
 from collegium.pipelines.mega import CUTS, Mega
 from collegium.runtime.memory import Arena, memory_map
@@ -62,7 +62,7 @@ for hidden, inner, top_k, kind, weights, wide in json.load(sys.stdin):
         small = replace(spec, num_experts=4, routing=replace(rule, top_k=1))
         packed, table = layer_on(small, act).experts, ExpertMap(placed, 8, "cpu")
         reach = SymmMem(inner=Local(num_experts=4), map=table, limit=600, blocks=None, on_gpu=True)
-        run = Mega(parts=Parts(experts=packed, dispatcher=reach, top_k=top_k, num_experts=4))
+        run = Mega(parts=PipelineParts(experts=packed, dispatcher=reach, top_k=top_k, num_experts=4))
         memory = Arena(torch.empty(chosen.workspace_bytes, dtype=torch.uint8), memory_map(chosen.regions))
 
         def passed(tokens):

@@ -29,7 +29,7 @@ FOUND = {
 }
 VOCABULARY = 97
 SIZES: dict[str, int] = {
-    r"vocab_size": VOCABULARY,
+    r"(unpadded_)?vocab_size": VOCABULARY,
     r"hidden_size|d_model|moe_hidden_size": 64,
     r"num_hidden_layers|n_layer|num_layers|num_attention_heads|attention_heads": 4,
     r"num_key_value_heads|num_global_key_value_heads|index_n_heads|linear_num_(key|value)_heads": 2,
