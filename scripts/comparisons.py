@@ -173,7 +173,7 @@ def readme_headline(files: Mapping[str, list[Row]]) -> str:
     weights, activations = (name.upper() for name in _HEADLINE_RECIPE)
     return _wrapped(
         f"One Qwen3-30B-A3B layer on an {_card(rows[0]['gpu'])}, {weights} weights, {activations} activations: "
-        f"{' and '.join(ours)}. The fastest other project in [the same run](benchmarks/results/{HEADLINE}.csv) takes "
+        f"{' and '.join(ours)}. The fastest other project [in the same run](benchmarks/results/{HEADLINE}.csv) takes "
         f"{' and '.join(peers)}.",
         indent="",
     )
