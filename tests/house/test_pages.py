@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import collegium
 import make_command_line
 import time_newcomer
-from collegium import formats, models
+from collegium import formats
 from collegium.cli import app
 from tracked import ROOT
 
@@ -95,17 +95,6 @@ def test_the_texts_that_troubleshooting_names_are_those_of_the_code() -> None:
     assert not [text for text in texts if not all(any(part in one for one in said) for part in text.split(" … "))]
 
 
-def test_the_tests_that_the_module_page_names_are_there() -> None:
-    text = (DOCS / "module.md").read_text(encoding="utf-8")
-    found = re.findall(r"((?:`test_\w+`,?\s*)+)in\s+`(tests/[\w/]+\.py)`", text)
-    table = re.findall(r"`(test_\w+)`", text.split("## What is refused")[1])
-    found.append((" ".join(table), "tests/cpu/test_inference_only.py"))
-    assert len(found) > 10
-    for names, file in found:
-        source = (ROOT / file).read_text(encoding="utf-8")
-        assert not [name for name in re.findall(r"test_\w+", names) if f"def {name}(" not in source], file
-
-
 def test_every_name_of_the_package_is_in_the_reference() -> None:
     text = (DOCS / "api" / "collegium.md").read_text(encoding="utf-8")
     assert not [name for name in collegium.__all__ if f" collegium.{name}\n" not in text and f"`{name}`" not in text]
@@ -168,11 +157,6 @@ def test_every_decision_says_context_decision_and_cost() -> None:
             assert heading in text, f"{record.name} has no {heading!r}"
 
 
-def test_every_model_type_is_named_in_the_readme() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert not [name for family in models.FAMILIES for name in family.model_types if f"`{name}`" not in text]
-
-
 def test_what_somebody_new_does_first_is_timed_and_shown() -> None:
     with time_newcomer.RESULTS.open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
@@ -183,5 +167,4 @@ def test_what_somebody_new_does_first_is_timed_and_shown() -> None:
     typed = {step.name: step.typed for step in time_newcomer.steps(ROOT, "torch==2.13.0")}
     assert {row["step"]: row["typed"] for row in rows} == typed
     assert set().union(*time_newcomer.PATHS.values()) == set(typed)
-    # The session that is timed is the README's own.
     assert "load_layer(" in time_newcomer.session()
