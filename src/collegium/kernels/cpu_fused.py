@@ -333,7 +333,7 @@ def _store_tiles(builder, out, out_stride):
 
 
 def _products(builder, words, places, rooms):
-    """Add the products of ``words``, sixteen pairs of columns each, with the two at each of ``places``, to ``rooms``."""
+    """Add the products of ``words``, sixteen pairs of columns, with the two at each of ``places``, to ``rooms``."""
     name, kind, at, steps = "llvm.x86.avx512bf16.dpbf16ps.512", _PAIRS, 0, [words]
     if PAIR_BYTES == 8:
         change = (builder.shl, _word(16)), (builder.and_, _word(0xFFFF0000))
