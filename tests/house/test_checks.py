@@ -10,6 +10,7 @@ import check_changelog
 import check_links
 import check_size
 import check_words
+import readability
 import run_snippets
 from tracked import ROOT, tracked
 
@@ -81,6 +82,27 @@ def test_an_oversized_thing_is_found(tmp_path: Path, name: str, source: str, tex
     path.write_text(source)
     (fault,) = check_size.oversized(tmp_path)
     assert text in fault
+
+
+def test_readability_is_measured(tmp_path: Path) -> None:
+    sources = {
+        "README.md": "# A\n\nText.\n",
+        "docs/page.md": "Four words of text.\n",
+        "src/host.py": "def f(a, found):\n    if a:\n        for own in a:\n            own()\n    x = 1  # fmt: skip\n",
+        "src/kernels/device.py": "def g(a, b, c, d):\n    return a\n",
+    }
+    for name, text in sources.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert readability.measure(tmp_path) == {
+        "filler": pytest.approx(1000 * 2 / 8),
+        "host_parameters": 2,
+        "device_parameters": 4,
+        "nesting": 2,
+        "fmt_skip": 1,
+        "readme_lines": 3,
+        "guide_words": 4,
+    }
 
 
 def test_words() -> None:
