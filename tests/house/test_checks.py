@@ -88,7 +88,7 @@ def test_readability_is_measured(tmp_path: Path) -> None:
     sources = {
         "README.md": "# A\n\nText.\n",
         "docs/page.md": "Four words of text.\n",
-        "src/host.py": "def f(a, found):\n    if a:\n        for own in a:\n            own()\n    x = 1  # fmt: skip\n",
+        "src/host.py": "def f(a, found):\n    if a:\n        for own in a:\n            own\n    y = 1  # fmt: skip\n",
         "src/kernels/device.py": "def g(a, b, c, d):\n    return a\n",
     }
     for name, text in sources.items():
