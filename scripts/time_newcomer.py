@@ -3,7 +3,7 @@
     python scripts/time_newcomer.py --torch torch==2.13.0      # in a new folder and environment; writes newcomer.csv
 
 Every step is what docs/quickstart.md says, run once, in a process of its own, and what it prints is looked at. The rows
-go to ``benchmarks/results/newcomer.csv``, and the table of docs/quickstart.md is made of them: a test compares the two.
+go to ``benchmarks/results/newcomer.csv``, and the table of docs/quickstart.md is made of them.
 """
 
 from __future__ import annotations

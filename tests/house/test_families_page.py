@@ -68,9 +68,3 @@ def test_the_page_has_the_table_of_the_name_tables() -> None:
     text = (ROOT / "docs" / "families.md").read_text(encoding="utf-8").splitlines()
     missing = [line for line in table() if line not in text]
     assert not missing, "docs/families.md lacks:\n" + "\n".join(missing)
-
-
-def test_the_readme_names_the_models_that_do_not_load_whole() -> None:
-    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    listed = ", ".join(f"`{name}`" for name in sorted(NOT_WHOLE))
-    assert f"as whole models all of them load but {listed}, `gguf:deepseek2` and `gguf:glm4moe`" in text, listed

@@ -4,51 +4,20 @@ import ast
 import csv
 import re
 import tomllib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
-import typer
 import yaml
-from typer.testing import CliRunner
 
 import collegium
 import make_command_line
-import time_newcomer
-from collegium import formats, models
-from collegium.cli import app
+from collegium import formats
 from tracked import ROOT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    pass
 
 DOCS = ROOT / "docs"
-# What a help says of itself and of ``--json``, which the page says once for all.
-FRAME = {
-    *("Usage", "root", "OPTIONS", "COMMAND", "ARGS", "Arguments", "Options", "Commands", "required", "default", "x"),
-    *(
-        "--help",
-        "-h",
-        "Show",
-        "this",
-        "message",
-        "and",
-        "exit",
-        "range",
-        "str",
-        "int",
-        "float",
-        "bool",
-        "list",
-        "no-json",
-    ),
-    *("--json", "Print", "one", "JSON", "object", "instead", "of", "tables"),
-}
-PAGES = ["index", "quickstart", "data-flow", "planning", "troubleshooting", "glossary"]
-
-
-def test_the_fixed_pages_exist() -> None:
-    missing = [page for page in PAGES if not (DOCS / f"{page}.md").is_file()]
-    assert not missing
 
 
 def format_files() -> list[str]:
@@ -117,26 +86,6 @@ def test_the_command_line_page_is_what_the_commands_say() -> None:
     )
 
 
-def helps(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Every command line that ``--help`` can follow, and what it then prints."""
-    yield words, CliRunner(env={"COLUMNS": "300", "NO_COLOR": "1"}).invoke(app, [*words, "--help"]).output
-    for word, below in getattr(command, "commands", {}).items():
-        yield from helps(below, (*words, word))
-
-
-def test_the_command_line_page_has_every_word_of_every_help() -> None:
-    page = make_command_line.PAGE.read_text(encoding="utf-8")
-    sections = {part.partition("\n")[0]: part for part in page.split("\n## ")}
-    seen = 0
-    for words, said in helps(typer.main.get_command(app)):
-        listed = re.findall(r"[\w-]*\w", sections[" ".join(("collegium", *words))])
-        told = {word.lstrip("-").lower() for word in (*FRAME, *listed)}
-        missing = [word for word in re.findall(r"[\w-]*\w", said) if word.lstrip("-").lower() not in told]
-        assert not missing, f"{words}: the page lacks {missing}"
-        seen += 1
-    assert seen == 1 + len(typer.main.get_command(app).commands) + 3  # type: ignore[attr-defined]
-
-
 def test_every_version_of_a_result_is_called_tested() -> None:
     text = (DOCS / "compatibility.md").read_text(encoding="utf-8")
     for path in sorted((ROOT / "benchmarks" / "results").glob("*.csv")):
@@ -157,32 +106,3 @@ def test_the_citation_is_of_this_project() -> None:
     assert (cited["version"], cited["license"]) == (collegium.__version__, project["license"])
     assert cited["keywords"] == project["keywords"]
     assert f"version = {{{collegium.__version__}}}" in (DOCS / "citing.md").read_text(encoding="utf-8")
-
-
-def test_every_decision_says_context_decision_and_cost() -> None:
-    records = sorted((DOCS / "adr").glob("0*.md"))
-    assert [record.name[:4] for record in records] == [f"{n:04}" for n in range(1, len(records) + 1)]
-    for record in records:
-        text = record.read_text(encoding="utf-8")
-        for heading in ("## Context", "## Decision", "## Cost"):
-            assert heading in text, f"{record.name} has no {heading!r}"
-        assert len(text.splitlines()) <= 60, f"{record.name} is longer than one page"
-
-
-def test_every_model_type_is_named_in_the_readme() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert not [name for family in models.FAMILIES for name in family.model_types if f"`{name}`" not in text]
-
-
-def test_what_somebody_new_does_first_is_timed_and_shown() -> None:
-    with time_newcomer.RESULTS.open(encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    shown = (DOCS / "quickstart.md").read_text(encoding="utf-8")
-    assert time_newcomer.table(rows) in shown, (
-        "docs/quickstart.md: run python scripts/time_newcomer.py and copy its table"
-    )
-    typed = {step.name: step.typed for step in time_newcomer.steps(ROOT, "torch==2.13.0")}
-    assert {row["step"]: row["typed"] for row in rows} == typed
-    assert set().union(*time_newcomer.PATHS.values()) == set(typed)
-    # The session that is timed is the README's own.
-    assert "load_layer(" in time_newcomer.session()
