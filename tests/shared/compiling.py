@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from once import once
+
 __all__ = ["compile_apart", "compiler_release", "skip_other_compilers"]
 
 BOUNDED = ("3.6", "3.9")  # releases of Triton for whose code the tests have bounds
@@ -36,11 +38,24 @@ def skip_other_compilers() -> None:
 
 
 def compile_apart(program: str, asked: list[Any]) -> list[Any]:
-    """Return what ``program`` prints as JSON behind ``RESULT`` when it reads ``asked`` as JSON."""
+    """Return what ``program`` prints as JSON behind ``RESULT`` when it reads ``asked`` as JSON.
+
+    One process of a test run compiles; the others, whose workers took tests of the same module, read its result.
+    """
+    words = json.dumps(asked)
+    path = once(program + words, ".json", lambda new: _write(new, _printed(program, words)))
+    return json.loads(_printed(program, words) if path is None else path.read_text())
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _printed(program: str, words: str) -> str:
     places = (Path(__file__).parents[2] / "src", Path(__file__).parent)
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", program],
-        input=json.dumps(asked),
+        input=words,
         capture_output=True,
         text=True,
         check=False,
@@ -48,4 +63,4 @@ def compile_apart(program: str, asked: list[Any]) -> list[Any]:
     )
     line = next((text for text in run.stdout.splitlines() if text.startswith("RESULT")), None)
     assert line is not None, run.stderr[-4000:]
-    return json.loads(line.removeprefix("RESULT"))
+    return line.removeprefix("RESULT")
