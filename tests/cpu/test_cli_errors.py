@@ -241,6 +241,7 @@ def test_what_the_machine_refuses_is_one_message(error, text, said, monkeypatch)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is full")
+@pytest.mark.each_choice
 @pytest.mark.parametrize(
     ("where", "code", "text"),
     [

@@ -22,9 +22,18 @@ from tracked import ROOT
 @pytest.mark.parametrize(
     ("ranks", "kill", "more"),
     [
-        *((ranks, kill, ()) for ranks in (2, 4) for kill in range(ranks)),
-        *((ranks, kill, ("--dispatcher", "symm_mem")) for ranks, kill in ((2, 0), (2, 1), (4, 0), (4, 2))),
+        (2, 1, ()),
+        (4, 0, ()),
+        (2, 0, ("--dispatcher", "symm_mem")),
         (4, 1, ("--dispatcher", "symm_mem", "--same-tokens")),
+        *(
+            pytest.param(ranks, kill, more, marks=pytest.mark.exhaustive)
+            for more, kills in {
+                (): ((2, 0), (4, 1), (4, 2), (4, 3)),
+                ("--dispatcher", "symm_mem"): ((2, 1), (4, 0), (4, 2)),
+            }.items()
+            for ranks, kill in kills
+        ),
     ],
 )
 def test_survivors_of_a_killed_rank_report_it_and_go_on(
