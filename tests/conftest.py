@@ -52,23 +52,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _left_over(cells: Sequence[pytest.Function]) -> list[pytest.Function]:
     """Return the cells without which every value of every parameter still occurs, for few cells that remain.
 
-    Greedy, in the order of the grid; the cells that are marked ``exhaustive`` by hand are no choice.
+    Greedy, in the order of the grid; the cells that are marked ``exhaustive`` by hand are no choice. Values are told
+    apart by what they are if they are plain, and by identity: cells of a grid share their values.
     """
     left = [cell for cell in cells if not cell.get_closest_marker("exhaustive")]
-    values = {cell: {(name, _named(cell, name)) for name in cell.callspec.params} for cell in left}
+    values: dict[pytest.Function, set[tuple[str, object]]] = {}
+    for cell in left:
+        params = cell.callspec.params
+        plain = {name for name, value in params.items() if value is None or isinstance(value, str | int | float)}
+        told: dict[str, object] = {name: repr(value) if name in plain else id(value) for name, value in params.items()}
+        values[cell] = set(told.items())
+        for mark in cell.iter_markers("each_choice"):
+            values[cell].add(("together", tuple(told[name] for name in mark.args)))
     missing = set().union(*values.values())
     while missing:
         best = max(left, key=lambda cell: len(values[cell] & missing))
         left.remove(best)
         missing -= values[best]
     return left
-
-
-def _named(cell: pytest.Function, name: str) -> str:
-    """Return a value of a parameter as text that every process has, or its place among the others."""
-    value = cell.callspec.params[name]
-    plain = value is None or isinstance(value, str | int | float | torch.dtype)
-    return repr(value) if plain else f"number {cell.callspec.indices[name]}"
 
 
 @pytest.fixture(autouse=True)

@@ -153,6 +153,7 @@ def compare(found: dict[str, Tensor], wanted: dict[str, Tensor], changed: set[st
         assert far <= 1e-5 * tensor.double().abs().max().clamp(min=1.0), name
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize(("original", "width"), [(True, 32), (True, 16), (False, 24)])
 @pytest.mark.parametrize("name", CLASSES)
 def test_every_module_of_every_class(name: str, original: bool, width: int, tmp_path: Path) -> None:
@@ -198,6 +199,7 @@ def test_a_stack_that_peft_cannot_merge_is_refused(tmp_path: Path) -> None:
 
 
 # PEFT compares the patterns of ranks with modules alone, and warns of those that are of parameters.
+@pytest.mark.each_choice
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("width", [24, 32, 16])
 @pytest.mark.parametrize("name", [*CLASSES, *(f"{name} of one expert" for name in SINGLE)])

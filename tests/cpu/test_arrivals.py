@@ -60,6 +60,7 @@ def same(one: Payload, two: Payload) -> bool:
     return one.shape == two.shape and a.keys() == b.keys() and all(map(torch.equal, *bytes_of))
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize(("family", "name", "storage", "stacked"), combinations())
 def test_every_combination_is_what_was_written(
     tmp_path: Path, family: str, name: str, storage: str, stacked: bool

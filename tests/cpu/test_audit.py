@@ -81,6 +81,7 @@ def one_bad(value: float | int) -> Callable[[Tensor], Tensor]:
     return make
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize(("family", "name", "storage", "stacked"), combinations())
 def test_good_checkpoints_pass(tmp_path: Path, family: str, name: str, storage: str, stacked: bool) -> None:
     tiny = write_checkpoint(tmp_path, family, name, storage, size=SIZE, stacked=stacked)

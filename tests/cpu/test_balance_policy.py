@@ -55,9 +55,10 @@ def check(load, old, new):
 
 
 @EVERY
-def test_a_thousand_random_loads(policy):
+@pytest.mark.parametrize("count", [150, pytest.param(1000, marks=pytest.mark.exhaustive)])
+def test_random_loads(policy, count):
     rng, gained = np.random.default_rng(0), 0
-    for _ in range(1000):
+    for _ in range(count):
         load, old = random_case(rng)
         new = policy.place(load, old)
         check(load, old, new)
@@ -66,7 +67,7 @@ def test_a_thousand_random_loads(policy):
         again = policy.place(load, new)
         assert balancedness(load, again) >= balancedness(load, new)
         gained += balancedness(load, new) > balancedness(load, old) + 0.01
-    assert gained > 500
+    assert gained > count / 2
 
 
 @given(st.lists(st.floats(0, 1e12), min_size=1, max_size=12), st.integers(1, 5), st.integers(0, 3))

@@ -180,7 +180,7 @@ def test_the_caches_of_all_cores_count():
     [
         ("64x32x6x2", ("bf16", "bf16"), (1, 64)),
         ("1024x512x8x2", ("mxfp4", "bf16"), (1, 32)),
-        ("1024x1024x48x4", ("bf16", "bf16"), (1, 16, 256)),
+        pytest.param("1024x1024x48x4", ("bf16", "bf16"), (1, 16, 256), marks=pytest.mark.exhaustive),
     ],
 )
 def test_no_layer_on_a_cpu_is_faster_than_its_floor(what, recipe, tokens):

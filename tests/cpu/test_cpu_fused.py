@@ -200,12 +200,14 @@ def test_rows_that_do_not_lie_one_after_the_other_go_to_the_library(kernel):
     assert float((packed.run(batch) - wanted).norm() / wanted.norm()) <= 2e-2
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("hidden", "wide"), [(90, 33), (64, 64), (300, 130), (31, 1)])
 def test_run_matches_truth(kernel, name, hidden, wide):
     judge(kernel, make_batch([1, 0, 6, 19, 40], hidden, dropped=3), make_weights(name, 5, hidden, wide))
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("hidden", "wide", "weighted"), [(90, 33, False), (64, 64, True)])
 def test_float16_rows_keep_all_their_bits(kernel, name, hidden, wide, weighted):
@@ -286,6 +288,7 @@ READ = {
 }
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("name", READ)
 @pytest.mark.parametrize(("hidden", "wide"), [(256, 512), (90, 34)])
 def test_formats_that_are_only_read(kernel, name, hidden, wide):
@@ -298,6 +301,7 @@ def test_formats_that_are_only_read(kernel, name, hidden, wide):
         judge(kernel, make_batch([1, 0, 6, 19, 40], hidden, dropped=3, dtype=dtype), weights, most=most)
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("name", READ)
 def test_every_code_that_is_only_read_is_rounded_once(kernel, name):
     """Rows of x with a single one read single weights."""
@@ -333,6 +337,7 @@ def test_a_part_of_the_columns_in_activation_order(kernel, kind):
     assert matrix.codes.shape[2] < 256, "less than twice the columns"
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("name", READ)
 def test_bits_of_a_row_that_is_only_read(kernel, name):
     weights = ExpertWeights(gate_up=READ[name](2, 2, 64, 256), down=READ[name](2, 256, 64))
@@ -359,6 +364,7 @@ def test_packed_bytes_are_near_those_published(name):
     assert found <= 1.05 * payload.nbytes
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("name", ["bf16", "mxfp4", "int4_group"])
 @pytest.mark.parametrize("lie", ["in a larger tensor", "transposed", "the same for all"])
 def test_biases_may_lie_anyhow(kernel, name, lie):

@@ -101,6 +101,7 @@ def _seeded():
     torch.manual_seed(20)
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("tiles", [False, True])
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 @pytest.mark.parametrize("name", NAMES)

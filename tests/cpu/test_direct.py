@@ -109,6 +109,7 @@ def test_bits_are_those_of_the_sorted_way(
     assert relative_error(found, swapped) > 0.3
 
 
+@pytest.mark.each_choice("weights", "activations")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of what this test is about
 @pytest.mark.parametrize(("weights", "activations", "most"), RECIPES)
 @pytest.mark.parametrize("limit", [None, 2.0])

@@ -89,6 +89,7 @@ def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
     assert (found - wanted).abs().max() <= 2e-5 * scale
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("original", [True, False], ids=["published", "fused"])
 @pytest.mark.parametrize("name", list(CASES))
 def test_a_toy_model_loads_and_computes_like_its_own_class(tmp_path: Path, name: str, original: bool) -> None:

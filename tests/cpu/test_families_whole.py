@@ -18,17 +18,19 @@ from collegium.errors import ConfigError
 from collegium.integrations.transformers import load_model
 from collegium.integrations.transformers.whole_model import load_model_in
 from collegium.models import FAMILIES
-from family_cases import CASES, IDS, NOT_WHOLE, build
+from family_cases import CASES, IDS, MAIN, NOT_WHOLE, build
 from whole_models import as_near_as, eager, same_tensors
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+NAMES = [pytest.param(name, marks=() if name in MAIN else pytest.mark.exhaustive) for name in CASES]
 OTHERS = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(2))
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("original", [True, False], ids=["published", "fused"])
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", NAMES)
 def test_a_whole_model_in_float32_gives_the_logits_of_transformers(tmp_path: Path, name: str, original: bool) -> None:
     build(CASES[name], tmp_path, original=original)
     ours = load_model_in("fp32", str(tmp_path), device="cpu")
@@ -42,7 +44,7 @@ def test_a_whole_model_in_float32_gives_the_logits_of_transformers(tmp_path: Pat
             assert torch.equal(ours(ids).logits, found)
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", NAMES)
 def test_a_whole_model_in_bf16_is_as_near_to_float32_as_transformers(tmp_path: Path, name: str) -> None:
     build(CASES[name], tmp_path)
     ours = load_model(str(tmp_path), device="cpu")

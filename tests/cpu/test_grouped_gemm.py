@@ -136,6 +136,7 @@ def truth(batch: ContiguousBatch, made: ExpertWeights[Any], problem: Problem) ->
     return Reference().pack(made, replace(problem, activation_format="fp32").routed).run(batch)
 
 
+@pytest.mark.each_choice("weights", "act")
 @pytest.mark.parametrize(("weights", "act", "bound"), FORMATS)
 @pytest.mark.parametrize("tile", [TILE, JOINED, replace(JOINED, stacked=True)], ids=["apart", "joined", "stacked"])
 def test_experts_against_the_reference(weights: str, act: str, bound: float, tile: TileChoice) -> None:
@@ -447,6 +448,7 @@ def test_zero_points_of_every_width_group_and_dtype_of_rows(bits: int, group: in
     assert relative_error(found, grouped_gemm_reference(x, payload.decode(), offsets)) < 1e-6
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("group", [32, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -496,6 +498,7 @@ def random_looked_up(*shape: int) -> Bnb4:
     )
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize(("rows", "most"), [(torch.bfloat16, 1e-5), (torch.float16, 1e-6)])
 @pytest.mark.parametrize("columns", [64, 96, 320, 512])
 @pytest.mark.parametrize(
@@ -517,6 +520,7 @@ def test_codes_that_look_numbers_up(
     assert relative_error(found, wanted) < most
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("columns", [96, 320, 512])

@@ -61,6 +61,7 @@ def problem_of(experts, hidden, wide, top_k, *, weight_format="fp32", dtype="fp3
     return Problem(spec=spec, device=CPU, limits=Limits(max_tokens=64), dtype=dtype)
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("kernel", KERNEL_NAMES)
 @pytest.mark.parametrize("weight_format", [f.name for f in FORMATS if not f.read_only])
@@ -79,6 +80,7 @@ def test_layer_matches_truth_on_dequantised_weights(weight_format, kernel, shape
     assert relative_error(found, truth) < BOUNDS["bf16"]
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("kernel", KERNEL_NAMES)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kind", ACTIVATION_KINDS)

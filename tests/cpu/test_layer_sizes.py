@@ -34,6 +34,7 @@ def experts():
     return heavy_tailed(USED, 2, WIDE, H, seed=2, channels=False) * H**-0.5, down
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("top_k", [1, 3])
 @pytest.mark.parametrize("weight_format", ["bf16", "fp8_block", "mxfp4", "nvfp4", "int4_group"])
 def test_the_standard_ugly_size(experts, weight_format, top_k):
@@ -64,6 +65,7 @@ def test_the_standard_ugly_size(experts, weight_format, top_k):
             assert relative_error(found, truth) < 0.01, kernel.name
 
 
+@pytest.mark.exhaustive
 def test_an_intermediate_of_more_than_two_to_the_31_elements():
     """gate_up rows [R, 2 * I] above 2^31 elements: an index of 32 bits would wrap onto other rows.
 

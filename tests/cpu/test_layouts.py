@@ -104,6 +104,7 @@ def check_sizes(matrix: PackedMatrix) -> None:
         assert layout.steps[2] * layout.shape[0] * layout.shape[1] == matrix.values.numel()
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize(("name", "weights", "act"), CASES)
 @pytest.mark.parametrize("parts", [1, 2])
 def test_layouts_are_those_that_packing_makes(name: str, weights: str, act: str, parts: int) -> None:

@@ -53,6 +53,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.each_choice
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's bits are compared in tests/gpu")
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("pair", PAIRS)
@@ -80,6 +81,7 @@ def test_truth(pair: Pair) -> None:
         assert tokens == 0 or relative_error(found, truth) < {FP32: 2e-6, BF16: 3e-3, FP16: 4e-4}[pair[1]]
 
 
+@pytest.mark.each_choice
 @kernels
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("whole", [False, True])
@@ -124,6 +126,7 @@ def test_what_is_added_and_where_it_is_written(way: Any, whole: bool, monkeypatc
     assert relative_error(way(x.T.contiguous().T, weight), truth) < 1e-6
 
 
+@pytest.mark.each_choice
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("way", ways())
 @pytest.mark.parametrize("pair", PAIRS)

@@ -48,6 +48,7 @@ def expected(tiny: TinyCheckpoint, layer: int, expert: int, projection: int) -> 
     return tiny.experts[layer][projection][expert]
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize(("family", "name", "storage", "stacked"), combinations())
 def test_every_combination_loads_byte_for_byte(
     tmp_path: Path, family: str, name: str, storage: str, stacked: bool
@@ -75,6 +76,7 @@ def test_every_combination_loads_byte_for_byte(
         assert torch.equal(weights.down_bias, down[[2, 0]])
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("tp_size", [2, 4])
 @pytest.mark.parametrize(
     ("family", "name", "storage", "stacked"), [r for r in combinations() if r[0] in ("mixtral", "gpt_oss")]
@@ -227,7 +229,7 @@ print((after - before) * 1024, weights.gate_up.nbytes + weights.down.nbytes)
 """
 
 
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("family", ["mixtral", pytest.param("gpt_oss", marks=pytest.mark.exhaustive)])
 def test_peak_memory_is_local_weights_and_about_one_tensor(tmp_path: Path, family: str) -> None:
     write_checkpoint(tmp_path / "small", family, size=TinySize(hidden=64, intermediate=64, experts=16, layers=1))
     big = TinySize(hidden=1024, intermediate=1024, experts=16, layers=1)

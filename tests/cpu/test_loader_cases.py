@@ -54,6 +54,7 @@ def configure(path: Path, **entries: Any) -> None:
     (path / "config.json").write_text(json.dumps({**config, **entries}))
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("tp_size", [2, 4, 8])
 @pytest.mark.parametrize("wide", WIDTHS)
 @pytest.mark.parametrize("name", list(STEPS))

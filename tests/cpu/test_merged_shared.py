@@ -74,6 +74,7 @@ def stored(folder: Path, name: str, kind: str | None, shared: int) -> tuple[Any,
     return model, {index: layer.mlp for index, layer in decoder(model).items() if hasattr(layer.mlp, "experts")}
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize(("kind", "shared"), [(None, 1), (None, 2), ("fp8 blocks", 1), ("ct nvfp4", 2), ("ct int4", 1)])
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
 def test_a_checkpoint_computes_what_its_class_does_both_ways(
@@ -187,6 +188,7 @@ RECIPES = [
 ]
 
 
+@pytest.mark.each_choice("weights", "activations")
 @pytest.mark.parametrize("on_input", [False, True])
 @pytest.mark.parametrize(("weights", "activations", "most"), RECIPES)
 def test_kernels_of_a_gpu_give_the_bits_of_apart(

@@ -106,6 +106,7 @@ ON_GPU = [
 BOUNDS = {"bf16": 0.012, "fp16": 0.003, "fp32": 1e-5}
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("kernel", ["cpu_fused", "cpu_grouped", "reference"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize(("first", "second"), ON_CPU)
@@ -126,6 +127,7 @@ def test_kernels_of_a_cpu(first: str, second: str, dtype: Any, kernel: str) -> N
         assert relative_error(found, truth_of(x, routing, weights)) < BOUNDS[dtype]
 
 
+@pytest.mark.each_choice("first", "second")
 @pytest.mark.parametrize("device", [HOPPER, AMPERE, BLACKWELL], ids=lambda facts: facts.name)
 @pytest.mark.parametrize(("first", "second", "act", "dtype", "one", "two"), ON_GPU)
 def test_kernels_of_a_gpu(
@@ -273,6 +275,7 @@ def test_copies_and_moved_experts() -> None:
     assert relative_error(layer(x, routing=routing), wanted.double()) > 0.1
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("way", ["merged", "apart"])
 @pytest.mark.parametrize("shared", [("nvfp4", "fp8_tensor"), ("bf16", "bf16"), ("mxfp4", "bf16")])
 def test_a_shared_expert_beside_mixed_ones(shared: tuple[str, str], way: Any) -> None:

@@ -31,7 +31,10 @@ from moving import (
 from ranks import error_of, run_ranks
 
 
-@pytest.mark.parametrize(("world", "times"), [(2, 880), (4, 120)])
+@pytest.mark.parametrize(
+    ("world", "times"),
+    [(2, 100), pytest.param(2, 880, marks=pytest.mark.exhaustive), pytest.param(4, 120, marks=pytest.mark.exhaustive)],
+)
 def test_a_thousand_random_rebalances_with_replicas_change_no_bit(world: int, times: int) -> None:
     work = partial(rebalance, recipe="whole", times=times, replicas=True, spoil=50)
     found = run_ranks(work, world, seconds=400)
@@ -43,7 +46,12 @@ def test_a_thousand_random_rebalances_with_replicas_change_no_bit(world: int, ti
 
 @pytest.mark.parametrize(
     ("world", "times", "recipe", "same"),
-    [(2, 120, "whole", False), (4, 24, "whole", False), (2, 40, "whole", True), (2, 9, "fp8_block", False)],
+    [
+        (2, 40, "whole", True),
+        (2, 9, "fp8_block", False),
+        pytest.param(2, 120, "whole", False, marks=pytest.mark.exhaustive),
+        pytest.param(4, 24, "whole", False, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_experts_move_under_ranks_that_read_each_others_memory(world: int, times: int, recipe: str, same: bool) -> None:
     more = {"dispatcher": "symm_mem", "same": same, "replicas": recipe == "whole", "spoil": 8}

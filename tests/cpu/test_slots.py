@@ -109,6 +109,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [tensor for name in names for tensor in _tensors(getattr(value, name))]
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize(("name", "form", "act"), CASES)
 def test_experts_put_slot_by_slot_are_those_packed_in_that_order(
     monkeypatch: pytest.MonkeyPatch, name: str, form: str, act: str

@@ -90,6 +90,7 @@ def multiplied_by_one(payload: Any, *, scaled: bool = False) -> Tensor:
     return found.T
 
 
+@pytest.mark.each_choice("weights", "act")
 @pytest.mark.parametrize(("weights", "act"), [(w, a) for w in WEIGHTS for a in ("fp8_token", "fp8_group128")])
 def test_experts_against_the_reference(weights: str, act: str) -> None:
     problem = question(weights, act)
@@ -215,6 +216,7 @@ def test_nvfp4_scales_below_the_normal_range_are_exact_too() -> None:
     assert torch.equal(multiplied_by_one(payload), payload.decode()[0, 0])
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("group", [32, 64, 96, 128, 256, 512])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_every_int4_byte_is_exact(group: int, dtype: torch.dtype) -> None:
