@@ -324,7 +324,7 @@ def test_what_cannot_be_merged_is_refused_by_name(fault: str, tmp_path: Path) ->
         load_model(tmp_path / "base", device="cpu", adapter=write(tmp_path / "adapter", tensors, **config))
 
 
-def test_layers_of_another_part_of_the_model_are_not_taken_for_the_text_models(tmp_path: Path) -> None:
+def test_layers_outside_the_text_model(tmp_path: Path) -> None:
     model_of("qwen3_moe", tmp_path / "base")
     file, path = tmp_path / "base" / "model.safetensors", "layers.0.mlp.experts.3.gate_proj"
     plain = load_file(file)
@@ -339,7 +339,7 @@ def test_layers_of_another_part_of_the_model_are_not_taken_for_the_text_models(t
 
 
 @pytest.mark.parametrize("wide", [24, 32])
-def test_one_parameter_of_a_stack_is_the_one_that_is_named(tmp_path: Path, wide: int) -> None:
+def test_stack_parameters_are_named(tmp_path: Path, wide: int) -> None:
     """Up and down of experts without a gate may have the same size; the configuration settles which a pair is of."""
     case = CASES["nemotron_h"]
     build(replace(case, text={**case.text, "moe_intermediate_size": wide}), tmp_path / "base")

@@ -101,7 +101,7 @@ def _room(rank: int) -> Any:
     return said, faults
 
 
-def test_a_token_without_room_is_an_error_on_every_rank_and_never_a_number() -> None:
+def test_tokens_over_capacity_raise_on_every_rank() -> None:
     for said, faults in run_ranks(_room, 3):
         assert faults == []
         assert "one rank may send rank_tokens=4 tokens to one other" in said[0]
@@ -124,7 +124,7 @@ def _gone(rank: int) -> Any:
     return None
 
 
-def test_a_rank_that_does_not_call_is_named_in_bounded_time() -> None:
+def test_silent_ranks_are_named_in_time() -> None:
     for ranks, phase, seconds in run_ranks(_gone, 3)[:2]:
         assert (ranks, phase) == ((2,), "all_to_all_fixed dispatch")
         assert 1.9 <= seconds < 8
@@ -200,7 +200,7 @@ def _codes(rank: int) -> list[str]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu makes these comparisons on the device")
-def test_codes_travel_and_give_the_bits_of_one_rank_with_replicas() -> None:
+def test_codes_over_ranks_equal_one_rank() -> None:
     pytest.importorskip("triton")
     assert run_ranks(_codes, 2, seconds=300) == [[], []]
 
@@ -211,7 +211,7 @@ def _asked(placement: Placement | None, **others: Any) -> Problem:
     return Problem(spec=spec, device=device, placement=placement, **others)
 
 
-def test_the_plan_says_what_travels_and_what_a_graph_can_capture() -> None:
+def test_plans_describe_wire_and_capture() -> None:
     placed = linear(8, 1, 4)
     made = plan(_asked(placed))
     assert (made.dispatcher, made.capturable, made.capacity) == ("all_to_all", False, 4 * 2 * 8192)

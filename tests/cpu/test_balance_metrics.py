@@ -48,7 +48,7 @@ def test_what_is_observed_is_exposed():
     assert found['checksum_failures_total{layer="7"}'] == 1
 
 
-def test_two_engines_do_not_share_numbers_and_one_registry_takes_one():
+def test_engines_have_separate_metrics():
     pytest.importorskip("prometheus_client")
     one, other = Metrics(), Metrics()
     one.observe_rebalance(0, (), 5, 0.0)
@@ -68,7 +68,7 @@ def test_without_the_extra_it_is_one_clear_error(monkeypatch):
         Metrics()
 
 
-def test_a_range_is_named_on_a_gpu_and_nothing_on_a_cpu(monkeypatch):
+def test_ranges_are_named_on_a_gpu(monkeypatch):
     seen: list[str] = []
 
     @contextmanager

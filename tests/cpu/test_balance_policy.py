@@ -158,7 +158,7 @@ def test_groups_stay_on_a_host_with_every_copy():
         assert balancedness(later, moved) >= balancedness(later, new)
 
 
-def test_experts_of_a_rank_that_is_gone_are_placed_and_read_anew():
+def test_experts_of_lost_ranks_are_reloaded():
     load, left = [5, 4, 3, 2, 1, 1], ((0, 1, -1, -1), (2, 3, -1, -1))
     for policy in POLICIES:
         new = policy.place(load, left)
@@ -184,7 +184,7 @@ def test_balancedness_of_steps_is_not_that_of_their_sum():
     assert rank_loads([6, 2], ((0, 1), (0, -1))).tolist() == [5, 3]
 
 
-def test_a_move_pays_when_the_steps_ahead_save_more_than_it_takes():
+def test_moves_that_pay_off():
     """100 assignments of 1 us on the busiest rank become 70: 30 us a step. 1 MB at 1 ns a byte takes 1 ms: 34 steps."""
     load, old, new = [40, 60, 10, 10], ((0, 1), (2, 3)), ((0, 2), (1, 3))
     old_busiest, new_busiest = (float(rank_loads(load, slots).max()) for slots in (old, new))

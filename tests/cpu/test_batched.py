@@ -185,7 +185,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 @pytest.mark.parametrize("beyond", [M + 1, -1])
-def test_a_count_of_rows_that_are_not_there_is_an_error_of_a_checked_layer(beyond: int) -> None:
+def test_checked_layers_refuse_wrong_row_counts(beyond: int) -> None:
     weights = random_experts(E, 2, INNER, H, seed=1, bias=True)
     made = plan(problem_of("fp32", "fp32", DeviceFacts(kind="cpu")))
     x, counts = rows_of("fp32"), torch.tensor(COUNTS)

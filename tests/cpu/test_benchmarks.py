@@ -51,7 +51,7 @@ def test_every_program_prints_its_help_and_measures_nothing() -> None:
 
 
 @pytest.mark.exhaustive
-def test_experts_move_while_layers_serve_and_a_damaged_one_is_caught(tmp_path):
+def test_rebalance_benchmark_catches_damage(tmp_path):
     given = "--device cpu --shape 128x64x12x3 --layers 3 --tokens 16 --steps 24 --spare 1 --dispatcher symm_mem"
     (row,) = rows_of("rebalance.py", *given.split(), "--recipes", "mxfp4:bf16", out=tmp_path / "rows.csv")
     assert (row["same_bits"], row["caught"], row["ranks"], row["dispatcher"]) == ("True", "True", "2", "symm_mem")

@@ -157,7 +157,7 @@ def test_a_text_needs_a_tokenizer_and_a_word(tmp_path, said, monkeypatch):
         (("bench-model", str(SHIPPED), "--batches", "1"), "bench-model"),
     ],
 )
-def test_what_is_larger_than_the_memory_is_refused_before_it_is_built(words, text, said, monkeypatch):
+def test_sizes_beyond_memory_are_refused(words, text, said, monkeypatch):
     monkeypatch.setattr("collegium.commands.bench.random_weights", None)
     monkeypatch.setattr("collegium.commands.bench.random_inputs", None)
     if words[0] == "bench-model":
@@ -316,7 +316,7 @@ def test_a_generation_config_that_is_none_is_named(text, said, tmp_path):
     assert "generation_config.json: cannot be used" in message
 
 
-def test_attention_that_is_not_here_and_seeds_without_end_are_no_tracebacks(said, tmp_path):
+def test_absent_attention_and_huge_seeds(said, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(SHIPPED, folder)
     config = json.loads((folder / "config.json").read_text())

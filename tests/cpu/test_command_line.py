@@ -43,7 +43,7 @@ sys.exit(f"loaded {loaded}" if loaded else code)
     assert done.returncode == (2 if words in MISTAKES else 0), done.stderr
 
 
-def test_a_package_gives_its_rooms_and_names_when_they_are_asked_for() -> None:
+def test_packages_load_lazily() -> None:
     program = """
 import collegium, sys
 assert "torch" not in sys.modules
@@ -124,7 +124,7 @@ def test_a_plan_for_a_machine_that_is_not_here(device: str, kernel: str) -> None
         assert device.upper() in found["device_name"]
 
 
-def test_a_pipe_gets_whole_lines_without_colour_and_names_as_they_are(tmp_path: Path) -> None:
+def test_pipes_get_plain_whole_lines(tmp_path: Path) -> None:
     folder = tmp_path / ("[bold]a model [/] with a long name " + 9 * "and more ")
     shutil.copytree(SHIPPED, folder)
     done = collegium("inspect", str(folder), "--device", "cpu", "--no-deep", FORCE_COLOR="")

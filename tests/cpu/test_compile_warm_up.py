@@ -177,7 +177,7 @@ with pretending() as launches, torch.inference_mode():
 """
 
 
-def test_layers_of_one_plan_whose_weights_stand_at_other_addresses_are_warmed_up_each() -> None:
+def test_warm_up_with_unaligned_weights() -> None:
     batches, one, missed = compile_apart(_KINDS, [])
     assert not missed
     assert one < batches <= 2 * one + 2

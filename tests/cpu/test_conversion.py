@@ -74,7 +74,7 @@ def check_values(source: Any, out: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("asked", [".", "..", "../model", "../model/"])
-def test_the_new_folder_lies_beside_the_model_however_it_is_named(tmp_path, monkeypatch, asked: str) -> None:
+def test_default_output_folder(tmp_path, monkeypatch, asked: str) -> None:
     write_checkpoint(tmp_path / "model", size=SIZE)
     (tmp_path / "model" / "inner").mkdir()
     monkeypatch.chdir(tmp_path / "model" / ("inner" if asked == ".." else "."))
@@ -137,7 +137,7 @@ def test_stacked_experts_of_other_families_are_written_one_by_one(tmp_path) -> N
         *((family, name) for family in ("granitemoe", "step3p7") for name in ("mxfp4", "fp16")),
     ],
 )
-def test_experts_without_a_gate_and_every_kind_of_stack_are_written(tmp_path, family: str, name: str) -> None:
+def test_ungated_experts_and_stacks_are_written(tmp_path, family: str, name: str) -> None:
     build(in_whole_blocks(CASES[family]), tmp_path / "in")
     quantize_model(str(tmp_path / "in"), name, str(tmp_path / "out"))
     check_values(tmp_path / "in", tmp_path / "out", name)
@@ -205,7 +205,7 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch) -> None:
     refused(tmp_path, "cannot be written.*No space left", "mxfp4", CheckpointError)
 
 
-def test_what_killed_runs_left_is_removed_and_named_and_a_live_run_is_told_before_work_begins(tmp_path) -> None:
+def test_leftovers_of_killed_runs_are_removed(tmp_path) -> None:
     write_checkpoint(tmp_path / "in", "mixtral", "bf16", size=SIZE)
     for name in (".out.partial-dead", ".out.partial-live", ".other.partial-dead"):
         (tmp_path / name).mkdir()
@@ -221,7 +221,7 @@ def test_what_killed_runs_left_is_removed_and_named_and_a_live_run_is_told_befor
     assert sorted(p.name for p in tmp_path.iterdir()) == [".other.partial-dead", "in", "out"]
 
 
-def test_a_side_file_that_cannot_be_copied_is_told_before_work_begins(tmp_path) -> None:
+def test_side_files_that_cannot_be_copied(tmp_path) -> None:
     write_checkpoint(tmp_path / "in", "mixtral", "bf16", size=SIZE)
     (tmp_path / "in" / "tokenizer.json").symlink_to("nothing")
     done: list[int] = []
@@ -232,7 +232,7 @@ def test_a_side_file_that_cannot_be_copied_is_told_before_work_begins(tmp_path) 
     assert not done
 
 
-def test_folders_made_for_a_run_that_failed_are_removed_and_no_others(tmp_path) -> None:
+def test_folders_of_failed_runs_are_removed(tmp_path) -> None:
     write_checkpoint(tmp_path / "in", "mixtral", "bf16", size=SIZE)
     (tmp_path / "in" / "tokenizer.json").symlink_to("nothing")
     (tmp_path / "mine").mkdir()

@@ -191,7 +191,7 @@ def test_rows_of_other_sizes_go_to_the_library(kernel, hidden, wide):
     assert float((packed.run(batch) - wanted).norm() / wanted.norm()) <= 2e-2
 
 
-def test_rows_that_do_not_lie_one_after_the_other_go_to_the_library(kernel):
+def test_strided_rows_use_the_library(kernel):
     weights, batch = make_weights("bf16", 3, 64, 64, bias=False), make_batch([1, 0, 9], 64)
     apart = replace(weights.down, values=weights.down.values.transpose(1, 2).contiguous().transpose(1, 2))
     packed = CpuGrouped().pack(replace(weights, down=apart), problem("bf16").routed)
@@ -386,7 +386,7 @@ def test_biases_may_lie_anyhow(kernel, name, lie):
 
 
 @pytest.mark.parametrize("switch", ["NUMBA_CPU_NAME=generic", "NUMBA_ENABLE_AVX=0", "NUMBA_DISABLE_JIT=1"])
-def test_a_switch_of_numba_that_leaves_nothing_to_run_is_named(tmp_path, switch):
+def test_disabled_numba_is_named(tmp_path, switch):
     """In a process of its own, which LLVM ended before."""
     pytest.importorskip("numba")
     if panels.lacking() is not None:

@@ -306,7 +306,7 @@ def test_refuse_gives_reasons():
     assert kernel.refuse(replace(good, activation_format="bf16").routed) is None
 
 
-def test_a_slice_of_every_expert_is_a_matter_of_the_dispatcher():
+def test_slices_belong_to_the_dispatcher():
     weights = make_weights("mxfp4", 3, 64, 64)
     placed = Placement(world_size=2, expert_ids=(0, 1, 2), tp_rank=1, tp_size=2)
     asked = replace(problem_for(weights), placement=placed)

@@ -109,7 +109,7 @@ def test_a_wait_for_the_device_is_seen(work, seen):
         "deepseek_v4", "kimi_linear", "glm_moe_dsa", "llama4", "dbrx", "step3p7", "kimi_k25", "gpt_oss", "mixtral",
     ],
 )  # fmt: skip
-def test_every_kind_of_cache_writes_what_the_model_writes_without_one(name, tmp_path):
+def test_caches_do_not_change_the_text(name, tmp_path):
     from collegium.integrations.transformers.whole_model import load_model_in
     from family_cases import CASES, build
 

@@ -75,7 +75,7 @@ def test_a_model_on_a_cpu_with_avx2_alone_has_them(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.usefixtures("avx2")
-def test_a_prompt_of_many_tokens_and_a_copy_of_the_model_are_as_near_as_torch_is(
+def test_long_prompts_and_copies_match_torch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, truth = load_model(SHIPPED), load_model_in("fp32", SHIPPED)

@@ -113,9 +113,7 @@ def test_bits_are_those_of_the_sorted_way(
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of what this test is about
 @pytest.mark.parametrize(("weights", "activations", "most"), RECIPES)
 @pytest.mark.parametrize("limit", [None, 2.0])
-def test_a_token_that_is_no_number_is_seen_and_touches_no_other(
-    weights: str, activations: str | None, most: float, limit: float | None
-) -> None:
+def test_nan_tokens_stay_in_their_row(weights: str, activations: str | None, most: float, limit: float | None) -> None:
     _, packed = build(weights, activations)
     packed = replace(packed, activation=ActivationSpec(limit=limit))
     x = heavy_tailed(4, HIDDEN, seed=3).bfloat16()

@@ -76,7 +76,7 @@ def test_ranks_leave_and_join_and_the_layers_keep_their_bits(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("same", [False, True])
-def test_ranks_that_read_each_others_memory_leave_and_no_block_stays(tmp_path: Path, same: bool) -> None:
+def test_leaving_ranks_free_shared_blocks(tmp_path: Path, same: bool) -> None:
     found = run_ranks(partial(shrink, folder=str(tmp_path), same=same), 3)
     assert [faults for faults, _ in found] == [[]] * 3
     assert found[1][1] == ["symm_mem", "symm_mem", "local"]
@@ -86,7 +86,7 @@ def test_where_copies_are_left_nothing_is_read(tmp_path: Path) -> None:
     assert run_ranks(partial(copies_suffice, folder=str(tmp_path)), 3) == [[]] * 3
 
 
-def test_a_rank_alone_goes_on_with_rows_where_ranks_sent_sums(tmp_path: Path) -> None:
+def test_a_single_survivor_sends_rows(tmp_path: Path) -> None:
     (_, _), (faults, kinds) = run_ranks(partial(sums_alone, folder=str(tmp_path)), 2)
     assert not faults
     assert kinds == [("local", "exact")] * 2

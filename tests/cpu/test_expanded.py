@@ -70,7 +70,7 @@ def test_scales_that_are_powers_of_two_leave_no_factors() -> None:
     assert torch.equal(numbers_of(packed), payload.decode())
 
 
-def test_numbers_that_are_looked_up_in_groups_of_32_stay_with_the_small_tiles() -> None:
+def test_looked_up_groups_keep_small_tiles() -> None:
     made = pack_bnb4(nf4(torch.randn(3, 2, 40, 96)), None).layout
     assert (made.expands, made.expanded_bytes) == (False, 0)
 

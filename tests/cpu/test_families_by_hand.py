@@ -404,7 +404,7 @@ def test_an_entry_that_changes_the_mathematics_is_refused(
         describe({**config, **entry})
 
 
-def test_a_router_with_an_input_of_its_own_asks_for_it(tmp_path: Path) -> None:
+def test_separate_router_input_is_required(tmp_path: Path) -> None:
     text = {
         "model_type": "gemma4_text", "hidden_size": D, "moe_intermediate_size": WIDE, "num_experts": EXPERTS,
         "top_k_experts": 2, "num_hidden_layers": 1, "enable_moe_block": True, "dtype": "float32",
@@ -428,7 +428,7 @@ def test_a_router_with_an_input_of_its_own_asks_for_it(tmp_path: Path) -> None:
     assert (one - three).abs().max() <= 1e-4 * one.abs().max()
 
 
-def test_no_entry_of_a_config_ends_in_anything_but_an_error_of_ours() -> None:
+def test_bad_config_entries_raise_config_errors() -> None:
     """Every entry of every published config is replaced by things it cannot be."""
     wrong: list[Any] = [None, -1, 0, 1 << 70, 2.5, "x", "1,2", [], ["a"], [[]], {}, {"a": 1}, True]
     for case in PUBLISHED:

@@ -45,7 +45,7 @@ def test_a_whole_model_in_float32_gives_the_logits_of_transformers(tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_whole_model_in_bf16_is_as_near_to_float32_as_transformers(tmp_path: Path, name: str) -> None:
+def test_whole_models_in_bf16(tmp_path: Path, name: str) -> None:
     build(CASES[name], tmp_path)
     ours = load_model(str(tmp_path), device="cpu")
     theirs = eager(ours, tmp_path, torch.bfloat16)
@@ -68,7 +68,7 @@ def test_every_model_type_loads_whole_or_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(("kind", "text"), NOT_WHOLE.items())
-def test_a_model_type_that_does_not_load_whole_is_refused_by_name(tmp_path: Path, kind: str, text: str) -> None:
+def test_model_types_without_whole_models(tmp_path: Path, kind: str, text: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=rf"model_type '{kind}' cannot be loaded as a whole model: .*{text}"):

@@ -239,9 +239,7 @@ KERNELS_OF_GPU = [
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs layers on the device")
 @pytest.mark.parametrize(("arch", "kinds", "dtype"), KERNELS_OF_GPU)
-def test_what_is_planned_for_a_gpu_computes_what_is_on_disk(
-    tmp_path: Path, arch: str, kinds: tuple[str, str], dtype: Any
-) -> None:
+def test_gpu_plans_compute_the_checkpoint(tmp_path: Path, arch: str, kinds: tuple[str, str], dtype: Any) -> None:
     pytest.importorskip("triton")
     path = tmp_path / "model.gguf"
     truth = write_gguf(path, arch, kinds)

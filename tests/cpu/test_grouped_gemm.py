@@ -181,7 +181,7 @@ def test_every_activation(kind: Any, limit: float | None) -> None:
         ("fp8_channel", "fp8_token"),
     ],
 )
-def test_a_row_does_not_depend_on_the_batch_or_the_tile(weights: str, act: str) -> None:
+def test_rows_do_not_depend_on_tiles(weights: str, act: str) -> None:
     problem = question(weights, act)
     packed, _ = build(problem)
     batch = batch_of(50, problem)
@@ -683,7 +683,7 @@ def test_refusals_name_what_was_asked() -> None:
         assert kernel.capturable
 
 
-def test_a_slice_of_every_expert_is_a_matter_of_the_dispatcher() -> None:
+def test_slices_belong_to_the_dispatcher() -> None:
     placed = Placement(world_size=2, expert_ids=tuple(range(5)), tp_rank=1, tp_size=2)
     asked = replace(question("bf16", "bf16"), placement=placed)
     assert (asked.routed.experts, asked.routed.intermediate, asked.routed.hidden) == (5, 45, 176)
@@ -757,7 +757,7 @@ def test_few_tokens_take_narrow_tiles_and_many_take_wide_ones() -> None:
     assert choose(many, machine).block_t >= 128
 
 
-def test_few_tokens_stack_gate_and_up_and_long_products_that_decode_do_not_overlap() -> None:
+def test_stacked_tiles_and_early_loads() -> None:
     hopper, ampere = machine_of((9, 0), 132), machine_of((8, 0), 108)
     few, many = products(2, SIZES[3], promoted=True, x_bits=8, weight_bits=8), products(512, SIZES[0])
     assert choose(few, ampere).stacked
@@ -786,7 +786,7 @@ def test_decoded_weights_are_multiplied_whole_on_hopper_alone() -> None:
     assert not any(tile.registers for tile in candidates(many, ampere))
 
 
-def test_sums_in_units_of_a_group_leave_room_for_tall_tiles() -> None:
+def test_group_units_allow_tall_tiles() -> None:
     hopper, ampere = machine_of((9, 0), 132), machine_of((8, 0), 108)
     four = {"decoded": True, "quartered": True, "running": True, "weight_bits": 4.5}
     for bits, most, few in ((4.5, 64, 128), (8.5, 128, 64)):
@@ -799,7 +799,7 @@ def test_sums_in_units_of_a_group_leave_room_for_tall_tiles() -> None:
         assert choose(replace(many, promoted=True, running=False), hopper).block_t == 32
 
 
-def test_few_rows_of_undecoded_weights_read_several_blocks_before_the_first_is_multiplied() -> None:
+def test_few_rows_prefetch_several_blocks() -> None:
     hopper, ampere = machine_of((9, 0), 132), machine_of((8, 0), 108)
     eight = {"promoted": True, "x_bits": 8, "weight_bits": 8}
 

@@ -75,7 +75,7 @@ def test_a_transformers_model_refuses_training_in_one_sentence() -> None:
     assert torch.equal(model.requires_grad_(False)(ids).logits, wanted)
 
 
-def test_every_expert_parameter_may_ask_for_a_gradient_and_none_may_be_computed_at_each_call() -> None:
+def test_expert_parameters_that_require_gradients() -> None:
     transformers = pytest.importorskip("transformers")
     from collegium.integrations.transformers import experts_modules, register
 
@@ -213,7 +213,7 @@ ELSEWHERE = torch.empty(6, 2, dtype=torch.int64, device="meta")
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_no_tensor_or_lies_elsewhere_is_refused_by_name(given: dict[str, object], text: str) -> None:
+def test_non_tensors_and_other_devices(given: dict[str, object], text: str) -> None:
     torch._dynamo.reset()
     for run in (layer(), torch.compile(layer(), backend="aot_eager")):
         with pytest.raises(InputError, match=f"{text}.*allowed: a tensor on cpu, where the packed weights are"):
@@ -233,7 +233,7 @@ def test_arguments_of_other_kinds_are_refused_before_anything_is_packed() -> Non
         load_layer(SHIPPED, "2", device="cpu")
 
 
-def test_a_routing_that_is_a_tuple_and_a_rule_that_returns_one_tensor_are_refused() -> None:
+def test_routings_of_the_wrong_type_are_refused() -> None:
     chosen = routing()
     with pytest.raises(InputError, match="routing is a tuple"):
         layer()(X, routing=(chosen.topk_ids, chosen.topk_weights))

@@ -272,7 +272,7 @@ def test_a_router_of_another_dtype_is_converted_once():
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_layers_own_logits_are_rounded_where_the_model_rounds_them(dtype, bias):
+def test_router_logits_are_rounded(dtype, bias):
     kind = DTYPES[dtype]
     weights = encode_experts(random_experts(16, 2, 24, 64, seed=26), dtype)
     # Whole numbers, whose sums are exact in any order: rounding alone tells the two layers apart.
@@ -370,7 +370,7 @@ def test_weights_that_contradict_the_spec_are_refused():
         MoELayer(weights, plan(problem_of(6, 40, 24, 2, bias=True)))
 
 
-def test_a_layer_says_when_its_shared_expert_runs_on_another_kernel():
+def test_plans_name_the_shared_kernel():
     hopper = DeviceFacts(kind="cuda", name="H200", capability=(9, 0), memory=140 << 30)
     for own, said in (("bf16", "triton_w4a16, triton_bf16 for the shared expert"), ("mxfp4", None)):
         spec = MoESpec(

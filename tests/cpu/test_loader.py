@@ -158,7 +158,7 @@ def test_wrong_layer_and_expert_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_a_device_that_is_not_here_is_refused_by_every_part_of_a_layer(tmp_path: Path) -> None:
+def test_absent_devices_are_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "deepseek_v3", size=SMALL)
     layer = CheckpointLayer.open(Checkpoint.open(tmp_path))
     parts = (partial(load_experts, layer, linear(3)), partial(load_router, layer), partial(load_shared, layer))
@@ -167,7 +167,7 @@ def test_a_device_that_is_not_here_is_refused_by_every_part_of_a_layer(tmp_path:
             load(device="cuda")
 
 
-def test_an_opened_layer_is_the_first_unless_named_and_says_what_is_stored(tmp_path: Path) -> None:
+def test_opened_layer_reports_its_storage(tmp_path: Path) -> None:
     tiny = write_checkpoint(tmp_path, "deepseek_v3", "fp8_block", size=SMALL)
     checkpoint = Checkpoint.open(tmp_path)
     layer = CheckpointLayer.open(checkpoint)

@@ -41,7 +41,7 @@ def _late(rank: int) -> Any:
     return None
 
 
-def test_a_rank_that_does_not_come_is_named_in_bounded_time() -> None:
+def test_absent_ranks_are_named_in_time() -> None:
     for found in run_ranks(_late, 3)[:2]:
         ranks, phase, said, seconds = found
         assert (ranks, phase) == ((2,), "dispatch of layer 7")
@@ -75,7 +75,7 @@ def _without_store(rank: int, broken: str) -> Any:
 
 
 @pytest.mark.parametrize("broken", ["set", "multi_get", "delete_key"])
-def test_a_store_that_is_gone_is_a_rank_error_at_the_request_that_needs_it(broken: str) -> None:
+def test_a_lost_store_is_a_rank_error(broken: str) -> None:
     before, ranks, said = run_ranks(partial(_without_store, broken=broken), 2)[0]
     assert before[:4] == [[(r, turn) for r in range(2)] for turn in range(4)]
     if broken == "delete_key":

@@ -97,12 +97,12 @@ print("RESULT" + json.dumps(found))
 
 @pytest.fixture(scope="module")
 def compiled(request: pytest.FixtureRequest) -> dict[int, Any]:
-    test = "test_all_programs_run_at_once_and_no_step_of_a_product_spills"
+    test = "test_all_programs_fit_without_spills"
     return compile_selected(request, test, _PROGRAM, [list(case) for case in CASES])
 
 
 @grid(CASES, lambda *case: [case[4]], lambda *case: "-".join(map(str, case)))
-def test_all_programs_run_at_once_and_no_step_of_a_product_spills(compiled: dict[int, Any], index: int) -> None:
+def test_all_programs_fit_without_spills(compiled: dict[int, Any], index: int) -> None:
     assert {row[0] for row in compiled[index]} == ({16, 32, 64} if CASES[index][4] == "mxfp4" else {16, 32})
     assert len(compiled[index]) <= 4, "one for each height of a unit, and one that asks for weights early"
     for _, options, registers, shared, lines, programs, _ in compiled[index]:

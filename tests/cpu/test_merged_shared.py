@@ -251,7 +251,7 @@ def test_a_routing_of_the_callers_own_reaches_routed_experts_alone() -> None:
     assert torch.equal(checked(x), apart(x))
 
 
-def test_a_rule_of_the_callers_own_and_a_factor_of_each_expert() -> None:
+def test_custom_rules_and_expert_factors() -> None:
     x = heavy_tailed(6, H, seed=4).bfloat16()
 
     def choose(x: torch.Tensor, logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -267,7 +267,7 @@ def test_a_rule_of_the_callers_own_and_a_factor_of_each_expert() -> None:
     assert torch.equal(wide.topk_weights, torch.cat((narrow.topk_weights, torch.ones(6, 2)), 1))
 
 
-def test_rows_that_are_packed_by_expert_are_of_the_routed_ones() -> None:
+def test_packed_rows_are_of_routed_experts() -> None:
     merged, apart = layer_of(MERGED), layer_of(APART)
     x, counts = heavy_tailed(E * 5, H, seed=6).bfloat16().view(E, 5, H), torch.tensor([5, 0, 2, 9, 1, 3])
     fill = torch.full_like(x, 3.0)
@@ -430,7 +430,7 @@ def test_a_kernel_writes_the_further_slots(merged: int, monkeypatch: pytest.Monk
             assert made.topk_ids[1, 1] == made.topk_ids[2, 2] == -2
 
 
-def test_every_kernel_takes_more_experts_than_the_plan_asked_it_for() -> None:
+def test_kernels_take_additional_experts() -> None:
     """A kernel is asked for the routed ones alone: none may refuse a number of experts."""
     problem = layer_of(APART).plan.problem
     for kernel in KERNELS:

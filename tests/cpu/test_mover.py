@@ -76,7 +76,7 @@ def test_packed_formats_move_without_changing_a_bit(recipe: str) -> None:
 
 
 @pytest.mark.parametrize(("policy", "dispatcher"), [("greedy", None), ("least_moves", None), ("greedy", "symm_mem")])
-def test_a_policy_is_asked_with_the_loads_of_all_ranks_and_evens_them(policy: str, dispatcher: str | None) -> None:
+def test_policies_balance_loads_of_all_ranks(policy: str, dispatcher: str | None) -> None:
     pytest.importorskip("prometheus_client")
     found = run_ranks(partial(by_policy, policy=policy, dispatcher=dispatcher), 2)
     for faults, loads, before, after, counts, _ in found:
@@ -128,7 +128,7 @@ def _asked_meanwhile(rank: int) -> list[str]:
     return [*faults, error_of(lambda: balancer.plan({"a": WAYS[0]}))]
 
 
-def test_experts_can_be_moved_by_hand_between_the_looks_of_a_policy() -> None:
+def test_experts_can_be_moved_by_hand() -> None:
     for said in run_ranks(_asked_meanwhile, 2):
         assert len(said) == 1, said
         assert "this Balancer was closed and moves nothing; make another one on all ranks" in said[0]
@@ -152,7 +152,7 @@ def _asked_for_loads(rank: int) -> Any:
     return faults, done
 
 
-def test_loads_can_be_asked_for_any_number_of_times_while_experts_move() -> None:
+def test_loads_can_be_read_while_moving() -> None:
     assert run_ranks(_asked_for_loads, 2) == [([], (True, True))] * 2
 
 
@@ -178,7 +178,7 @@ def _made_anew(rank: int) -> Any:
     return faults, len(groups)
 
 
-def test_balancers_of_a_layer_can_be_closed_and_made_anew_any_number_of_times() -> None:
+def test_balancers_can_be_recreated() -> None:
     assert run_ranks(_made_anew, 2) == [([], 2)] * 2
 
 
@@ -206,7 +206,7 @@ def _policy_that_fails(rank: int) -> Any:
     return said, [sorted(set(own) - {-1}) for own in held], switched > 0
 
 
-def test_a_policy_that_fails_is_told_on_every_rank_and_asked_again() -> None:
+def test_failing_policies_are_reported_and_retried() -> None:
     first, second = run_ranks(_policy_that_fails, 2)
     assert first == second
     said, held, switched = first

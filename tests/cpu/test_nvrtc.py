@@ -69,7 +69,7 @@ def test_what_the_compiler_says_is_in_the_error(folder: Path) -> None:
     assert not folder.exists()
 
 
-def test_without_nvrtc_large_batches_run_small_tiles_and_the_plan_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_nvrtc_small_tiles_run(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = MoESpec(hidden_size=512, intermediate_size=256, num_experts=8, routing=RoutingSpec(top_k=2))
     found = {}
     for there in (True, False):

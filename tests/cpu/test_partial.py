@@ -79,7 +79,7 @@ def test_the_parts_of_all_ranks_are_the_layer(tmp_path: Path, family: str, weigh
             assert not found[1:].isnan().any()
 
 
-def test_only_this_ranks_weights_are_held_and_the_plan_says_so(tmp_path: Path) -> None:
+def test_plans_count_local_weights(tmp_path: Path) -> None:
     layer = opened(tmp_path, "qwen3_moe", "bf16")
     rank = load_routed(layer, device="cpu", placement=SPLITS["both"][3], force=PARTIAL)
     chosen = rank.plan

@@ -95,9 +95,7 @@ def test_codes_and_scales_of_the_rows_between(act: str, parts: int) -> None:
 
 
 @pytest.mark.parametrize(("weights", "act"), [*FORMATS, ("bf16", "fp16"), ("fp16", "bf16"), ("fp8_block", "bf16")])
-def test_a_large_batch_gives_the_rows_of_the_small_batch_product(
-    weights: str, act: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_batches_equal_small_tiles(weights: str, act: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "large_from", lambda *_: 56)
     spec = MoESpec(
         hidden_size=272,

@@ -348,7 +348,7 @@ def static_judge(x, scale):
 
 
 @pytest.mark.parametrize("reach", [1e-3, 5.0, 700.0])
-def test_a_calibrated_scale_saturates_and_underflows_and_moves_with_no_row(reach):
+def test_calibrated_scales_saturate(reach):
     scale = single(reach / 448).item()
     x = heavy(9, 90) * torch.logspace(-9, 6, 9)[:, None] * reach
     found = form_of("fp8_static", reach).quantize(x)
@@ -359,7 +359,7 @@ def test_a_calibrated_scale_saturates_and_underflows_and_moves_with_no_row(reach
     assert torch.equal(form_of("fp8_static", reach).round_trip(x), static_judge(x, scale).float())
 
 
-def test_a_calibrated_global_scale_serves_all_rows_and_groups_keep_theirs():
+def test_calibrated_global_scales():
     x = heavy(5, 90) * torch.logspace(-4, 4, 5)[:, None]
     form = form_of("nvfp4_static", 2688.0)
     assert form.scale == 1.0

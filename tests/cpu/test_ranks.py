@@ -50,9 +50,7 @@ def folders(tmp_path_factory: Any) -> list[Path]:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_every_way_to_share_a_layer_gives_what_one_rank_does(
-    folders: list[Path], monkeypatch: pytest.MonkeyPatch, world: int
-) -> None:
+def test_every_sharing_equals_one_rank(folders: list[Path], monkeypatch: pytest.MonkeyPatch, world: int) -> None:
     monkeypatch.setenv(FOLDERS, os.pathsep.join(map(str, folders if world == 2 else folders[1:])))
     assert run_ranks(compare_loaded, world, seconds=200) == [[]] * world
 
@@ -209,7 +207,7 @@ def _from_threads(rank: int) -> list[str]:
 _kept: list[Any] = []  # until the process ends, as a program keeps its model
 
 
-def test_threads_of_ranks_that_bring_their_own_tokens_call_in_any_order() -> None:
+def test_threads_call_in_any_order() -> None:
     assert run_ranks(_from_threads, 2) == [[], []]
 
 

@@ -308,7 +308,7 @@ def test_hooks_see_every_launch(monkeypatch) -> None:
     monkeypatch.undo()
 
 
-def test_a_pass_that_failed_while_it_was_recorded_is_recorded_later() -> None:
+def test_failed_recordings_are_repeated() -> None:
     replay, one = Replay(), Pass()
     give(replay, one, numbers(8))
     kept, one.extra = one.extra, lambda *_: 1 // 0
@@ -336,7 +336,7 @@ def test_recorded_buffers_outlive_the_workspace() -> None:
     assert all(bool(tensor.isnan().all()) for tensor in taken)
 
 
-def test_what_was_recorded_in_one_workspace_is_not_repeated_in_another() -> None:
+def test_recordings_belong_to_one_workspace() -> None:
     replay, one = Replay(), Pass()
     for count, number in enumerate((1, 2), start=1):
         one.space = Workspace(CPU, PLACES.nbytes)

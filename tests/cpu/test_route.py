@@ -156,7 +156,7 @@ def test_route_ties_go_to_the_lower_id(experts, score):
 
 
 @pytest.mark.parametrize("score", ["sigmoid", "sqrt_softplus", "softmax"])
-def test_route_ties_with_a_bias_go_to_the_lower_id_wherever_they_stand(score):
+def test_route_ties_take_the_lower_id(score):
     spec = RoutingSpec(top_k=5, score=score, correction_bias=True)
     logits = torch.full((7, 67), 1.2345)
     assert route(logits, spec, bias=torch.full((67,), -0.5)).topk_ids.tolist() == [[0, 1, 2, 3, 4]] * 7
@@ -361,7 +361,7 @@ HASH = RoutingSpec(top_k=2, score="sqrt_softplus", renormalise_eps=1e-20, scale=
 TABLE = torch.tensor([[3, 0], [1, 2], [0, 4], [4, 3]])
 
 
-def test_route_hash_takes_ids_from_the_table_and_weights_from_the_scores():
+def test_route_hash_ids_and_weights():
     logits = logits_for(tokens=5, experts=5)
     tokens = torch.tensor([2, 0, 3, 3, 1])
     found = route(logits, HASH, token_ids=tokens, hash_table=TABLE, checked=True)

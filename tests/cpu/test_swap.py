@@ -60,7 +60,7 @@ def layer_of(weights: Any, force: Choice | None = None, *, shared: bool = True, 
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_a_layer_goes_on_with_other_experts_in_any_format_and_kernel(shared: bool) -> None:
+def test_layers_continue_with_swapped_experts(shared: bool) -> None:
     layer, x = layer_of(experts_of(1), shared=shared), heavy_tailed(23, H, seed=2).bfloat16()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x), layer(x))

@@ -40,7 +40,7 @@ def test_a_layer_over_ranks_has_the_bits_of_one_layer(world: int) -> None:
         ("fp16", AS_IS, torch.float16),
     ],
 )
-def test_few_tokens_are_written_and_posted_at_once_as_many_are(name: str, order: int, dtype: torch.dtype) -> None:
+def test_few_tokens_are_posted_once(name: str, order: int, dtype: torch.dtype) -> None:
     form, world, experts, top_k = activation_format(name), 2, 5, 3
     ranks = linear(experts, 1, world)
     table = ExpertMap(ranks, experts, "cpu")
@@ -94,7 +94,7 @@ def test_kernels_exchange_what_torch_does(world: int) -> None:
     assert run_ranks(exchange, world, seconds=300) == [[]] * world
 
 
-def test_a_rank_that_does_not_come_is_named_and_nobody_gets_a_number() -> None:
+def test_absent_ranks_are_named() -> None:
     first, last = run_ranks(lose, 2)
     assert first[0] == last[0] == "all NaN True"
     assert first[1].startswith("symm_mem dispatch; ranks (1,); symm_mem dispatch on rank 0: rank 1 did not come within")
@@ -170,7 +170,7 @@ def test_memory_that_cannot_be_shared_is_said_on_every_rank() -> None:
         assert "Choice(dispatcher='all_gather')" in error
 
 
-def test_a_failure_found_while_a_graph_captures_is_told_without_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failures_during_graph_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks: Any = object.__new__(shared_block.SharedBlocks)
     # Of the block a capture may read the word that kernels wrote into the host's memory, and nothing else.
     blocks.device, blocks.ranks, blocks._block = torch.device("cuda"), (4, 6), SimpleNamespace(failed=[1 << 16 | 1])

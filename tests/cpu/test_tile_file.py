@@ -154,7 +154,7 @@ def test_half_a_file_is_ignored_and_no_file_is_silent(tmp_path, caplog):
     assert len(caplog.records) == 1
 
 
-def test_the_file_is_named_and_keyed_by_what_it_depends_on(tmp_path, monkeypatch):
+def test_tile_file_name_and_key(tmp_path, monkeypatch):
     problem, _ = packed_layer()
     key = tile_key(problem)
     assert key["gpu"] == "test / machine"
@@ -234,7 +234,7 @@ def test_warming_up_needs_every_tile_once():
 
 
 @pytest.mark.parametrize("weights", ["bf16", "mxfp4"])
-def test_warming_up_a_layer_needs_every_tile_of_its_routed_and_its_shared_experts(weights):
+def test_warm_up_covers_routed_and_shared_tiles(weights):
     spec = replace(named_layer("256x256x8x2")[1], weight_format=weights, shared=SharedSpec(intermediate_size=192))
     limit, hopper = 700, DeviceFacts(kind="cuda", name="H200", capability=(9, 0), memory=140 << 30)
     alone = replace(spec, intermediate_size=192, num_experts=1, routing=RoutingSpec(top_k=1), shared=None)
@@ -253,7 +253,7 @@ def test_warming_up_a_layer_needs_every_tile_of_its_routed_and_its_shared_expert
     assert len(fewer) <= len(sizes) < 80
 
 
-def test_warming_up_needs_a_tile_of_unsorted_rows_again_for_sorted_ones():
+def test_warm_up_covers_sorted_and_unsorted():
     _, packed = packed_layer("mxfp4", "256x256x8x2")
     possible = possible_tiles(packed, 16)["down"]
     some, other = [tile for tile in possible if tile.block_t == possible[0].block_t][:2]
@@ -266,7 +266,7 @@ def test_warming_up_needs_a_tile_of_unsorted_rows_again_for_sorted_ones():
     assert {(0, some, True), (0, some, False)} <= tiles_of(packed.tiling, 2, sizes)
 
 
-def test_warming_up_needs_the_product_of_large_batches_and_no_tile_it_replaces():
+def test_warm_up_covers_large_batch_kernel():
     _, packed = packed_layer("bf16", "256x256x8x2")
     hopper = replace(packed, machine=replace(packed.machine, copies=True, compiles=True))
     limit = 2900
@@ -358,7 +358,7 @@ def test_layers_of_one_kind_are_warmed_up_once(monkeypatch):
     assert {own.spec.intermediate_size for own in warmed} == {64, 32}
 
 
-def test_a_batch_of_zeros_goes_through_a_layer_in_every_way_it_may_be_asked(monkeypatch):
+def test_batches_of_zeros(monkeypatch):
     spec = named_layer("64x64x3x2")[1]
     router = RouterWeights(weight=torch.randn(3, 64))
     layer = MoELayer(random_weights(spec, CPU), plan(Problem(spec=spec, device=DeviceFacts(kind="cpu"))), router=router)

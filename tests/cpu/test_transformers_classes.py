@@ -172,7 +172,7 @@ COMPARED = re.findall(
 
 
 @pytest.mark.parametrize("folder", [name for name in COMPARED if name in FOUND])
-def test_experts_of_every_known_family_are_found_equal_to_the_files(folder: str, tmp_path: Path) -> None:
+def test_experts_of_every_family_are_found(folder: str, tmp_path: Path) -> None:
     """No wrong refusal in any layout of names, rows and axes; and none of these passes for want of a comparison."""
     register()
     model = small_model(folder).to(torch.bfloat16)
@@ -248,7 +248,7 @@ def dequantised(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ["block", "tensor", "fp4"])
-def test_quantised_experts_of_the_second_registry_run_in_their_own_format(kind: str) -> None:
+def test_second_registry_keeps_its_format(kind: str) -> None:
     register()
     module = quantised_experts(kind)
     generator = torch.Generator().manual_seed(4)

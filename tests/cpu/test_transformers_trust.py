@@ -95,7 +95,7 @@ def test_without_the_files_the_config_is_enough(folders: dict[str, Path], tmp_pa
         logits(model)
 
 
-def test_experts_that_a_method_leaves_alone_are_not_refused_for_it(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_unquantised_experts_are_accepted(folders: dict[str, Path], tmp_path: Path) -> None:
     shutil.copytree(folders["bf16"], tmp_path / "gone")
     config = tmp_path / "gone" / "config.json"
     block = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["*.experts.*"]}
@@ -141,7 +141,7 @@ def test_weights_changed_since_loading_are_not_compared(folders: dict[str, Path]
 
 
 @pytest.mark.parametrize("registered", [True, False])
-def test_a_later_switch_a_copy_and_a_moved_model_are_compared(folders: dict[str, Path], registered: bool) -> None:
+def test_later_switches_are_compared(folders: dict[str, Path], registered: bool) -> None:
     """Also of a model that was loaded before ``register`` was called."""
     model = load(folders["modelopt fp8"], experts_implementation="eager")
     del model.config.quantization_config
@@ -164,7 +164,7 @@ def test_a_repository_in_the_local_cache_is_compared(folders: dict[str, Path], t
         logits(model)
 
 
-def test_a_family_that_is_not_known_is_judged_by_its_config(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_unknown_families_by_config(folders: dict[str, Path], tmp_path: Path) -> None:
     """No names of tensors, no comparison; and transformers has deleted the entry of a model it decoded."""
     shutil.copytree(folders["fp8 half a block"], tmp_path / "model")
     model = load(tmp_path / "model")

@@ -244,7 +244,7 @@ def test_the_parts_of_all_ranks_add_up(split: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [*METHODS, "plain"])
-def test_what_vllm_is_given_to_move_is_all_of_an_expert(kind: str) -> None:
+def test_vllm_moves_whole_experts(kind: str) -> None:
     """Experts change places as vLLM's balancer moves them; with the new numbers a layer has the bits it had."""
     if kind == "plain":
         experts, stored = matrices(), Stored("plain", "plain")
@@ -519,7 +519,7 @@ class Stand:
         return built
 
 
-def test_a_model_of_three_layers_runs_and_vllms_copy_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_three_layers_run_in_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLLEGIUM_VLLM", raising=False)
     stand = Stand(monkeypatch)
     for _ in range(2):
@@ -539,7 +539,7 @@ def test_a_model_of_three_layers_runs_and_vllms_copy_is_freed(monkeypatch: pytes
             built[0].quant_method.process_weights_after_loading(built[0])
 
 
-def test_one_missing_expert_leaves_the_whole_model_to_vllm_or_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_missing_expert_in_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLLEGIUM_VLLM", "auto")
     stand = Stand(monkeypatch)
     stand.model(without=(1, 0, "w3"))

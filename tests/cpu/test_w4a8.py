@@ -118,7 +118,7 @@ def test_experts_against_the_reference(weights: str, act: str) -> None:
         ("fp8_channel", "fp8_token"),
     ],
 )
-def test_codes_that_arrive_give_the_bits_of_the_tokens_they_were(weights: str, act: str) -> None:
+def test_received_codes_equal_local_tokens(weights: str, act: str) -> None:
     problem = question(weights, act)
     kernel = next(k for k in KERNELS if k.refuse(problem.routed) is None)
     spec = problem.spec
@@ -146,7 +146,7 @@ def test_codes_that_arrive_give_the_bits_of_the_tokens_they_were(weights: str, a
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_a_row_does_not_depend_on_the_batch_or_the_tile(weights: str) -> None:
+def test_rows_do_not_depend_on_tiles(weights: str) -> None:
     problem = question(weights, "fp8_group128", hidden_size=368)
     packed, _ = build(problem, weights)
     batch = batch_of(40, problem)
@@ -225,7 +225,7 @@ def test_every_int4_byte_is_exact(group: int, dtype: torch.dtype) -> None:
     assert torch.equal(multiplied_by_one(payload), payload.decode()[0, 0])
 
 
-def test_groups_below_the_range_of_their_row_are_rounded_and_counted() -> None:
+def test_groups_below_their_rows_range() -> None:
     exponents = torch.tensor([[120] * 15 + [120 - 13], [120] * 15 + [60], [90] * 16])
     payload = MxFp4(shape=(1, 1, 3, 512), codes=all_bytes(3), scales=exponents.to(torch.uint8)[None, None])
     found, exact = multiplied_by_one(payload), payload.decode()[0, 0]
@@ -285,7 +285,7 @@ def test_workspace_counts_rows_and_codes() -> None:
 
 
 @pytest.mark.parametrize("rows", [torch.empty(10, 176), torch.empty(10, 160, dtype=torch.bfloat16)])
-def test_rows_to_be_stored_in_another_kind_of_memory_are_refused(rows: Tensor) -> None:
+def test_stored_rows_need_one_memory_kind(rows: Tensor) -> None:
     problem = question("mxfp4", "fp8_token")
     back = Back(rows=rows, places=torch.zeros(10, dtype=torch.int64))
     with pytest.raises(

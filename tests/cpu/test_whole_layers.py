@@ -93,7 +93,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("case", list(SHAPES))
-def test_a_tensor_of_the_wrong_shape_is_named_with_both_shapes(tmp_path: Path, case: str) -> None:
+def test_wrong_shapes_are_named(tmp_path: Path, case: str) -> None:
     name, make, texts = SHAPES[case]
     write_checkpoint(tmp_path, "deepseek_v3", "bf16", size=SIZE)
     rewrite(tmp_path, put(name, make))

@@ -334,7 +334,7 @@ def test_a_replaced_block_returns_no_router_logits(tmp_path: Path, name: str) ->
         model(IDS, output_router_logits=True)
 
 
-def test_a_config_with_a_bare_infinity_is_read_as_it_was_published(tmp_path: Path) -> None:
+def test_configs_with_bare_infinity(tmp_path: Path) -> None:
     build(CASES["nemotron_h_mamba"], tmp_path / "own")
     shutil.copytree(tmp_path / "own", tmp_path / "published")
     file = tmp_path / "published" / "config.json"

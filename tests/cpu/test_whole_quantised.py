@@ -98,7 +98,7 @@ def test_routers_are_quantised_too(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["ct fp8 tensor", "ct fp8 channel", "ct fp8 block"])
-def test_fp8_scales_have_the_dtype_of_the_float16_model_that_was_quantised(tmp_path: Path, name: str) -> None:
+def test_fp8_scales_in_float16(tmp_path: Path, name: str) -> None:
     def in_half(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         parts, _ = KINDS[name].write(weight)
         scale, codes = parts["weight_scale"].half(), parts["weight"].float()

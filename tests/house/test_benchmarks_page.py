@@ -28,7 +28,7 @@ def test_the_pages_are_what_the_results_say() -> None:
     assert FRONT.read_text(encoding="utf-8") == front(), RUN
 
 
-def test_the_pictures_are_what_the_results_say_and_each_is_shown() -> None:
+def test_pictures_match_the_results() -> None:
     drawn = pictures()
     assert {path.name: path.read_text(encoding="utf-8") for path in PICTURES.glob("*.svg")} == drawn, RUN
     assert set(re.findall(r"\]\(pictures/([^)]+)\)", front())) == set(drawn)
@@ -39,7 +39,7 @@ def test_the_pictures_are_what_the_results_say_and_each_is_shown() -> None:
         assert "http" not in text.replace("http://www.w3.org/2000/svg", ""), name
 
 
-def test_a_picture_has_a_point_for_each_row_that_was_measured(tmp_path: Path) -> None:
+def test_pictures_have_every_measured_point(tmp_path: Path) -> None:
     same = {"gpu": "G", "shape": "s", "routing": "uniform", "weights": "bf16", "activations": "bf16", "floor_us": 10.0}
     times = {("collegium", 1): 10.0, ("collegium", 8): 20.0, ("peer & co", 1): 40.0, ("peer & co", 8): 10.0}
     rows = [same | {"contender": who, "tokens": t, "us": us, "note": ""} for (who, t), us in times.items()]
@@ -97,7 +97,7 @@ def test_layers_under_several_routings_stand_in_lines_of_their_own(tmp_path: Pat
     assert "| s | bf16 x bf16 | hot | 40.0 (2.00) |" in page(tmp_path)
 
 
-def test_layers_are_read_with_and_without_a_column_for_each_format(tmp_path: Path) -> None:
+def test_results_with_and_without_format_columns(tmp_path: Path) -> None:
     same = {"gpu": "G", "commit": "abc", "command": "c", "shape": "s", "tokens": 8, "layer_us": 20.0, "floor_us": 10.0}
     write(tmp_path / "older.csv", [same | {"format": "mxfp4:fp8_token"}])
     write(tmp_path / "newer.csv", [same | {"weights": "nvfp4", "activations": "fp8_token"}])

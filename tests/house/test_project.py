@@ -51,7 +51,7 @@ def test_no_file_is_too_large_for_a_clone() -> None:
     assert not large
 
 
-def test_no_link_of_the_readme_is_broken_on_the_page_of_an_index() -> None:
+def test_readme_links_on_a_package_index() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     pages = re.findall(r"\]\((docs/[\w/-]+\.md)\)", text)
     assert pages
@@ -87,7 +87,7 @@ def test_every_python_that_is_promised_has_run_the_wheel() -> None:
     assert len({row["text"] for row in rows}) == 1, "the same model wrote another text"
 
 
-def test_every_extra_is_named_by_the_error_of_a_package_that_is_missing() -> None:
+def test_missing_packages_name_their_extra() -> None:
     told = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
     asked = set(re.findall(r"collegium\[([a-z]+)\]", told)) | set(re.findall(r'group(?:=|: str = )"([a-z]+)"', told))
     # The other two are for work on the project.
