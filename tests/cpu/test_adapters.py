@@ -31,6 +31,7 @@ from collegium.placement import Placement
 from collegium.testing.compare import heavy_tailed
 from commands import command
 from family_cases import CASES, build
+from raising import raises_with
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -228,7 +229,7 @@ def test_names_with_and_without_wrappers_are_doubled(tmp_path: Path) -> None:
     tensors = load_file(file)
     tensors[f"{name}.base_layer.weight"] = tensors[f"{name}.weight"].clone()
     save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(DuplicateTensorError, match="with and without base_layer"):
+    with raises_with(DuplicateTensorError, "base_layer"):
         Checkpoint.open(tmp_path / "base")
 
 
@@ -358,7 +359,7 @@ def test_stack_parameters_are_named(tmp_path: Path, wide: int) -> None:
             name = f"backbone.layers.1.mixer.experts.2.{which}_proj.weight"
             weight = base.read(name)
             close(found.read(name), (weight.double() + added).to(weight.dtype) if which == target else weight)
-        with pytest.raises(ConfigError, match=r"1 pairs.*up_proj, down_proj.*names none"):
+        with raises_with(ConfigError, "1", "up_proj", "down_proj"):
             with_adapter(base, write(tmp_path / "adapter", tensors, target_parameters=None))
 
 
@@ -366,7 +367,7 @@ def test_quantised_experts_are_refused_with_what_to_do(tmp_path: Path) -> None:
     tensors = stacks(model_of("qwen3_moe", tmp_path / "base"))
     adapter = write(tmp_path / "adapter", tensors)
     assert command("quantize", tmp_path / "base", "--to", "fp8_channel", "--out", tmp_path / "fp8")[0] == 0
-    with pytest.raises(ConfigError, match=r"F8_E4M3.*BF16, F16 and F32.*collegium quantize .* --to bf16"):
+    with raises_with(ConfigError, "F8_E4M3", "BF16", "bf16"):
         with_adapter(Checkpoint.open(tmp_path / "fp8"), adapter)
     layers = [
         load_layer(with_adapter(Checkpoint.open(tmp_path / "base"), adapter), 0, device="cpu", weight_format=form)
@@ -607,7 +608,7 @@ def test_a_convolution_is_no_matrix(tmp_path: Path) -> None:
         "base_model.model.model.layers.0.conv1d.lora_A.weight": torch.ones(RANK, 4),
         "base_model.model.model.layers.0.conv1d.lora_B.weight": torch.ones(1, RANK),
     }
-    with pytest.raises(ConfigError, match=r"conv1d.*\(6, 1, 4\)"):
+    with raises_with(ConfigError, "(6, 1, 4)"):
         with_adapter(
             Checkpoint.open(tmp_path / "base"), write(tmp_path / "adapter", tensors, target_modules=["conv1d"])
         )

@@ -36,6 +36,7 @@ from collegium.pipelines import Parts
 from collegium.pipelines.split import Split
 from collegium.runtime.memory import Region, Workspace, memory_map
 from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids
+from raising import raises_with
 from ranks import error_of, run_ranks
 from split_layers import EXPERTS, HIDDEN, RECIPES, compare, disagree, layer_of, replicated, taken
 
@@ -235,12 +236,12 @@ def test_plans_describe_wire_and_capture() -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(PlanError, match="local: asked for the combine reduced; nothing comes back from another rank"):
+    with raises_with(PlanError, "local", "reduced"):
         plan(_asked(None), Choice(combine="reduced"))
-    with pytest.raises(PlanError, match="all_to_all: asked for one rank; it exchanges tokens"):
+    with raises_with(PlanError, "all_to_all"):
         plan(_asked(None), Choice(dispatcher="all_to_all"))
     wrong: Any = "averaged"
-    with pytest.raises(ValueError, match="combine: found 'averaged', allowed: exact, reduced, reduced_fp8"):
+    with raises_with(ValueError, "combine", "'averaged'", "reduced_fp8", "exact"):
         plan(_asked(linear(8, 0, 2)), Choice(combine=wrong))
     for room in (0, 101):
         with pytest.raises(ValueError, match=f"rank_tokens: found {room}, allowed: None, or 1 to max_tokens=100"):

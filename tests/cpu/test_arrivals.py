@@ -29,6 +29,7 @@ from collegium.parallel.placement import linear
 from collegium.placement import Placement
 from collegium.testing.compare import between, heavy_tailed
 from collegium.types import Routing
+from raising import raises_with
 from ranks import error_of, run_ranks
 from toys import TinySize, combinations, write_checkpoint
 
@@ -157,7 +158,7 @@ def test_what_is_wrong_is_told_in_the_words_of_files(tmp_path: Path, fault: str)
 def test_put_refuses_impossible_tensors() -> None:
     arrived = Arrivals({"model_type": "mixtral"})
     assert arrived.put("x", torch.ones(2))
-    with pytest.raises(DuplicateTensorError, match="'x' was put twice"):
+    with raises_with(DuplicateTensorError, "'x'"):
         arrived.put("x", torch.ones(2))
 
     class Part(torch.Tensor):
@@ -231,7 +232,7 @@ def test_partial_layers_are_skipped(tmp_path: Path) -> None:
     x = heavy_tailed(5, 96, seed=4).bfloat16()
     layers = [load_layer(source, 1, device="cpu") for source in (arrived.checkpoint, tmp_path)]
     assert torch.equal(*(layer(x) for layer in layers))
-    with pytest.raises(MissingTensorError, match="layer 0: no tensor starts with"):
+    with raises_with(MissingTensorError, "layer 0"):
         load_layer(arrived.checkpoint, 0, device="cpu")
 
 
@@ -295,7 +296,7 @@ def test_a_rank_without_experts_knows_what_they_look_like(tmp_path: Path) -> Non
     held = Placement(rank=3, world_size=4, expert_ids=())
     checkpoint = Arrivals(tiny.config, tiny.tensors.items(), placement=held).checkpoint
     assert load_experts(CheckpointLayer.open(checkpoint, 0), held).down.shape == (0, 96, 64)
-    with pytest.raises(InputError, match=r"experts\.1\..*the placement given to Arrivals does not hold"):
+    with raises_with(InputError, "experts.1"):
         load_experts(CheckpointLayer.open(checkpoint, 0), linear(3))
 
 

@@ -12,6 +12,7 @@ from collegium.balance import balancedness, moves
 from collegium.balance.metrics import Metrics
 from collegium.errors import InputError, MissingExtraError
 from collegium.runtime import ranges
+from raising import raises_with
 
 
 def lines(metrics: Metrics) -> dict[str, float]:
@@ -64,7 +65,7 @@ def test_engines_have_separate_metrics():
 
 def test_without_the_extra_it_is_one_clear_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'collegium\[metrics\]'"):
+    with raises_with(MissingExtraError, "'collegium[metrics]'"):
         Metrics()
 
 

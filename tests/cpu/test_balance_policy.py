@@ -12,6 +12,7 @@ from collegium.balance import POLICIES, balancedness, moves, policy_named, rank_
 from collegium.balance.least_moves import TOLERANCE
 from collegium.balance.slots import aligned
 from collegium.errors import InputError
+from raising import raises_with
 
 GREEDY, LEAST = policy_named("greedy").place, policy_named("least_moves").place
 EVERY = pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
@@ -165,7 +166,7 @@ def test_experts_of_lost_ranks_are_reloaded():
         assert set().union(*new) >= set(range(6))
         anew = {m.expert for m in moves(left, new) if (m.source_rank, m.source_slot) == (-1, -1)}
         assert anew == {4, 5}
-    with pytest.raises(InputError, match="no rank has experts \\[4, 5\\]"):
+    with raises_with(InputError, "[4, 5]"):
         rank_loads(load, left)
 
 

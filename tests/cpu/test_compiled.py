@@ -11,6 +11,7 @@ from collegium import InputError, MoELayer, MoESpec, Problem, RouterWeights, Rou
 from collegium.runtime import compiled
 from collegium.runtime.devices import probe
 from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids
+from raising import raises_with
 
 SPEC = MoESpec(hidden_size=40, intermediate_size=24, num_experts=5, routing=RoutingSpec(top_k=2), weight_format="fp32")
 
@@ -49,7 +50,7 @@ def test_layers_are_compiled_after_a_call_that_raised() -> None:
     torch._dynamo.reset()
     x, first, second = heavy_tailed(3, 40, seed=4), layer(), layer()
     compiled = torch.compile(first, backend="aot_eager")
-    with pytest.raises(InputError, match="planned for fp32"):
+    with raises_with(InputError, "fp32"):
         compiled(x.double())
     again = torch.compile(second, fullgraph=True, backend="aot_eager")
     for tokens in (3, 1, 2):

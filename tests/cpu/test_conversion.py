@@ -26,6 +26,7 @@ from collegium.parallel.placement import linear
 from collegium.testing.compare import heavy_tailed
 from commands import command
 from family_cases import CASES, Case, build
+from raising import raises_with
 from toys import TinySize, write_checkpoint
 
 SIZE = TinySize(hidden=256, intermediate=128, experts=4, top_k=2, layers=2)
@@ -212,7 +213,7 @@ def test_leftovers_of_killed_runs_are_removed(tmp_path) -> None:
         (tmp_path / name / "model.safetensors").write_bytes(b"half")
     with (
         writer._locked(tmp_path / ".out.partial-live"),
-        pytest.raises(InputError, match="out: another run is writing it now; wait for its end, or name another folder"),
+        raises_with(InputError, "out: another run"),
     ):
         quantize_model(str(tmp_path / "in"), "mxfp4", str(tmp_path / "out"))
     assert (tmp_path / ".out.partial-live" / "model.safetensors").read_bytes() == b"half"
@@ -225,7 +226,7 @@ def test_side_files_that_cannot_be_copied(tmp_path) -> None:
     write_checkpoint(tmp_path / "in", "mixtral", "bf16", size=SIZE)
     (tmp_path / "in" / "tokenizer.json").symlink_to("nothing")
     done: list[int] = []
-    with pytest.raises(CheckpointError, match=r"tokenizer.json: cannot be copied \(No such file"):
+    with raises_with(CheckpointError, "tokenizer.json"):
         quantize_model(
             str(tmp_path / "in"), "mxfp4", str(tmp_path / "out"), progress=lambda experts, *_: done.append(experts)
         )

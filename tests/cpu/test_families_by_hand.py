@@ -20,6 +20,7 @@ from collegium.errors import ConfigError, InputError, SpecError
 from collegium.formats import by_name
 from collegium.loading import load_layer
 from collegium.models import describe, moe_layers
+from raising import raises_with
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -421,7 +422,7 @@ def test_separate_router_input_is_required(tmp_path: Path) -> None:
     x = randn(TOKENS, D)
     with pytest.raises(InputError, match="give router_input"):
         layer(x)
-    with pytest.raises(InputError, match="router_input has shape"):
+    with raises_with(InputError, "router_input"):
         layer(x, router_input=x[:3])
     assert not torch.equal(layer(x, router_input=x), layer(x, router_input=x.flip(0)))
     one, three = layer(x, router_input=x), layer(x, router_input=3 * x)  # it is normalised

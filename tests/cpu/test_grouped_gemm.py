@@ -51,6 +51,7 @@ from collegium.types import (
 )
 from integers import encoded, ordered, random_blocks
 from products import grouped_gemm_reference, in_columns_reference
+from raising import raises_with
 
 if TYPE_CHECKING:
     from collegium.experts.triton.packed import PackedExperts
@@ -476,7 +477,7 @@ def test_scales_that_are_zero_or_tiny(bits: int, group: int, dtype: torch.dtype,
 @pytest.mark.parametrize("bits", [4, 8])
 def test_float32_scales_are_taken_beside_middle_zero_points_alone(bits: int) -> None:
     payload = random_integers(bits, 64, torch.float32, 2, 1, 24, 128)
-    with pytest.raises(InputError, match="zero points beside float32 scales"):
+    with raises_with(InputError, "float32"):
         pack.pack_int(payload, None)
     payload = replace(payload, zeros=torch.full_like(payload.zeros, 1 << (bits - 1)))
     packed, offsets, found = pack.pack_int(payload, None), torch.tensor([0, 3, 9]), torch.empty(9, 24)
@@ -640,9 +641,9 @@ def test_orders_that_tokens_cannot_have_are_refused(fault: str) -> None:
 
 def test_unsuitable_blocks_and_groups_are_refused_with_their_sizes() -> None:
     weight = heavy_tailed(1, 1, 64, 96, seed=5)
-    with pytest.raises(InputError, match=r"blocks of \(64, 64\) found"):
+    with raises_with(InputError, "(64, 64)"):
         pack.pack_fp8_block(Fp8Block.encode(weight, block=(64, 64)), None, native=True)
-    with pytest.raises(InputError, match="groups of 24 columns found"):
+    with raises_with(InputError, "24"):
         pack.pack_int(Int4Group.encode(weight, group_size=24), None)
 
 
@@ -704,16 +705,16 @@ def test_wrong_rows_are_refused() -> None:
     offsets = torch.zeros(6, dtype=torch.int64)
     tiles = ops.tile_list(offsets, 4, TILE)
     out = torch.empty(4, 176, dtype=torch.bfloat16)
-    with pytest.raises(InputError, match=r"x is \(4, 91\)"):
+    with raises_with(InputError, "(4, 91)"):
         ops.grouped_gemm(torch.zeros(4, 91).bfloat16(), packed.down, offsets, tiles, out)
-    with pytest.raises(InputError, match=r"x is torch\.float16"):
+    with raises_with(InputError, "torch.float16"):
         ops.grouped_gemm(torch.zeros(4, 90).half(), packed.down, offsets, tiles, out)
     with pytest.raises(InputError, match="others neither"):
         ops.grouped_gemm(torch.zeros(4, 90).bfloat16(), packed.down, offsets, tiles, out, x_scale=torch.ones(4, 1))
-    with pytest.raises(InputError, match=r"out is \(4, 175\)"):
+    with raises_with(InputError, "(4, 175)"):
         ops.grouped_gemm(torch.zeros(4, 90).bfloat16(), packed.down, offsets, tiles, out[:, :175])
     lines = build(question("gguf", "bf16"))[0].down
-    with pytest.raises(InputError, match="weights that rescale rows what halves_and_sums gives"):
+    with raises_with(InputError, "halves_and_sums"):
         ops.grouped_gemm(torch.zeros(4, 90).half(), lines, offsets, tiles, out)
 
 
@@ -827,7 +828,7 @@ def test_few_rows_prefetch_several_blocks() -> None:
 
 
 def test_a_machine_too_small_is_named() -> None:
-    with pytest.raises(PlanError, match=r"fits 1,024 bytes"):
+    with raises_with(PlanError, "1,024"):
         choose(products(1, SIZES[0]), Machine(shared=1024))
 
 

@@ -34,6 +34,7 @@ from collegium.ops.quantize import ACTIVATION_FORMATS
 from collegium.ops.route import route
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
 from collegium.types import ACTIVATION_KINDS
+from raising import raises_with
 from truth import moe_truth
 
 CPU = DeviceFacts(kind="cpu", threads=1)
@@ -193,7 +194,7 @@ def test_dropped_assignments_add_nothing_even_with_poison(kernel):
     assert found[2].isnan().all()
     assert torch.equal(found[3], torch.zeros(40))
     checked = MoELayer(weights, layer.plan, checked=True)
-    with pytest.raises(RoutingError, match="token 1, slot 1 is 2, allowed: each id once"):
+    with raises_with(RoutingError, "token 1", "slot 1", "2"):
         checked(x[:2], routing=Routing(topk_ids=ids[:2], topk_weights=w[:2]))
     with pytest.raises(RoutingError, match="99"):
         checked(x, routing=Routing(topk_ids=ids, topk_weights=w))
@@ -356,7 +357,7 @@ def test_logits_beside_a_routing_are_refused():
     """One of the two would be ignored."""
     layer = MoELayer(random_experts(6, 2, 24, 40, seed=39), plan(problem_of(6, 40, 24, 2)))
     x, logits = torch.randn(3, 40), torch.randn(3, 6)
-    with pytest.raises(InputError, match=r"router_logits and routing were given.*give one"):
+    with raises_with(InputError, "router_logits"):
         layer(x, router_logits=logits, routing=layer.route(x, router_logits=logits))
 
 
@@ -364,7 +365,7 @@ def test_weights_that_contradict_the_spec_are_refused():
     weights = random_experts(6, 2, 24, 40, seed=40)
     with pytest.raises(InputError, match=r"\(6, 2, 24, 40\).*\(7, 2, 24, 40\)"):
         MoELayer(weights, plan(problem_of(7, 40, 24, 2)))
-    with pytest.raises(InputError, match="fp32, the spec says mxfp4"):
+    with raises_with(InputError, "fp32", "mxfp4"):
         MoELayer(weights, plan(problem_of(6, 40, 24, 2, weight_format="mxfp4")))
     with pytest.raises(InputError, match="gate_up_bias"):
         MoELayer(weights, plan(problem_of(6, 40, 24, 2, bias=True)))

@@ -12,6 +12,7 @@ from torch import distributed
 from collegium import InputError, Placement, RankError
 from collegium.parallel.groups import check_ranks, group_named
 from collegium.parallel.meeting import Meeting, meeting_of, timeout_seconds
+from raising import raises_with
 from ranks import run_ranks
 
 
@@ -89,7 +90,7 @@ def test_a_lost_store_is_a_rank_error(broken: str) -> None:
 
 @pytest.mark.parametrize("wrong", [0, -1, float("nan"), float("inf"), 1e12, "3"])
 def test_a_time_that_no_wait_can_have_is_refused(wrong: Any) -> None:
-    with pytest.raises(InputError, match=r"timeout_seconds: found .*, allowed: a positive number of seconds, below"):
+    with raises_with(InputError, "timeout_seconds"):
         timeout_seconds(wrong)
     assert timeout_seconds() > 0
 

@@ -28,6 +28,7 @@ from moving import (
     split_layer,
     whole_weights,
 )
+from raising import raises_with
 from ranks import error_of, run_ranks
 
 
@@ -227,7 +228,7 @@ def test_layers_in_one_kernel_are_refused() -> None:
     placed = SimpleNamespace(spare=1, group="")
     made = SimpleNamespace(problem=SimpleNamespace(placement=placed), dispatcher="symm_mem", pipelines=("mega",))
     layer: Any = SimpleNamespace(plan=made, dispatcher=SimpleNamespace(map=object()))
-    with pytest.raises(InputError, match=r"layer a: found the pipeline mega.*Choice\(pipeline='split'\)"):
+    with raises_with(InputError, "Choice(pipeline='split')"):
         Balancer({"a": layer})
 
 
@@ -266,12 +267,12 @@ def test_rounds_reach_any_placement_and_never_lose_an_expert(seed: int, each: in
 
 
 def test_rounds_for_more_ranks_than_there_are_are_refused() -> None:
-    with pytest.raises(InputError, match=r"asked for \[\[0\], \[1\], \[\]\] in \[2, 2\] slots of 2 ranks"):
+    with raises_with(InputError, "[[0]", "[1]", "[2, 2]"):
         rounds(((0, -1), (1, -1)), ((0,), (1,), ()), (2, 2))
 
 
 def test_rounds_without_an_empty_slot_are_refused() -> None:
-    with pytest.raises(InputError, match=r"rank 0 has no empty slot for experts \[1\]; leave one slot"):
+    with raises_with(InputError, "rank 0", "[1]"):
         rounds(((0,), (1,)), ((1,), (0,)), (1, 1))
 
 
@@ -320,5 +321,5 @@ def test_ranks_that_packed_other_bytes_are_told_which_expert() -> None:
     assert agreed(good, 2, "model.3") == [(1, 2), (3, 4)]
     with pytest.raises(InputError, match=r"layer 3, expert 1: every rank .* rank 0: 0{15}30{15}4, rank 1: "):
         agreed([good[0], {1: (3, -5)}], 2, 3)
-    with pytest.raises(InputError, match=r"layer 3, expert 2: .* found checksums none"):
+    with raises_with(InputError, "layer 3", "expert 2"):
         agreed(good, 3, 3)

@@ -14,6 +14,7 @@ from collegium.runtime import nvrtc
 from collegium.runtime.cached import cache_folder
 from collegium.runtime.machine import machine_for
 from collegium.types import MoESpec, RoutingSpec
+from raising import raises_with
 
 TEXT = 'extern "C" __global__ void twice(float* x) { x[threadIdx.x] *= FACTOR; }\n'
 NEEDED = pytest.mark.skipif(not nvrtc.nvrtc_found(), reason="needs NVRTC")
@@ -82,9 +83,7 @@ def test_without_nvrtc_small_tiles_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "NVRTC" not in found[True].explain()
     monkeypatch.setattr(nvrtc, "_nvrtc", lambda: None)
     assert not nvrtc.nvrtc_found()
-    with pytest.raises(
-        PlanError, match="twice is a kernel in CUDA, and NVRTC was not found; install nvidia-cuda-nvrtc"
-    ):
+    with raises_with(PlanError, "CUDA", "NVRTC", "nvidia-cuda-nvrtc"):
         nvrtc.compiled(TEXT, "twice", {})
 
 

@@ -28,6 +28,7 @@ from collegium.formats import FORMATS
 from collegium.parallel.placement import linear
 from collegium.planning import expert_bytes
 from collegium.testing.compare import random_experts
+from raising import raises_with
 
 CPU = DeviceFacts(kind="cpu", threads=2)
 H200 = DeviceFacts(kind="cuda", name="NVIDIA H200", capability=(9, 0), memory=141 << 30)
@@ -70,7 +71,7 @@ def test_a_forced_choice_is_obeyed_or_refused_never_replaced():
     assert plan(problem(), Choice(kernel="reference")).kernel == "reference"
     with pytest.raises(PlanError, match=r"cpu_grouped.*cuda"):
         plan(problem(H200), Choice(kernel="cpu_grouped"))
-    with pytest.raises(PlanError, match=r"known kernels: .*cpu_grouped, reference"):
+    with raises_with(PlanError, "cpu_grouped"):
         plan(problem(), Choice(kernel="marlin"))
     with pytest.raises(InputError, match="fp8_group128"):
         plan(problem(), Choice(activation_format="fp7"))

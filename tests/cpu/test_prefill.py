@@ -26,6 +26,7 @@ from collegium.types import ACTIVATION_KINDS, ActivationSpec, MoESpec, Routing, 
 from five_experts import five_experts, rows_of
 from prefill_on_cpu import TILE
 from products import grouped_gemm_reference
+from raising import raises_with
 
 if torch.cuda.is_available():
     pytest.skip("tests/gpu makes these comparisons on the device", allow_module_level=True)
@@ -182,7 +183,7 @@ def test_rows_that_start_at_odd_bytes_are_refused() -> None:
     x, x_scale = rows_of("fp8_token", 40, 20)
     offsets = torch.tensor([0, 20, 20, 20, 20, 20])
     out = torch.empty(20, 32)
-    with pytest.raises(InputError, match=r"multiples of 16 bytes"):
+    with raises_with(InputError, "16"):
         prefill_gemm(x, packed, offsets, ops.tile_list(offsets, 20, TILE), out, x_scale=x_scale)
 
 
