@@ -27,6 +27,7 @@ from collegium.runtime.machine import Machine, machine_at, machine_for, machine_
 from collegium.testing.compare import relative_error
 from collegium.types import MoESpec, RoutingSpec
 from decoded_layers import decoded_layer
+from grids import exhaustive
 from integers import affine, random_blocks
 
 if TYPE_CHECKING:
@@ -94,12 +95,10 @@ def test_numbers_that_are_looked_up_become_two_terms(half: bool) -> None:
 @pytest.mark.parametrize(
     ("name", "act", "group"),
     [
-        ("nvfp4", "bf16", 128),
         ("nvfp4", "fp16", 128),
-        ("mxfp4", "fp16", 128),
         ("fp8_block", "bf16", 128),
-        ("fp8_block", "fp16", 128),
         ("bnb4", "bf16", 64),
+        *exhaustive(("nvfp4", "bf16", 128), ("mxfp4", "fp16", 128), ("fp8_block", "fp16", 128)),
     ],
 )
 def test_a_large_batch_gives_the_rows_of_the_small_tiles(

@@ -49,6 +49,7 @@ from collegium.types import (
     Routing,
     RoutingSpec,
 )
+from grids import exhaustive
 from integers import encoded, ordered, random_blocks
 from products import grouped_gemm_reference, in_columns_reference
 from raising import raises_with
@@ -207,9 +208,11 @@ def test_rows_do_not_depend_on_tiles(weights: str, act: str) -> None:
     ("weights", "act", "sizes", "depths"),
     [
         ("bf16", "bf16", (330, 200), (2, 2)),
-        ("fp16", "fp16", (560, 330), (3, 3)),
         ("fp8_block", "fp8_group128", (500, 700), (2, 3)),
-        ("fp8_channel", "fp8_token", (700, 500), (3, 2)),
+        *exhaustive(
+            ("fp16", "fp16", (560, 330), (3, 3)),
+            ("fp8_channel", "fp8_token", (700, 500), (3, 2)),
+        ),
     ],
 )
 def test_several_blocks_a_step_add_in_the_same_order(

@@ -25,6 +25,7 @@ from collegium.planning import plan
 from collegium.problem import DeviceFacts, Limits, Problem
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
 from collegium.types import ActivationSpec, Back, ContiguousBatch, ExpertWeights, MoESpec, Routing, RoutingSpec
+from grids import mainly
 from raising import raises_with
 
 if TYPE_CHECKING:
@@ -146,7 +147,7 @@ def test_received_codes_equal_local_tokens(weights: str, act: str) -> None:
             own.pack(encode_experts(plain, "bf16"), asked).run(arrived)
 
 
-@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("weights", mainly(WEIGHTS, ("mxfp4", "nvfp4", "int4_group:32")))
 def test_rows_do_not_depend_on_tiles(weights: str) -> None:
     problem = question(weights, "fp8_group128", hidden_size=368)
     packed, _ = build(problem, weights)

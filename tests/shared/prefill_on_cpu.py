@@ -116,5 +116,5 @@ def _library(text: str, *constants: tuple[str, int]) -> Any:
 
 def _compile(text: str, constants: tuple[tuple[str, int], ...], library: Path) -> None:
     options = [f"-D{name}={value}" for name, value in constants]
-    command = ["g++", "-std=c++20", "-O2", "-w", "-shared", "-fPIC", *options, "-x", "c++", "-", "-o", str(library)]
+    command = ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", *options, "-x", "c++", "-", "-o", str(library)]
     subprocess.run(command, input=text + _ENTRY, text=True, check=True)
