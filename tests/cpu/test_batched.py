@@ -29,6 +29,7 @@ from collegium.ops import permute
 from collegium.parallel.placement import linear
 from collegium.pipelines.batched import run_batched
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error
+from grids import exhaustive
 from truth import moe_truth
 
 COUNTS = (0, 7, 40, 3, 0, 1)  # none, some, and all there is room for
@@ -73,12 +74,12 @@ def check(found: torch.Tensor, x: torch.Tensor, weights: Any, bound: float) -> N
 @pytest.mark.parametrize(
     ("kernel", "weights", "dtype"),
     [
-        ("cpu_grouped", "fp32", "fp32"),
-        ("cpu_grouped", "bf16", "bf16"),
-        ("cpu_grouped", "fp8_block", "bf16"),
         ("cpu_grouped", "mxfp4", "fp16"),
         ("cpu_fused", "mxfp4", "bf16"),
         ("reference", "nvfp4", "bf16"),
+        *exhaustive(
+            ("cpu_grouped", "fp32", "fp32"), ("cpu_grouped", "bf16", "bf16"), ("cpu_grouped", "fp8_block", "bf16")
+        ),
     ],
 )
 def test_a_layer_runs_rows_that_are_packed_by_expert(kernel: str, weights: str, dtype: str) -> None:
@@ -106,6 +107,7 @@ def test_a_layer_runs_rows_that_are_packed_by_expert(kernel: str, weights: str, 
     assert torch.equal(compiled(x.nan_to_num(), counts + 1000), full)
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize(
     ("kernel", "weights", "dtype", "activations"),
     [

@@ -91,6 +91,7 @@ def test_an_installed_package_has_the_shipped_model_beside_its_code(tmp_path, mo
     assert locating.shipped_model() == package / "shipped" / "fables-16m"
 
 
+@pytest.mark.exhaustive
 def test_demo_covers_every_format_and_degrades_in_the_known_order():
     found = json.loads(run("demo", "--device", "cpu", "--tokens", "4", "--json"))
     rows = {(row["weights"], row["activations"]): row for row in found["rows"]}
