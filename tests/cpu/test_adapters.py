@@ -194,7 +194,7 @@ def test_logits_are_those_of_the_merged_model(kind: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_experts_one_by_one_and_a_base_saved_in_wrappers(wrapped: bool, tmp_path: Path) -> None:
+def test_single_experts_and_wrapped_bases(wrapped: bool, tmp_path: Path) -> None:
     model_of("qwen3_moe", tmp_path / "base")
     file = tmp_path / "base" / "model.safetensors"
     plain, tensors = load_file(file), dict[str, torch.Tensor]()

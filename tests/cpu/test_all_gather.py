@@ -11,7 +11,7 @@ from split_layers import compare, disagree
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
-def test_a_layer_over_ranks_has_the_bits_of_one_layer(world: int) -> None:
+def test_ranks_equal_one_layer(world: int) -> None:
     assert run_ranks(partial(compare, dispatchers=("all_gather",)), world, seconds=300) == [[]] * world
 
 

@@ -44,7 +44,7 @@ BOTH = ("all_to_all", "all_to_all_fixed")
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
-def test_a_layer_over_ranks_has_the_bits_of_one_layer(world: int) -> None:
+def test_ranks_equal_one_layer(world: int) -> None:
     assert run_ranks(partial(compare, dispatchers=BOTH), world, seconds=300) == [[]] * world
 
 

@@ -139,7 +139,7 @@ FAULTS: dict[str, tuple[type[CheckpointError], Callable[[dict[str, torch.Tensor]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_is_wrong_is_told_in_the_words_of_files(tmp_path: Path, fault: str) -> None:
+def test_errors_name_the_file(tmp_path: Path, fault: str) -> None:
     tiny = write_checkpoint(tmp_path, size=TinySize(hidden=96, intermediate=64, experts=4))
     kind, edit = FAULTS[fault]
     edit(tiny.tensors)

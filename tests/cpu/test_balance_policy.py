@@ -89,7 +89,7 @@ def best_of_all(load, ranks, width):
     return max(balancedness(load, held) for held in every if len(set().union(*held)) == len(load))
 
 
-def test_tiny_cases_come_close_to_the_best_placement_there_is():
+def test_tiny_placements_are_near_optimal():
     """Over every placement of up to 6 experts in up to 6 slots, whose number grows too fast for more."""
     rng, ratios = np.random.default_rng(7), {"greedy": [], "least_moves": []}
     for _ in range(150):

@@ -257,7 +257,7 @@ def test_what_a_user_gets_wrong_is_one_message(words, kind, text, tmp_path, monk
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_text_that_is_short_or_no_text_is_refused(tmp_path, monkeypatch):
+def test_short_texts_are_refused(tmp_path, monkeypatch):
     (tmp_path / "short.txt").write_text("Once upon a time")
     (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\xff")
     for name, text in (("short.txt", "fewer --tokens"), ("bytes.txt", "no UTF-8 text")):

@@ -71,7 +71,7 @@ def test_the_floor_counts_active_experts():
 
 
 @pytest.mark.parametrize("style", ROUTINGS)
-def test_a_routing_gives_each_token_distinct_experts_and_normalised_weights(style):
+def test_routings_are_distinct_and_normalised(style):
     made = random_routing(50, spec(), style, generator())
     assert made.topk_ids.shape == made.topk_weights.shape == (50, 2)
     assert int(made.topk_ids.min()) >= 0
@@ -183,7 +183,7 @@ def test_the_caches_of_all_cores_count():
         pytest.param("1024x1024x48x4", ("bf16", "bf16"), (1, 16, 256), marks=pytest.mark.exhaustive),
     ],
 )
-def test_no_layer_on_a_cpu_is_faster_than_its_floor(what, recipe, tokens):
+def test_no_layer_is_faster_than_its_floor(what, recipe, tokens):
     report = bench(what, [recipe], tokens=tokens, device="cpu", rounds=3)
     assert all(row.of_floor < 1.1 for row in report.rows), [(r.tokens, r.of_floor, r.bound) for r in report.rows]
 

@@ -61,7 +61,7 @@ def test_rebalance_benchmark_catches_damage(tmp_path):
     assert 0 < float(row["stall_us"]) < 1e6
 
 
-def test_a_layer_has_a_row_for_each_recipe_that_runs(tmp_path):
+def test_bench_layer_has_a_row_per_recipe(tmp_path):
     recipes = ("bf16:bf16", "mxfp4:fp8_token", "mxfp4:nothing")
     rows = rows_of(
         "bench_layer.py",

@@ -62,7 +62,7 @@ def layer_of(rule: RoutingSpec, most: int = 64, **more: Any) -> MoELayer:
 
 @pytest.mark.parametrize("name", list(SPECS))
 @pytest.mark.parametrize("most", [64, 4])
-def test_what_a_layer_chooses_can_be_kept_and_given_again(name: str, most: int) -> None:
+def test_routings_can_be_reused(name: str, most: int) -> None:
     """Rollout routing replay: ids in a byte each, weights as they were, and every bit of the layer's own pass."""
     layer, x = layer_of(SPECS[name], most), heavy_tailed(T, H, seed=2)
     asked: dict[str, Any] = {}

@@ -201,7 +201,7 @@ def test_room_is_counted_from_what_is_really_held():
     assert seen[0]["batches"] == 4 * 64 * 8 * (1 + 9)
 
 
-def test_a_picture_that_cannot_be_drawn_is_refused_before_measuring(tmp_path, said, monkeypatch):
+def test_impossible_pictures_are_refused_first(tmp_path, said, monkeypatch):
     monkeypatch.setattr("collegium.commands.bench.bench", None)
 
     def plot(path: str) -> str:

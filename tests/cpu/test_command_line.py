@@ -88,7 +88,7 @@ def test_errors_are_json_where_json_is_asked_for(words: tuple[str, ...], code: i
     assert said == ""
 
 
-def test_a_failed_check_keeps_its_exit_code_beside_its_json(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_checks_keep_their_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("verify", str(SHIPPED), "--device", "cpu", "--experts", "1", "--json")
     assert command(*words)[0] == 0
     monkeypatch.setattr(verify.VerifyReport, "passed", property(lambda self: False))
@@ -97,7 +97,7 @@ def test_a_failed_check_keeps_its_exit_code_beside_its_json(monkeypatch: pytest.
     assert json.loads(out)["layers"]
 
 
-def test_a_model_in_the_cache_is_found_by_its_id(tmp_path: Path) -> None:
+def test_cached_models_are_found_by_id(tmp_path: Path) -> None:
     held = tmp_path / "models--org--fables"
     folder = held / "snapshots" / ("0" * 40)
     shutil.copytree(SHIPPED, folder)
@@ -144,7 +144,7 @@ def test_a_text_is_all_that_generate_prints() -> None:
     assert json.loads(refused[1])["error"]["kind"] == "PlanError"
 
 
-def test_a_bench_on_a_cpu_ends_at_a_sensible_size() -> None:
+def test_bench_sizes_on_a_cpu() -> None:
     report: Any = bench("64x32x6x2", [("bf16", "bf16")], device="cpu", rounds=1)
     assert [row.tokens for row in report.rows] == [1, 8, 32, 128, 512]
 

@@ -189,7 +189,7 @@ def test_the_tensor_cores_of_sm_100_scale_blocks_themselves(compiled: dict[int, 
         assert scaled == (arch == 100 and changes.get("WEIGHT") == 9)
 
 
-def test_no_product_is_in_flight_when_registers_are_decoded_again(compiled: dict[int, Any]) -> None:
+def test_products_end_before_registers_change(compiled: dict[int, Any]) -> None:
     for (arch, *_), (_, _, _, loop, *_) in ran(compiled):
         if arch != 90:
             continue

@@ -125,7 +125,7 @@ def test_stacked_families_stay_stacked(tmp_path, source: str, name: str) -> None
     assert ("model.layers.0.mlp.experts.gate_up_proj_blocks" in held) == (name == "mxfp4")
 
 
-def test_stacked_experts_of_other_families_are_written_one_by_one(tmp_path) -> None:
+def test_stacked_experts_are_written_singly(tmp_path) -> None:
     write_checkpoint(tmp_path / "in", "qwen3_moe", "bf16", size=SIZE, stacked=True)
     quantize_model(str(tmp_path / "in"), "mxfp8", str(tmp_path / "out"))
     check_values(tmp_path / "in", tmp_path / "out", "mxfp8")
@@ -162,7 +162,7 @@ def refused(tmp_path, text: str, name: str, error: Any = InputError) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
 
 
-def test_what_cannot_be_converted_is_refused_and_nothing_is_left(tmp_path) -> None:
+def test_impossible_conversions_leave_nothing(tmp_path) -> None:
     write_checkpoint(tmp_path / "in", "gpt_oss", "bf16", size=SIZE)
     refused(tmp_path, "experts of gpt_oss .* can be written as: bf16, fp16, fp32, mxfp4", "nvfp4")
     refused(tmp_path, "weight format 'fp7' is not known", "fp7", SpecError)
@@ -286,7 +286,7 @@ KILLER = textwrap.dedent("""
 """)
 
 
-def test_a_run_killed_at_any_moment_leaves_all_or_nothing(tmp_path) -> None:
+def test_killed_runs_leave_all_or_nothing(tmp_path) -> None:
     write_checkpoint(
         tmp_path / "in", "mixtral", "bf16", size=TinySize(hidden=256, intermediate=256, experts=8, layers=3)
     )

@@ -426,7 +426,7 @@ def test_the_runtime_of_torch_is_found_beside_other_files(kernel, monkeypatch, t
     assert found is not None
 
 
-def test_the_shapes_of_tiles_live_as_long_as_a_call(monkeypatch):
+def test_tile_shapes_live_for_a_call(monkeypatch):
     """Two threads that call for the first time may each make them; only one pair is kept."""
     device = pytest.importorskip("collegium.kernels.cpu_fused")
     alive, seen = [], []

@@ -114,7 +114,7 @@ def test_run_matches_truth_in_every_format(name, dtype, tiles, monkeypatch):
 
 @pytest.mark.parametrize("tiles", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_cpu_with_avx2_alone_multiplies_many_rows_in_float32(name, tiles, monkeypatch):
+def test_avx2_multiplies_many_rows_in_float32(name, tiles, monkeypatch):
     monkeypatch.setattr(module, "_HAS_TILES", tiles)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     found, product = set(), torch.mm

@@ -37,7 +37,7 @@ def without_cache(model, ids, tokens, penalty=1.0):
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.2])
-def test_greedy_tokens_are_those_of_the_model_without_a_cache(model, penalty):
+def test_greedy_tokens_without_a_cache(model, penalty):
     ids = ids_of(2, 7)
     found = Decoder(model).generate(ids, 8, penalty=penalty)
     assert torch.equal(found, without_cache(model, ids, 8, penalty))
@@ -52,7 +52,7 @@ def test_it_stops_when_every_sequence_has_ended(model):
     assert torch.equal(stopped, free[:, : stopped.shape[1]])
 
 
-def test_sampling_draws_among_the_likeliest_and_repeats_with_the_seed(model):
+def test_sampling_repeats_with_the_seed(model):
     ids = ids_of(1, 5)
     texts = []
     for seed in (1, 1, 2):

@@ -36,9 +36,7 @@ from tracked import ROOT
         ),
     ],
 )
-def test_survivors_of_a_killed_rank_report_it_and_go_on(
-    tmp_path: Path, ranks: int, kill: int, more: tuple[str, ...]
-) -> None:
+def test_survivors_of_a_killed_rank(tmp_path: Path, ranks: int, kill: int, more: tuple[str, ...]) -> None:
     table = tmp_path / "killed.csv"
     said = ["--ranks", str(ranks), "--kill", str(kill), "--csv", str(table), "--commit", "none", *more]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
@@ -65,7 +63,7 @@ def test_survivors_of_a_killed_rank_report_it_and_go_on(
     assert sum(int(row["bytes_read"]) for row in rows) == 3 * lost * one
 
 
-def test_ranks_leave_and_join_and_the_layers_keep_their_bits(tmp_path: Path) -> None:
+def test_ranks_leave_and_join(tmp_path: Path) -> None:
     zero, one, two = run_ranks(partial(come_and_go, folder=str(tmp_path)), 3, seconds=200)
     assert not zero[0] + one[0] + two[0]
     assert one[1] == ["local", "all_to_all", "all_to_all"]

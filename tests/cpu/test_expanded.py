@@ -101,9 +101,7 @@ def test_numbers_that_are_looked_up_become_two_terms(half: bool) -> None:
         *exhaustive(("nvfp4", "bf16", 128), ("mxfp4", "fp16", 128), ("fp8_block", "fp16", 128)),
     ],
 )
-def test_a_large_batch_gives_the_rows_of_the_small_tiles(
-    name: str, act: str, group: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_batches_equal_small_tiles(name: str, act: str, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "once_from", lambda *_: 1)
     monkeypatch.setattr(tiles, "_LONG", 8)
     device = DeviceFacts(kind="cuda", capability=(9, 0))

@@ -92,7 +92,7 @@ def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
 @pytest.mark.each_choice
 @pytest.mark.parametrize("original", [True, False], ids=["published", "fused"])
 @pytest.mark.parametrize("name", list(CASES))
-def test_a_toy_model_loads_and_computes_like_its_own_class(tmp_path: Path, name: str, original: bool) -> None:
+def test_toy_models_compute_like_their_class(tmp_path: Path, name: str, original: bool) -> None:
     case = CASES[name]
     model = build(case, tmp_path, original=original)
     checkpoint = Checkpoint.open(tmp_path)

@@ -275,7 +275,7 @@ def write(path: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Che
 
 
 @pytest.mark.parametrize("name", list(TOYS))
-def test_a_published_layout_loads_and_computes_what_the_description_says(tmp_path: Path, name: str) -> None:
+def test_published_layouts_load_and_compute(tmp_path: Path, name: str) -> None:
     torch.manual_seed(11)
     toy = TOYS[name]()
     checkpoint = write(tmp_path, toy.config, toy.tensors)

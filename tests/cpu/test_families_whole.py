@@ -31,7 +31,7 @@ OTHERS = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(2)
 @pytest.mark.each_choice
 @pytest.mark.parametrize("original", [True, False], ids=["published", "fused"])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_whole_model_in_float32_gives_the_logits_of_transformers(tmp_path: Path, name: str, original: bool) -> None:
+def test_whole_models_in_float32(tmp_path: Path, name: str, original: bool) -> None:
     build(CASES[name], tmp_path, original=original)
     ours = load_model_in("fp32", str(tmp_path), device="cpu")
     theirs = eager(ours, tmp_path, torch.float32)
@@ -61,7 +61,7 @@ def test_whole_models_in_bf16(tmp_path: Path, name: str) -> None:
     as_near_as(found, wanted, truth)
 
 
-def test_every_model_type_loads_whole_or_is_refused_by_name() -> None:
+def test_every_model_type_loads_or_is_refused() -> None:
     known = {t for family in FAMILIES for t in family.model_types if not t.startswith("gguf:")}
     assert known - set(NOT_WHOLE) - set(CASES) == set()
     assert set(CASES).isdisjoint(NOT_WHOLE)

@@ -402,7 +402,7 @@ def test_broken_models(tmp_path: Path) -> None:
         audit(Checkpoint(path, pruned, checkpoint.tensors), deep=False)
 
 
-def test_a_folder_of_gguf_files_has_no_tokenizer_to_copy(tmp_path: Path) -> None:
+def test_gguf_folders_without_a_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     write_gguf(tmp_path / "model" / "model.gguf", "deepseek2", ("Q5_K", "Q8_0"))
     with raises_with(CheckpointError, "config.json"):

@@ -754,7 +754,7 @@ def test_a_tile_that_fits_is_chosen_for_every_size(machine: Machine) -> None:
                 )
 
 
-def test_few_tokens_take_narrow_tiles_and_many_take_wide_ones() -> None:
+def test_tile_width_follows_tokens() -> None:
     machine = machine_of((9, 0), 132)
     few, many = products(1, SIZES[0]), products(8192, SIZES[0])
     assert choose(few, machine).block_t == 16

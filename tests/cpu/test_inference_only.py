@@ -99,7 +99,7 @@ def test_expert_parameters_that_require_gradients() -> None:
 
 @pytest.mark.parametrize("weights", [None, "mxfp4", "fp8_block"])
 @pytest.mark.parametrize("kernel", [None, "cpu_grouped"])
-def test_a_default_device_is_no_place_for_a_layers_buffers(weights: str | None, kernel: str | None) -> None:
+def test_buffers_ignore_the_default_device(weights: str | None, kernel: str | None) -> None:
     own = load_layer(SHIPPED, 2, device="cpu", weight_format=weights, force=Choice(kernel=kernel))
     x = torch.randn(5, 256).bfloat16()
     before = own(x)
@@ -222,7 +222,7 @@ def test_non_tensors_and_other_devices(given: dict[str, object], text: str) -> N
     torch._dynamo.reset()
 
 
-def test_arguments_of_other_kinds_are_refused_before_anything_is_packed() -> None:
+def test_wrong_argument_types_are_refused_first() -> None:
     with raises_with(SpecError, "force", "'reference'"):
         load_layer(SHIPPED, 2, device="cpu", force="reference")
     with raises_with(SpecError, "limits", "16", "max_tokens"):

@@ -67,7 +67,7 @@ def test_the_standard_ugly_size(experts, weight_format, top_k):
 
 
 @pytest.mark.exhaustive
-def test_an_intermediate_of_more_than_two_to_the_31_elements():
+def test_intermediates_beyond_31_bits():
     """gate_up rows [R, 2 * I] above 2^31 elements: an index of 32 bits would wrap onto other rows.
 
     One row of x and tiny widths keep the memory at the intermediate itself, which the kernel makes in pieces.

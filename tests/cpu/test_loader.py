@@ -99,7 +99,7 @@ def test_slices_reassemble(tmp_path: Path, family: str, name: str, storage: str,
         assert torch.equal(sums, tiny.biases[0][2])
 
 
-def test_a_split_inside_a_group_names_the_sizes_that_work(tmp_path: Path) -> None:
+def test_splits_inside_a_group(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "mixtral", "mxfp4", size=TinySize(hidden=64, intermediate=192, layers=1))
     checkpoint = Checkpoint.open(tmp_path)
     with raises_with(InputError, "tp_size=4", "intermediate_size=192", "48", "32", "[1, 2, 3, 6]"):

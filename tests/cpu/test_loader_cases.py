@@ -412,7 +412,7 @@ def test_unread_block_tensors_are_refused(tmp_path: Path, name: str, text: str) 
 @pytest.mark.parametrize(
     "name", ["mlp.gate.weight", "mlp.gate.e_score_correction_bias", "mlp.shared_experts.up_proj.weight"]
 )
-def test_the_audit_misses_what_the_layer_needs_beside_its_experts(tmp_path: Path, name: str) -> None:
+def test_audit_reports_missing_layer_tensors(tmp_path: Path, name: str) -> None:
     from collegium.errors import MissingTensorError
 
     write_checkpoint(tmp_path, "deepseek_v3", size=TinySize(hidden=64, intermediate=32, layers=2))

@@ -109,7 +109,7 @@ def test_nothing_is_left_of_the_pass_before() -> None:
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
-def test_processes_have_the_bits_of_one_rank_in_one_launch(world: int) -> None:
+def test_processes_equal_one_rank(world: int) -> None:
     assert run_ranks(together, world, seconds=400) == [[]] * world
 
 

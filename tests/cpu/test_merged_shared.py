@@ -387,7 +387,7 @@ def test_ranks_cannot_take_over_a_merged_one() -> None:
         regroup({0: layer_of(MERGED)})
 
 
-def test_latent_weights_are_beside_a_shared_one_that_is_apart() -> None:
+def test_latent_weights_with_a_shared_expert() -> None:
     spec = MoESpec(
         hidden_size=H,
         intermediate_size=WIDE,

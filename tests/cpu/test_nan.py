@@ -57,7 +57,7 @@ def nan_rows(found: torch.Tensor) -> list[int]:
 
 @pytest.mark.parametrize("count", [1, 2, 23])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_what_is_wrong_makes_its_row_nan_and_no_other(kernel: str, count: int) -> None:
+def test_wrong_tokens_poison_their_row(kernel: str, count: int) -> None:
     layer = build(kernel)
     for poison in poisons(layer, tokens(count), count // 2, seed=3):
         # The CPU's library sums in another order when an expert has another count of rows.
@@ -101,7 +101,7 @@ def test_a_shared_expert_does_not_hide_it() -> None:
         check_seen(layer, poison, exact=False)
 
 
-def test_a_latent_width_and_its_norm_do_not_hide_it() -> None:
+def test_latent_width_and_norm() -> None:
     latent = LatentWeights(
         down=heavy_tailed(128, H, seed=5) / 12, up=heavy_tailed(H, 128, seed=6) / 11, norm=torch.rand(128) + 0.5
     )
@@ -149,7 +149,7 @@ def test_a_nan_correction_bias_poisons_every_token(routing: RoutingSpec) -> None
         layer(x)
 
 
-def test_a_nan_expert_scale_poisons_the_tokens_of_its_expert() -> None:
+def test_nan_expert_scales_poison_their_tokens() -> None:
     spec = {"routing": RoutingSpec(top_k=K, expert_scale=True)}
     weight, x = heavy_tailed(E, H, seed=6), tokens(23)
     scale = torch.rand(E) + 0.5

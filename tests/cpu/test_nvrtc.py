@@ -47,9 +47,7 @@ def test_code_is_compiled_once_for_all_processes(folder: Path, monkeypatch: pyte
 
 
 @NEEDED
-def test_a_folder_nobody_can_write_to_costs_a_compilation_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_read_only_cache_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert code_of().startswith(b"\x7fELF")

@@ -88,7 +88,7 @@ _STORING = _PRODUCTS | {"permute_kernel", "scatter_kernel"}
 
 @pytest.fixture(scope="module")
 def compiled(request: pytest.FixtureRequest) -> dict[int, Any]:
-    test = "test_kernels_load_sixteen_bytes_at_once_and_do_not_spill"
+    test = "test_kernels_load_sixteen_bytes"
     return compile_selected(request, test, _PROGRAM, [list(case) for case in CASES])
 
 
@@ -96,7 +96,7 @@ each_case = grid(CASES, lambda *case: [case[0], case[4]], lambda *case: "-".join
 
 
 @each_case
-def test_kernels_load_sixteen_bytes_at_once_and_do_not_spill(compiled: dict[int, Any], index: int) -> None:
+def test_kernels_load_sixteen_bytes(compiled: dict[int, Any], index: int) -> None:
     rows = [row for row in compiled[index][0] if row[0] not in _STORING]
     back = {"reduce_kernel", "collect_kernel"} if CASES[index][4] == "reduced" else {"collect_kernel"}
     assert {name for name, *_ in rows} == {"post_kernel", "send_kernel", "pull_kernel"} | back
@@ -118,7 +118,7 @@ def test_kernels_load_sixteen_bytes_at_once_and_do_not_spill(compiled: dict[int,
 
 
 @each_case
-def test_products_store_sixteen_bytes_of_a_row_at_its_owner(compiled: dict[int, Any], index: int) -> None:
+def test_products_store_sixteen_bytes(compiled: dict[int, Any], index: int) -> None:
     rows = [row for row in compiled[index][0] if row[0] in _STORING]
     if CASES[index][4] == "reduced":
         assert not rows, "sums go back, and rows stay"

@@ -112,7 +112,7 @@ def test_planned_bytes_are_the_bytes_of_the_weights(weight_format, sizes):
     assert 3 * expert_bytes(spec) == weights.gate_up.nbytes + weights.down.nbytes
 
 
-def test_the_routed_experts_alone_are_a_layer_of_their_width():
+def test_routed_experts_form_a_layer():
     whole = problem().spec
     latent = replace(
         whole,

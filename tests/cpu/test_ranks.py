@@ -63,7 +63,7 @@ def test_context_parallel_ranks_bring_parts_of_their_sequences(
     assert run_ranks(sequences_in_parts, 4, seconds=200) == [[]] * 4
 
 
-def test_what_cannot_be_shared_is_one_error_on_every_rank(
+def test_unshareable_is_one_error_everywhere(
     folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The same model after more training: every name and shape is the same.
@@ -177,7 +177,7 @@ def test_who_holds_what() -> None:
         ({"spare": "1"}, r"replicas=0, spare='1' were asked for"),
     ],
 )
-def test_what_is_no_number_or_map_of_experts_is_refused(asked: dict[str, Any], text: str) -> None:
+def test_wrong_placements_are_refused(asked: dict[str, Any], text: str) -> None:
     with pytest.raises(InputError, match=text):
         Ranks(world_size=2, **asked).placement(4)
 

@@ -105,7 +105,7 @@ def opening(path: Path | str, text: str, error: type[CheckpointError] = Checkpoi
 
 
 @pytest.mark.parametrize("name", ["model.gguf", "model.safetensors", "model.safetensors.index.json", "config.json"])
-def test_a_link_to_nothing_is_named_as_what_it_is(tmp_path: Path, name: str) -> None:
+def test_dangling_links_are_named(tmp_path: Path, name: str) -> None:
     if name == "config.json":
         save_file({"x": torch.ones(2)}, tmp_path / "model.safetensors")
     (tmp_path / name).symlink_to("../../blobs/0123")  # what an interrupted download leaves in the cache

@@ -165,7 +165,7 @@ def test_third_call_is_repeated(launcher: str, monkeypatch: pytest.MonkeyPatch) 
     assert all(torch.equal(out, x * 4) for x, out in kept)
 
 
-def test_calls_may_write_to_their_input_and_share_its_memory() -> None:
+def test_calls_may_write_to_their_input() -> None:
     replay, one = Replay(), Pass()
     for _ in range(4):
         x = numbers(8)
@@ -201,7 +201,7 @@ def test_every_kind_is_recorded_by_itself() -> None:
     ],
 )
 @pytest.mark.parametrize("inference", [False, True])
-def test_a_pass_in_which_torch_computes_is_called_every_time(extra: Callable[..., object], inference: bool) -> None:
+def test_passes_through_torch_are_not_recorded(extra: Callable[..., object], inference: bool) -> None:
     replay, one = Replay(), Pass(extra)
     with torch.inference_mode(inference):
         for _ in range(5):
@@ -267,7 +267,7 @@ def test_started_kernels_are_kept() -> None:
     assert started.compiled.function == 11
 
 
-def test_no_two_threads_compile_one_kernel_at_the_same_time() -> None:
+def test_kernels_compile_once_across_threads() -> None:
     inside: list[int] = []
     most: list[int] = []
 

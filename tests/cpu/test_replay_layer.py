@@ -268,7 +268,7 @@ def test_passes_of_a_batch_beyond_max_tokens_are_repeated(machine: Machine, monk
     ],
     ids=str,
 )
-def test_a_pass_with_the_layers_own_router_is_repeated_whole(rule: dict[str, Any], machine: Machine) -> None:
+def test_passes_with_a_router_are_repeated(rule: dict[str, Any], machine: Machine) -> None:
     torch.manual_seed(3)
     layer = layer_of("mxfp4", None, **rule)
     torch.manual_seed(3)
@@ -293,7 +293,7 @@ def test_a_pass_with_the_layers_own_router_is_repeated_whole(rule: dict[str, Any
     assert dtypes["out"] == (torch.bfloat16 if rule.get("round_logits") else torch.float32)
 
 
-def test_experts_that_took_the_place_of_others_are_recorded_anew(machine: Machine) -> None:
+def test_swapped_experts_are_recorded_again(machine: Machine) -> None:
     layer = layer_of("mxfp4", None)
     for seed, weights in ((1, "mxfp4"), (4, "mxfp4"), (5, "bf16")):
         plain, made = layer_of(weights, None), encode_experts(random_experts(E, 2, INNER, H, seed=seed), weights)

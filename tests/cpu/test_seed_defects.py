@@ -119,7 +119,7 @@ def error_of(
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if "w4a" not in case[2]], ids=named)
-def test_uneven_routing_at_exactly_full_capacity_stays_in_its_buffers(case: Any) -> None:
+def test_uneven_routing_at_full_capacity(case: Any) -> None:
     """257 + 255 rows fill the 512 planned ones, where experts padded to 128 rows each would take 640."""
     layer, made = built(case, experts=2, top_k=1, most=512, hidden=64, wide=64)
     for first in (257, 512):
@@ -268,7 +268,7 @@ def _forgotten(rank: int) -> list[str]:
 
 
 @each_kernel
-def test_layers_of_other_sizes_share_buffers_and_leave_results_alone(case: Any) -> None:
+def test_layers_of_other_sizes_share_buffers(case: Any) -> None:
     """In one workspace of the largest, in every order, with results that nobody writes again."""
     made = [built(case, experts=e, top_k=2, most=8, hidden=h, wide=w) for e, h, w in ((3, 64, 128), (5, 128, 64))]
     lent = max((layer.workspaces for layer, _ in made), key=lambda own: own.nbytes)
@@ -303,7 +303,7 @@ def _sizes(rank: int) -> list[str]:
     return faults
 
 
-def test_layers_of_other_sizes_share_the_memory_that_ranks_read() -> None:
+def test_layers_share_symmetric_memory() -> None:
     assert run_ranks(_sizes, 2) == [[], []]
 
 

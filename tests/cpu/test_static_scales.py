@@ -112,7 +112,7 @@ def tokens() -> tuple[torch.Tensor, Routing]:
 
 
 @pytest.mark.parametrize(("name", "storage"), list(STORAGES))
-def test_a_layer_runs_with_the_largest_scales_of_its_experts(tmp_path: Path, name: str, storage: str) -> None:
+def test_layers_use_the_largest_scales(tmp_path: Path, name: str, storage: str) -> None:
     largest = calibrated(tmp_path, name, storage)
     x, routing = tokens()
     for layer, scales in largest.items():
@@ -139,7 +139,7 @@ def test_a_layer_runs_with_the_largest_scales_of_its_experts(tmp_path: Path, nam
         assert "scales  " not in str(dynamic)
 
 
-def test_the_scales_of_fp8_and_nvfp4_serve_each_others_formats(tmp_path: Path) -> None:
+def test_scales_serve_both_formats(tmp_path: Path) -> None:
     """A scale says how large numbers may be; 448 and 6 * 448 are the largest codes."""
     largest = calibrated(tmp_path, "fp8_tensor", "modelopt")
     for wish, ratio in (("fp8_static", 1), ("nvfp4_static", 6)):
@@ -150,7 +150,7 @@ def test_the_scales_of_fp8_and_nvfp4_serve_each_others_formats(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("each", [True, False])
-def test_a_stack_has_one_scale_or_one_for_each_expert(tmp_path: Path, each: bool) -> None:
+def test_stacks_with_one_or_many_scales(tmp_path: Path, each: bool) -> None:
     """As ModelOpt stores experts that are stacked input-first."""
     write_checkpoint(tmp_path, "gpt_oss", "bf16", size=replace(SIZE, layers=1))
     base, changed = "model.layers.0.mlp.experts.", dict[str, torch.Tensor | None]()

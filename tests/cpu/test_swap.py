@@ -96,7 +96,7 @@ def test_what_was_recorded_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize("how", ["a pass", "rows packed by expert"])
-def test_a_layer_that_a_graph_has_captured_keeps_its_experts(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_layers_keep_their_experts(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = layer_of(experts_of(1)), heavy_tailed(5, H, seed=2).bfloat16()
     wanted = layer(x)
     with monkeypatch.context() as patched:
@@ -145,7 +145,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
     assert torch.equal(alone(x), layer_of(good, Choice(activation_format="fp8_token"), shared=False)(x))
 
 
-def test_experts_and_the_function_of_their_rows_are_not_assigned() -> None:
+def test_experts_cannot_be_assigned() -> None:
     layer, x = layer_of(experts_of(1), after_expert=lambda rows: 2 * rows), heavy_tailed(5, H, seed=2).bfloat16()
     wanted = layer(x)
     for name, value in (("experts", layer_of(experts_of(2)).experts), ("after_expert", None)):
@@ -181,7 +181,7 @@ def test_ranks_that_swap_together_have_the_bits_of_one() -> None:
     assert run_ranks(_swapped, 2) == [[], []]
 
 
-def test_weights_in_place_of_others_are_those_of_the_checkpoint() -> None:
+def test_replaced_weights_equal_the_checkpoint() -> None:
     """The format that holds numbers as they are keeps them: nothing of the old experts is left in a pass."""
     layer, x = layer_of(experts_of(1), shared=False), heavy_tailed(5, H, seed=2).bfloat16()
     zeros = experts_of(1)

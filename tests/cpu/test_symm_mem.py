@@ -26,7 +26,7 @@ from split_layers import absent, compare, disagree
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_a_layer_over_ranks_has_the_bits_of_one_layer(world: int) -> None:
+def test_ranks_equal_one_layer(world: int) -> None:
     assert run_ranks(partial(compare, dispatchers=("symm_mem",)), world, seconds=300) == [[]] * world
 
 
@@ -164,7 +164,7 @@ def test_what_it_cannot_serve_is_refused_by_name() -> None:
     assert uneven[0] == uneven[1], "one map of memory, whatever each rank holds"
 
 
-def test_memory_that_cannot_be_shared_is_said_on_every_rank() -> None:
+def test_unshareable_memory_raises_on_every_rank() -> None:
     for error in run_ranks(refused, 2):
         assert error.startswith("symm_mem: ")
         assert "found rank 1: the driver says no" in error

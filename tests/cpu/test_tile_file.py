@@ -67,7 +67,7 @@ def some_tiles(packed: PackedExperts, rows: int, place: int) -> dict[str, tuple[
     return {name: ((rows, tiles[place]),) for name, tiles in possible_tiles(packed, rows).items()}
 
 
-def test_a_measured_tile_is_used_near_where_it_was_measured(tmp_path):
+def test_measured_tiles_are_used_nearby(tmp_path):
     problem, packed = packed_layer()
     tables = some_tiles(packed, 64, -1)
     measured = (tables["gate_up"][0][1], tables["down"][0][1])
@@ -104,7 +104,7 @@ def test_tiles_change_no_bit():
 
 
 @pytest.mark.parametrize("entry", ["gpu", "capability", "triton", "collegium", "kernels", "hidden", "weights"])
-def test_a_stale_or_foreign_file_is_ignored_with_one_line(entry, tmp_path, caplog):
+def test_stale_and_foreign_files_are_ignored(entry, tmp_path, caplog):
     problem, packed = packed_layer()
     path = write_tiles(problem, some_tiles(packed, 64, -1), tmp_path)
     held = json.loads(path.read_text())
@@ -133,7 +133,7 @@ def test_a_stale_or_foreign_file_is_ignored_with_one_line(entry, tmp_path, caplo
     ],
     ids=["block", "stages", "rows", "unknown entry", "missing entry", "missing product", "no key"],
 )
-def test_a_tile_that_this_machine_cannot_run_is_not_run(damage, tmp_path, caplog):
+def test_impossible_tiles_are_skipped(damage, tmp_path, caplog):
     problem, packed = packed_layer()
     path = write_tiles(problem, some_tiles(packed, 64, -1), tmp_path)
     held = json.loads(path.read_text())
@@ -144,7 +144,7 @@ def test_a_tile_that_this_machine_cannot_run_is_not_run(damage, tmp_path, caplog
     assert len(caplog.records) == 1
 
 
-def test_half_a_file_is_ignored_and_no_file_is_silent(tmp_path, caplog):
+def test_partial_and_absent_tile_files(tmp_path, caplog):
     problem, packed = packed_layer()
     assert with_measured_tiles(packed, problem, tmp_path) is packed
     assert not caplog.records
@@ -325,7 +325,7 @@ def key_of(folder: Path, change: tuple[str, str, str] | None = None):
     return json.loads(run.stdout)
 
 
-def test_the_compile_cache_key_changes_with_source_dependencies_and_constants(tmp_path):
+def test_compile_cache_keys(tmp_path):
     plain, free = key_of(tmp_path / "a")
     assert key_of(tmp_path / "b")[0] == plain
     changes = (

@@ -143,7 +143,7 @@ def test_transformers_has_classes_that_take_an_implementation() -> None:
 
 
 @pytest.mark.parametrize("folder", sorted(FOUND))
-def test_logits_and_greedy_text_of_every_class_agree_with_eager(folder: str) -> None:
+def test_every_class_agrees_with_eager(folder: str) -> None:
     register()
     model = small_model(folder)
     ids = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(2))

@@ -372,7 +372,7 @@ def test_other_models_and_other_implementations_are_left_alone(tmp_path: Path) -
         assert torch.equal(model.eval()(IDS).logits, again.eval()(IDS).logits)
 
 
-def test_new_weights_under_a_published_config_are_no_ones_checkpoint() -> None:
+def test_new_weights_under_a_published_config() -> None:
     """A model built from the config of a folder has none of the weights in it, and bench-model builds such models."""
     folder = Path(__file__).resolve().parents[2] / "demo" / "fables-16m"
     register()

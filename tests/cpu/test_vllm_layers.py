@@ -603,7 +603,7 @@ def test_nothing_is_on_by_default_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> N
             assert all(part in reason for part in (made.kernel, "a GPU", "COLLEGIUM_VLLM=on"))
 
 
-def test_vllm_moves_the_experts_of_layers_that_are_packed_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_moves_experts_between_equal_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLLEGIUM_VLLM", "on")
     stand = Stand(monkeypatch)
     size = matrices(1)[0][0].numel() * 4

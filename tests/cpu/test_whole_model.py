@@ -96,7 +96,7 @@ def test_every_tensor_keeps_the_dtype_transformers_keeps_it_in(deepseek: Path, t
 
 
 @pytest.mark.parametrize("set_for_torch", ["inference_mode", "default_dtype", "default_device", "autocast"])
-def test_what_is_set_for_torch_does_not_change_the_model(folder: Path, set_for_torch: str) -> None:
+def test_torch_settings_do_not_change_models(folder: Path, set_for_torch: str) -> None:
     plain = load_model_in("fp32", str(folder), device="cpu")
     if set_for_torch == "inference_mode":
         with torch.inference_mode():
@@ -222,7 +222,7 @@ def toy_gguf(path: Path) -> Path:
     return path / "toy.gguf"
 
 
-def test_a_gguf_file_of_an_architecture_that_is_not_known(tmp_path: Path) -> None:
+def test_unknown_gguf_architectures(tmp_path: Path) -> None:
     for path in (toy_gguf(tmp_path), tmp_path):
         with raises_with(ConfigError, "GGUF", "load_layer()"):
             load_model(str(path), device="cpu")
@@ -351,7 +351,7 @@ def test_configs_with_bare_infinity(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("gone", [False, True])
-def test_a_replaced_block_names_what_is_wrong_with_its_router(tmp_path: Path, gone: bool) -> None:
+def test_replaced_blocks_name_router_faults(tmp_path: Path, gone: bool) -> None:
     build(CASES["dbrx"], tmp_path / "own")
     name = "transformer.blocks.1.ffn.router.layer.weight"
 

@@ -522,9 +522,7 @@ def test_layers_that_predict_further_tokens(tmp_path: Path, caplog: Any) -> None
     close(load_model_in("fp32", str(folder), device="cpu"), eager(ours, twin, torch.float32))
 
 
-def test_faults_are_found_before_anything_is_read_and_told_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_faults_are_reported_together_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from collegium.checkpoint.reader import Checkpoint
 
     folder = write(tmp_path / "model", bias=False)

@@ -70,7 +70,7 @@ def test_regions_do_not_depend_on_order() -> None:
                 assert memory.take(name, shape, dtype).data_ptr() == wanted[name]
 
 
-def test_a_region_holds_as_much_as_was_declared_and_less() -> None:
+def test_regions_hold_what_was_declared() -> None:
     memory = arena()
     for size in (600, 599, 1, 0):
         made = memory.take("second", (size,), torch.uint8)
@@ -102,7 +102,7 @@ def test_later_passes_reuse_buffers() -> None:
     assert space.nbytes == places.nbytes
 
 
-def test_a_region_has_one_place_for_every_shape_and_dtype() -> None:
+def test_regions_have_one_place() -> None:
     memory = arena()
     first = memory.take("second", (7,), torch.int64)
     changed = memory.take("second", (9,), torch.float32)
@@ -196,7 +196,7 @@ def test_reservations_of_workspaces() -> None:
     assert lent.take().nbytes == 700
 
 
-def test_a_later_reservation_reaches_a_workspace_that_was_lent_meanwhile() -> None:
+def test_reservations_reach_lent_workspaces() -> None:
     lent = Workspaces(CPU)
     early = lent.take()
     lent.reserve(500)

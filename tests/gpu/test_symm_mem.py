@@ -29,7 +29,7 @@ def test_absent_ranks_are_named() -> None:
     assert first[2] == last[2] == "renewed True"
 
 
-def test_a_layer_over_ranks_has_the_bits_of_one_layer() -> None:
+def test_ranks_equal_one_layer() -> None:
     assert run_ranks(partial(compare, dispatchers=("symm_mem",)), WORLD, "nccl", seconds=300) == [[]] * WORLD
 
 

@@ -65,7 +65,7 @@ def test_every_results_file_is_on_the_page() -> None:
     assert all(f"## {path.name}" in text for path in RESULTS.glob("*.csv"))
 
 
-def test_peers_stand_beside_each_other_and_the_absent_are_listed(tmp_path: Path) -> None:
+def test_peers_and_absent_peers_are_listed(tmp_path: Path) -> None:
     same = {"gpu": "G", "commit": "abc", "command": "c", "shape": "s", "routing": "zipf", "tokens": 8}
     same |= {"weights": "bf16", "activations": "bf16", "floor_us": 10.0}
     write(
@@ -90,7 +90,7 @@ def test_layers_are_times_and_times_the_floor(tmp_path: Path) -> None:
     assert "| s | mxfp4 x fp8_token | 30.0 (1.50) |" in page(tmp_path)
 
 
-def test_layers_under_several_routings_stand_in_lines_of_their_own(tmp_path: Path) -> None:
+def test_layers_under_several_routings(tmp_path: Path) -> None:
     row = {"gpu": "G", "shape": "s", "weights": "bf16", "activations": "bf16", "tokens": 1, "floor_us": 20.0}
     write(tmp_path / "layers.csv", [row | {"routing": r, "layer_us": t} for r, t in (("zipf", 30.0), ("hot", 40.0))])
     assert "| s | bf16 x bf16 | zipf | 30.0 (1.50) |" in page(tmp_path)

@@ -54,7 +54,7 @@ def test_every_error_is_explained() -> None:
     assert not [name for name in errors.__all__ if name not in text]
 
 
-def test_the_texts_that_troubleshooting_names_are_those_of_the_code() -> None:
+def test_troubleshooting_texts_are_in_the_code() -> None:
     sources = [ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "src").rglob("*.py"))]
     said = [
         n.value for tree in sources for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)

@@ -29,7 +29,7 @@ def rows_of(letter: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(("letter", "count"), SECTIONS.items())
-def test_every_row_is_there_once_and_says_what_it_is(letter: str, count: int) -> None:
+def test_every_row_is_complete(letter: str, count: int) -> None:
     assert [row[0] for row in rows_of(letter)] == [f"{letter}{number}" for number in range(1, count + 1)]
     for number, capability, state, what, proof in rows_of(letter):
         assert capability, number
