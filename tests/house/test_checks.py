@@ -150,7 +150,7 @@ def test_marks_say_where_a_block_runs(capsys: pytest.CaptureFixture[str], monkey
     assert run_snippets.main(["README.md"]) == 1
 
 
-def test_a_block_of_several_ranks_runs_on_all_of_them() -> None:
+def test_blocks_of_several_ranks() -> None:
     # Written at once, as the lines of ranks may meet.
     code = "import os\nos.write(1, ('rank %(RANK)s of %(WORLD_SIZE)s\\n' % os.environ).encode())"
     snippet = run_snippets.Snippet(page="p.md", line=1, language="python", code=code, mark="ranks 2")
