@@ -45,18 +45,18 @@ def expert_weights(
     """
     lower = _payload("down", down)
     if len(lower.shape) != 3:
-        raise InputError(f"expert_weights: down is {_sizes(lower)}; allowed: [experts, hidden, intermediate]")
-    experts, hidden, wide = lower.shape
-    upper = _upper(gate_up, wide, hidden)
+        raise InputError(f"expert_weights: down is {_describe(lower)}; allowed: [experts, hidden, intermediate]")
+    experts, hidden, intermediate = lower.shape
+    upper = _gate_up_payload(gate_up, intermediate, hidden)
     parts = upper.shape[1] if len(upper.shape) == 4 else 0
-    wanted = (experts, parts, wide, hidden)
-    if upper.shape != wanted or parts not in (1, 2):
-        raise InputError(_mismatch(upper, lower))
+    expected = (experts, parts, intermediate, hidden)
+    if upper.shape != expected or parts not in (1, 2):
+        raise InputError(_mismatch_text(upper, lower))
     if upper.device != lower.device:
         raise InputError(
             f"expert_weights: gate_up is on {upper.device}, down on {lower.device}; move both to one device"
         )
-    biases = _biases(gate_up_bias, down_bias, wanted, upper.device)
+    biases = _biases(gate_up_bias, down_bias, expected, upper.device)
     weights = ExpertWeights(gate_up=upper, down=lower, input_reach=input_reach, **biases)
     return weights if weight_format is None else encode_experts(weights, weight_format)
 
@@ -108,7 +108,7 @@ def _payload(name: str, matrices: Any) -> Payload:
     if isinstance(matrices, Payload):
         return matrices
     if isinstance(matrices, Sequence):
-        matrices = _stacked(name, cast("Sequence[object]", matrices))
+        matrices = _stack(name, cast("Sequence[object]", matrices))
     if not isinstance(matrices, Tensor):
         raise InputError(
             f"expert_weights: {name} is a {type(matrices).__name__}; allowed: a tensor, a payload of "
@@ -118,43 +118,43 @@ def _payload(name: str, matrices: Any) -> Payload:
     return as_stored(matrices.detach().contiguous())
 
 
-def _stacked(name: str, matrices: Sequence[object]) -> Tensor:
+def _stack(name: str, matrices: Sequence[object]) -> Tensor:
     tensors = [matrix.detach() for matrix in matrices if isinstance(matrix, Tensor)]
     kinds = {(tuple(tensor.shape), tensor.dtype, tensor.device) for tensor in tensors}
     if len(tensors) != len(matrices) or len(kinds) != 1 or tensors[0].dim() != 2:
-        found = ", ".join(sorted({type(matrix).__name__ for matrix in matrices})) or "nothing"
+        types = ", ".join(sorted({type(matrix).__name__ for matrix in matrices})) or "nothing"
         shapes = ", ".join(sorted({f"{list(shape)} {dtype} on {device}" for shape, dtype, device in kinds}))
         raise InputError(
-            f"expert_weights: {name} is a list of {found} ({shapes or 'no tensor'}); allowed: one matrix for each "
+            f"expert_weights: {name} is a list of {types} ({shapes or 'no tensor'}); allowed: one matrix for each "
             "expert, all of one shape, dtype and device"
         )
     return torch.stack(tensors)
 
 
-def _upper(gate_up: Any, wide: int, hidden: int) -> Payload:
+def _gate_up_payload(gate_up: Any, intermediate: int, hidden: int) -> Payload:
     """Return gate and up as ``[E, P, I, H]``, or as they are where they do not fit; wide: I and hidden: H of down."""
-    if isinstance(gate_up, tuple) and len(cast("tuple[object, ...]", gate_up)) == 2 and not _matrix(gate_up[0]):
+    if isinstance(gate_up, tuple) and len(cast("tuple[object, ...]", gate_up)) == 2 and not _is_matrix(gate_up[0]):
         gate, up = (_payload(name, matrices) for name, matrices in zip(("gate", "up"), gate_up, strict=True))
-        return _joined(gate, up)
+        return _stack_gate_up(gate, up)
     payload = _payload("gate_up", gate_up)
-    if payload.shape[1:] == (2 * wide, hidden):
-        return _split(payload, wide)
-    if payload.shape[1:] == (wide, hidden):
+    if payload.shape[1:] == (2 * intermediate, hidden):
+        return _split_gate_up(payload, intermediate)
+    if payload.shape[1:] == (intermediate, hidden):
         return _with_axis(payload)
     return payload
 
 
-def _matrix(value: object) -> bool:
+def _is_matrix(value: object) -> bool:
     """Return whether ``value`` is the matrix of one expert, as in a tuple of one matrix for each of two experts."""
     return isinstance(value, Tensor) and value.dim() == 2
 
 
-def _split(payload: Payload, wide: int) -> Payload:
+def _split_gate_up(payload: Payload, intermediate: int) -> Payload:
     """Return ``[E, 2 * I, H]`` as ``[E, 2, I, H]``: a view of plain numbers, a copy of quantised ones."""
     values = payload.tensors().get("values")
     if len(payload.tensors()) == 1 and values is not None:
-        return as_stored(values.unflatten(1, (2, wide)))
-    return _joined(payload.rows(0, wide), payload.rows(wide, 2 * wide))
+        return as_stored(values.unflatten(1, (2, intermediate)))
+    return _stack_gate_up(payload.rows(0, intermediate), payload.rows(intermediate, 2 * intermediate))
 
 
 def _with_axis(payload: Payload) -> Payload:
@@ -162,12 +162,12 @@ def _with_axis(payload: Payload) -> Payload:
     return replace(payload, shape=(payload.shape[0], 1, *payload.shape[1:]), **tensors)
 
 
-def _joined(gate: Payload, up: Payload) -> Payload:
+def _stack_gate_up(gate: Payload, up: Payload) -> Payload:
     """Return ``[E, 2, I, H]`` of gate and up ``[E, I, H]``, which are in one format."""
-    one, two = _kind(gate), _kind(up)
+    one, two = _stack_key(gate), _stack_key(up)
     if one != two or len(gate.shape) != 3:
         raise InputError(
-            f"expert_weights: gate is {_sizes(gate)}, up is {_sizes(up)}; both must be [experts, intermediate, hidden] "
+            f"expert_weights: gate is {_describe(gate)}, up is {_describe(up)}; both must be [experts, intermediate, hidden] "
             "of one format, with the same dtypes, groups and device. Decode one of them, or encode both with "
             "weight_format="
         )
@@ -175,7 +175,7 @@ def _joined(gate: Payload, up: Payload) -> Payload:
     return replace(gate, shape=(gate.shape[0], 2, *gate.shape[1:]), **pairs)
 
 
-def _kind(payload: Payload) -> tuple[object, ...]:
+def _stack_key(payload: Payload) -> tuple[object, ...]:
     """Return what two payloads must have in common to be stacked: the format, and all but the numbers."""
     tensors = payload.tensors()
     facts = [
@@ -191,49 +191,49 @@ def _biases(upper: Any, lower: Any, shape: tuple[int, ...], device: torch.device
     """Return gate_up_bias ``[E, P, I]`` and down_bias ``[E, H]``; shape: (E, P, I, H)."""
     if upper is None and lower is None:
         return {}
-    experts, parts, wide, hidden = shape
+    experts, parts, intermediate, hidden = shape
     if isinstance(upper, tuple):
         halves = cast("tuple[Any, ...]", upper)
         for half in halves:
-            _check_bias("each of the pair gate_up_bias", half, [(experts, wide)], device)
+            _check_bias("each of the pair gate_up_bias", half, [(experts, intermediate)], device)
         if len(halves) != parts:
             raise InputError(f"expert_weights: gate_up_bias is a tuple of {len(halves)}; allowed: {parts}")
         upper = torch.stack(halves, 1)
-    _check_bias("gate_up_bias", upper, [(experts, parts * wide), (experts, parts, wide)], device)
+    _check_bias("gate_up_bias", upper, [(experts, parts * intermediate), (experts, parts, intermediate)], device)
     _check_bias("down_bias", lower, [(experts, hidden)], device)
     first, second = cast("Tensor", upper), cast("Tensor", lower)
-    return {"gate_up_bias": first.detach().reshape(experts, parts, wide), "down_bias": second.detach()}
+    return {"gate_up_bias": first.detach().reshape(experts, parts, intermediate), "down_bias": second.detach()}
 
 
 def _check_bias(name: str, bias: Any, shapes: list[tuple[int, ...]], device: torch.device) -> None:
     if not isinstance(bias, Tensor):
-        found = type(bias).__name__
+        actual = type(bias).__name__
     elif tuple(bias.shape) in shapes and bias.is_floating_point() and bias.device == device:
         return
     else:
-        found = f"{list(bias.shape)} {bias.dtype} on {bias.device}"
+        actual = f"{list(bias.shape)} {bias.dtype} on {bias.device}"
     raise InputError(
-        f"expert_weights: {name} is {found}; allowed: {' or '.join(str(list(shape)) for shape in shapes)} of a "
+        f"expert_weights: {name} is {actual}; allowed: {' or '.join(str(list(shape)) for shape in shapes)} of a "
         f"floating dtype on {device}. Give both biases or none"
     )
 
 
-def _mismatch(upper: Payload, lower: Payload) -> str:
-    experts, hidden, wide = lower.shape
+def _mismatch_text(upper: Payload, lower: Payload) -> str:
+    experts, hidden, intermediate = lower.shape
     matrix = upper.shape[-2:]
     hint = ""
-    if matrix in ((hidden, 2 * wide), (hidden, wide)):
+    if matrix in ((hidden, 2 * intermediate), (hidden, intermediate)):
         hint = ". gate_up looks input-first: pass gate_up.mT"
-    elif matrix in ((2 * hidden, wide), (hidden, wide)):
+    elif matrix in ((2 * hidden, intermediate), (hidden, intermediate)):
         hint = ". down looks input-first: pass down.mT"
-    elif matrix in ((wide, 2 * hidden), (wide, hidden)):
+    elif matrix in ((intermediate, 2 * hidden), (intermediate, hidden)):
         hint = ". Both look input-first: pass gate_up.mT and down.mT"
     return (
-        f"expert_weights: gate_up is {_sizes(upper)}, down is {_sizes(lower)}; with down [E, H, I] of E={experts}, "
-        f"H={hidden}, I={wide} allowed: gate_up {[experts, 2 * wide, hidden]} with the gate rows first, "
-        f"{[experts, 2, wide, hidden]}, without a gate {[experts, wide, hidden]}, or a pair (gate, up){hint}"
+        f"expert_weights: gate_up is {_describe(upper)}, down is {_describe(lower)}; with down [E, H, I] of E={experts}, "
+        f"H={hidden}, I={intermediate} allowed: gate_up {[experts, 2 * intermediate, hidden]} with the gate rows first, "
+        f"{[experts, 2, intermediate, hidden]}, without a gate {[experts, intermediate, hidden]}, or a pair (gate, up){hint}"
     )
 
 
-def _sizes(payload: Payload) -> str:
+def _describe(payload: Payload) -> str:
     return f"{list(payload.shape)} {payload.name} on {payload.device}"

@@ -71,7 +71,7 @@ def locate(
     path, match = Path(name), _HUB_ID.fullmatch(os.fspath(name))
     if match is not None and not _exists(path):
         repository = match[1]
-        return _cached_or_downloaded(
+        return _resolve_hub_id(
             repository, _revision(repository, match[2], revision), download=download, weights=weights, show=progress
         )
     if revision is not None:
@@ -121,8 +121,8 @@ def _revision(repository: str, in_name: str | None, option: str | None) -> str |
     return revision
 
 
-def _cached_or_downloaded(repository: str, revision: str | None, *, download: bool, weights: bool, show: bool) -> Path:
-    folder = _cached(repository, revision)
+def _resolve_hub_id(repository: str, revision: str | None, *, download: bool, weights: bool, show: bool) -> Path:
+    folder = _find_snapshot(repository, revision)
     typed = repository if revision is None else f"{repository}@{revision}"
     if not download:
         if folder is None:
@@ -132,23 +132,23 @@ def _cached_or_downloaded(repository: str, revision: str | None, *, download: bo
             )
         if weights and (missing := missing_files(folder)):
             raise CheckpointError(
-                f"{typed}: the Hugging Face cache holds a part of this model, {_listed(missing)} missing in {folder}; "
+                f"{typed}: the Hugging Face cache holds a part of this model, {_format_names(missing)} missing in {folder}; "
                 f"{_how_to_get(repository, revision)}"
             )
         return folder
-    if folder is not None and not _lacks(folder, weights):
+    if folder is not None and not _is_incomplete(folder, weights):
         return folder
-    with _bars(show):
-        return _downloaded(repository, revision, weights, typed)
+    with _progress_bars(show):
+        return _download(repository, revision, weights, typed)
 
 
-def _lacks(folder: Path, weights: bool) -> bool:
+def _is_incomplete(folder: Path, weights: bool) -> bool:
     """Return whether a download may add something needed."""
     described = any((folder / name).is_file() for name in ("config.json", _ADAPTER_CONFIG))
     return not described or (weights and bool(missing_files(folder)))
 
 
-def _downloaded(repository: str, revision: str | None, weights: bool, typed: str) -> Path:
+def _download(repository: str, revision: str | None, weights: bool, typed: str) -> Path:
     fetch = _hub().snapshot_download
     try:
         # Config and index first: they name the weight files, and repositories often hold a second set of weights.
@@ -164,10 +164,10 @@ def _downloaded(repository: str, revision: str | None, weights: bool, typed: str
     if weights and (missing := missing_files(folder)):
         if (folder / _INDEX).is_file() or _constants().HF_HUB_OFFLINE:  # the index names files that the repository has
             raise CheckpointError(
-                f"{typed}: {_listed(missing)} could not be downloaded; {_after_failure(repository, revision)}"
+                f"{typed}: {_format_names(missing)} could not be downloaded; {_after_failure(repository, revision)}"
             )
         raise CheckpointError(
-            f"{typed}: the repository has no {_listed(missing)}; only safetensors are downloaded, never .bin or .pth. "
+            f"{typed}: the repository has no {_format_names(missing)}; only safetensors are downloaded, never .bin or .pth. "
             f"For one GGUF file: hf download {repository} FILE.gguf, then give the path it prints"
         )
     return folder
@@ -186,7 +186,7 @@ def _after_failure(repository: str, revision: str | None) -> str:
     return f"check the id, the network and, for a private or gated model, hf auth login; run again to resume, or {text}"
 
 
-def _listed(names: list[str]) -> str:
+def _format_names(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more files" if len(names) > 3 else "")
 
 
@@ -203,7 +203,7 @@ def _shards(index: Path) -> list[str]:
     return sorted(name for name in names if name.endswith(".safetensors") and ".." not in name and name[0] != "/")
 
 
-def _cached(repository: str, revision: str | None) -> Path | None:
+def _find_snapshot(repository: str, revision: str | None) -> Path | None:
     """Return the snapshot folder of a cached model; None where the cache has none of this revision.
 
     Layout: https://huggingface.co/docs/huggingface_hub/guides/manage-cache. Read here and not by
@@ -221,7 +221,7 @@ def _cached(repository: str, revision: str | None) -> Path | None:
 
 def _report_shadowed(repository: str, revision: str | None, download: bool) -> None:
     try:
-        shadowed = download or _cached(repository, revision) is not None
+        shadowed = download or _find_snapshot(repository, revision) is not None
     except MissingExtraError:
         return
     if shadowed:
@@ -229,14 +229,14 @@ def _report_shadowed(repository: str, revision: str | None, download: bool) -> N
 
 
 def _hub() -> Any:
-    return _needed("huggingface_hub")
+    return _import_hub("huggingface_hub")
 
 
 def _constants() -> Any:
-    return _needed("huggingface_hub.constants")
+    return _import_hub("huggingface_hub.constants")
 
 
-def _needed(module: str) -> Any:
+def _import_hub(module: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
@@ -247,9 +247,9 @@ def _needed(module: str) -> Any:
 
 
 @contextmanager
-def _bars(show: bool) -> Generator[None]:
+def _progress_bars(show: bool) -> Generator[None]:
     """Hide the progress bars of huggingface_hub inside the block, unless ``show``."""
-    bars = _needed("huggingface_hub.utils")
+    bars = _import_hub("huggingface_hub.utils")
     if show or bars.are_progress_bars_disabled():
         yield
         return

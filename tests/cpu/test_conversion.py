@@ -211,7 +211,7 @@ def test_what_killed_runs_left_is_removed_and_named_and_a_live_run_is_told_befor
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_bytes(b"half")
     with (
-        writer._locked(tmp_path / ".out.partial-live"),
+        writer._folder_lock(tmp_path / ".out.partial-live"),
         pytest.raises(InputError, match="out: another run is writing it now; wait for its end, or name another folder"),
     ):
         quantize_model(str(tmp_path / "in"), "mxfp4", str(tmp_path / "out"))

@@ -320,7 +320,7 @@ def test_split_files_are_read_together(tmp_path: Path) -> None:
         assert Checkpoint.open(path).tensors.keys() == checkpoint.tensors.keys()
     content = parts[1].read_bytes()
     parts[1].unlink()
-    with pytest.raises(HostileFileError, match=r"one of 2 parts; missing beside it: \['model-00002-of-00002.gguf'\]"):
+    with pytest.raises(HostileFileError, match=r"one of 2 parts; missing next to it: \['model-00002-of-00002.gguf'\]"):
         Checkpoint.open(tmp_path)
     parts[1].write_bytes(parts[0].read_bytes())
     with pytest.raises(DuplicateTensorError, match="keep one of them"):
@@ -388,7 +388,7 @@ def test_broken_models(tmp_path: Path) -> None:
         with pytest.raises(BadScaleError, match=r"layer 1, expert 2, down: .*blk.1.ffn_exps.2.down.weight holds NaN"):
             read(Checkpoint.open(path))
     odd = replace(checkpoint.info("blk.1.ffn_gate_inp.weight"), name="blk.1.ffn_exps.bias.up")
-    with pytest.raises(UnknownTensorError, match=r"layer 1: blk.1.ffn_exps.bias.up lies in the MoE block, gguf has no"):
+    with pytest.raises(UnknownTensorError, match=r"layer 1: blk.1.ffn_exps.bias.up is in the MoE block, gguf has no"):
         audit(Checkpoint(path, checkpoint.config, {**checkpoint.tensors, odd.name: odd}), deep=False)
     write_gguf(path, "qwen3moe", ("Q8_0", "F32"))
     stray = replace(Checkpoint.open(path).info("blk.1.ffn_gate_inp.weight"), name="blk.1.ffn_exps.1.down.weight")
@@ -460,9 +460,9 @@ HOSTILE: list[tuple[bytes, str]] = [
     (header(infos=(tensor(shape=(32, 0)),)), "no empty axis"),
     (header(infos=(tensor(shape=(33,), kind=8),)), "rows of whole blocks of 32"),
     (header(infos=(tensor(kind=77),)), "'t' is type 77"),
-    (padded(header(infos=(tensor(offset=2**63),)), 128), "lies at 9223372036854775872 to"),
+    (padded(header(infos=(tensor(offset=2**63),)), 128), "is at 9223372036854775872 to"),
     (padded(header(infos=(tensor(offset=4),)), 256), "at a multiple of 32"),
-    (padded(header(infos=(tensor(), tensor(b"u", offset=96))), 512), "'u' lies at 192 to 320, allowed is from 224 on"),
+    (padded(header(infos=(tensor(), tensor(b"u", offset=96))), 512), "'u' is at 192 to 320, allowed is from 224 on"),
     (padded(header(infos=(tensor(), tensor(offset=128))), 512), "each name once"),
     (padded(header(infos=(tensor(b"blk.0.ffn_up_exps.weight", (32, 4)),)), 512), r"expected \(experts, rows, colu"),
     (padded(header(infos=(tensor(b"blk.0.ffn_up_exps.weight", (32, 1, 1)),

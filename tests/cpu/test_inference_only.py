@@ -229,7 +229,7 @@ def test_arguments_of_other_kinds_are_refused_before_anything_is_packed() -> Non
     for dtype in ("auto", "fp8_token", torch.int8):
         with pytest.raises(SpecError, match=r"dtype: found .*allowed: bf16, fp16, fp32"):
             load_layer(SHIPPED, 2, device="cpu", dtype=dtype)
-    with pytest.raises(InputError, match="layer '2' was asked for"):
+    with pytest.raises(InputError, match="layer '2' was requested"):
         load_layer(SHIPPED, "2", device="cpu")
 
 

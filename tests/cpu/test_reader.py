@@ -70,7 +70,7 @@ def test_bad_slices_and_names(tmp_path: Path) -> None:
             checkpoint.read_slice("x", (cut,))
     with pytest.raises(InputError, match="3 slices were given"):
         checkpoint.read_slice("x", (slice(0, 1),) * 3)
-    with pytest.raises(MissingTensorError, match="'y' was asked for"):
+    with pytest.raises(MissingTensorError, match="'y' was requested"):
         checkpoint.read("y")
     assert checkpoint.bytes_read == 0
 

@@ -256,7 +256,7 @@ def test_the_commands_take_them_by_name(tmp_path: Path) -> None:
     assert code == 0, said
     findings = json.loads(out)["findings"]
     told = "the experts have static activation scales, which --activations fp8_static uses, the largest of a layer; "
-    assert findings.count(told + "without it rows find their own") == 1
+    assert findings.count(told + "without it scales are computed per row") == 1
     code, out, said = command("verify", folder, "--device", "cpu", "--activations", "fp8_static", "--json")
     assert code == 0, said
     rows = json.loads(out)["layers"]
@@ -303,7 +303,7 @@ def test_checkpoints_whose_scales_cannot_be_used_are_refused(tmp_path: Path) -> 
     one, two = (BASE.format(layer=1, expert=2, which=which) + "input_scale" for which in ("w3", "w2"))
     refused(
         MissingTensorError,
-        r"fp8_static was asked for: layer 1, expert 2, down has no .input_scale, and 0 more of 12 .*take fp8_token",
+        r"fp8_static was requested: layer 1, expert 2, down has no .input_scale, and 0 more of 12 .*use fp8_token",
         **{two: None},
     )
     told = audit(Checkpoint.open(tmp_path)).findings
@@ -385,7 +385,7 @@ def test_a_shared_expert_has_scales_of_its_own(tmp_path: Path) -> None:
 def test_weights_without_scales_are_refused_by_name(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "mixtral", "bf16", size=SIZE)
     with pytest.raises(
-        InputError, match=r"expert 0, gate is bf16, .* no static scales .*allowed: fp8_tensor.*take fp8_token"
+        InputError, match=r"expert 0, gate is bf16, .* no static scales .*allowed: fp8_tensor.*use fp8_token"
     ):
         load_layer(tmp_path, 0, device="cpu", overrides=Overrides(activation_format="fp8_static"))
     opened = CheckpointLayer.open(Checkpoint.open(tmp_path), 0)

@@ -81,15 +81,15 @@ class Bnb4(Payload):
         """
         if len(shape) != 2:
             raise InputError(f"{cls.name}: from_parts takes one matrix (N, K), found the shape {list(shape)}")
-        found = dict(parts)
-        if ".weight" in found:
-            found[".weight"] = found[".weight"].reshape(-1).view(torch.uint8)
+        stored = dict(parts)
+        if ".weight" in stored:
+            stored[".weight"] = stored[".weight"].reshape(-1).view(torch.uint8)
         layout = find_storage(cls, storage)
-        taken = take(cls, layout, found, shape)
-        state = _state(taken[layout.parts[3].suffix], storage, shape)
+        taken = take(cls, layout, stored, shape)
+        state = _read_quant_state(taken[layout.parts[3].suffix], storage, shape)
         absmax = taken[".weight.absmax"]
         if absmax.dtype == torch.uint8:
-            absmax = _nested(absmax, taken, state)
+            absmax = _nested_scales(absmax, taken, state)
         rows, columns = shape
         size = gcd(_BLOCK, columns)
         scales = absmax.repeat_interleave(_BLOCK // size)[: rows * columns // size]
@@ -111,25 +111,25 @@ class Bnb4(Payload):
         return max(self.group_size, 2), {"codes": (2, 1), "scales": (self.group_size, 1)}
 
 
-def _state(raw: Tensor, storage: str, shape: tuple[int, ...]) -> Mapping[str, object]:
+def _read_quant_state(raw: Tensor, storage: str, shape: tuple[int, ...]) -> Mapping[str, object]:
     """Return the JSON object stored as bytes, checked against what the rest of the file says."""
     try:
-        found: object = json.loads(bytes(raw.tolist()))
+        parsed: object = json.loads(bytes(raw.tolist()))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"bnb4: quant_state is not a JSON object: {error}") from error
-    state = cast("dict[str, object]", found) if isinstance(found, dict) else {}
+    state = cast("dict[str, object]", parsed) if isinstance(parsed, dict) else {}
     nested = state.get("nested_blocksize", _NESTED)
-    seen = (state.get("quant_type"), state.get("blocksize"), state.get("shape"), nested)
-    wanted = (storage, _BLOCK, list(shape), _NESTED)
-    if seen != wanted:
+    stated = (state.get("quant_type"), state.get("blocksize"), state.get("shape"), nested)
+    expected = (storage, _BLOCK, list(shape), _NESTED)
+    if stated != expected:
         raise TensorMismatchError(
-            f"bnb4: quant_state says (quant_type, blocksize, shape, nested_blocksize) = {seen!r:.200}, "
-            f"needed is {wanted}"
+            f"bnb4: quant_state says (quant_type, blocksize, shape, nested_blocksize) = {stated!r:.200}, "
+            f"needed is {expected}"
         )
     return state
 
 
-def _nested(absmax: Tensor, taken: Mapping[str, Tensor], state: Mapping[str, object]) -> Tensor:
+def _nested_scales(absmax: Tensor, taken: Mapping[str, Tensor], state: Mapping[str, object]) -> Tensor:
     """Return float32 scales of doubly quantised ones: map[code] * nested_absmax + nested_offset."""
     scales, values = (taken.get(f".weight.nested_{name}") for name in ("absmax", "quant_map"))
     offset = state.get("nested_offset")

@@ -94,9 +94,9 @@ def relative_e8m0(scales: Tensor, top: int) -> tuple[Tensor, Tensor]:
     that. Temporary memory is one expert's.
     """
     relative, largest = torch.empty_like(scales), scales.amax(-1)
-    for expert, own in enumerate(scales):
-        wide = own.to(torch.int16) - largest[expert].to(torch.int16).unsqueeze(-1) + top
-        relative[expert] = wide.clamp(min=0).to(torch.uint8)
+    for expert, row_scales in enumerate(scales):
+        shifted = row_scales.to(torch.int16) - largest[expert].to(torch.int16).unsqueeze(-1) + top
+        relative[expert] = shifted.clamp(min=0).to(torch.uint8)
     return relative, look_up(e8m0_values(scales.device), largest)
 
 

@@ -67,8 +67,10 @@ def take(
             fitted = _fit(f"{cls.name} {suffix}", part, parts[suffix], shape)
             taken[suffix] = fitted.mT if part.transposed else fitted
         elif part.required:
-            found = ", ".join(parts) or "nothing"
-            raise MissingTensorError(f"{cls.name} in {storage.name} storage needs the part {suffix!r}, found: {found}")
+            present = ", ".join(parts) or "nothing"
+            raise MissingTensorError(
+                f"{cls.name} in {storage.name} storage needs the part {suffix!r}, found: {present}"
+            )
     return taken
 
 

@@ -59,7 +59,7 @@ class Int4Group(Scaled):
         if not bool(torch.isfinite(scales).all()):
             raise InputError(f"{cls.name}: a scale is beyond {torch.finfo(scale_dtype).max}; take scale_dtype float32")
         codes = (groups / scales.float().unsqueeze(-1)).round_().clamp_(-8, 7).add_(8).to(torch.uint8).flatten(-2)
-        padded = pad_last(codes, _padded(columns, group_size), columns, 8)
+        padded = pad_last(codes, _padded_cols(columns, group_size), columns, 8)
         return cls(shape=tuple(weight.shape), codes=pack_nibbles(padded), scales=scales, group_size=group_size)
 
     def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -78,18 +78,18 @@ class Int4Group(Scaled):
         Raises TensorMismatchError when ``.weight_shape``, a tensor's shape, a zero point other than 8 or a column
         order contradicts the declared symmetric weights in order.
         """
-        found = read_integers(cls, 4, parts, storage=storage, shape=shape, group_size=group_size)
-        if found.zeros is not None and bool((found.zeros != 8).any()):
-            low, high = int(found.zeros.min()), int(found.zeros.max())
+        integers = read_integers(cls, 4, parts, storage=storage, shape=shape, group_size=group_size)
+        if integers.zeros is not None and bool((integers.zeros != 8).any()):
+            low, high = int(integers.zeros.min()), int(integers.zeros.max())
             raise TensorMismatchError(
                 f"{cls.name}: the config declares symmetric weights, the zero points are {low} to {high} instead of 8; "
                 "correct sym or checkpoint_format in quantization_config"
             )
         return cls(
             shape=tuple(shape),
-            codes=_with_zero_padding(found.codes, shape[-1], found.group_size),
-            scales=found.scales,
-            group_size=found.group_size,
+            codes=_with_zero_padding(integers.codes, shape[-1], integers.group_size),
+            scales=integers.scales,
+            group_size=integers.group_size,
         )
 
     def columns(self, start: int, stop: int) -> Self:
@@ -108,14 +108,14 @@ class Int4Group(Scaled):
         )
 
 
-def _padded(columns: int, group_size: int) -> int:
+def _padded_cols(columns: int, group_size: int) -> int:
     whole = -(-columns // group_size) * group_size
     return -(-whole // 8) * 8
 
 
 def _with_zero_padding(codes: Tensor, columns: int, group_size: int) -> Tensor:
     """Return bytes ``[..., n]`` cut or filled to the padded width, with code 8 in every column beyond K."""
-    padded = pad_last(codes, _padded(columns, group_size) // 2, -(-columns // 2), _ZERO_BYTE)
+    padded = pad_last(codes, _padded_cols(columns, group_size) // 2, -(-columns // 2), _ZERO_BYTE)
     if columns % 2:
         padded = padded.clone()
         last = padded[..., columns // 2]

@@ -58,15 +58,15 @@ class _Affine(Scaled):
 
         A storage without zero points is symmetric: the zero is the middle code.
         """
-        found = read_integers(cls, cls.bits, parts, storage=storage, shape=shape, group_size=group_size)
-        order = {} if found.group_of is None else {"group_of": found.group_of}
-        middle = torch.full_like(found.scales, 2 ** (cls.bits - 1), dtype=torch.uint8)
+        integers = read_integers(cls, cls.bits, parts, storage=storage, shape=shape, group_size=group_size)
+        order = {} if integers.group_of is None else {"group_of": integers.group_of}
+        middle = torch.full_like(integers.scales, 2 ** (cls.bits - 1), dtype=torch.uint8)
         return cls(
             shape=tuple(shape),
-            codes=found.codes,
-            scales=found.scales,
-            zeros=middle if found.zeros is None else found.zeros,
-            group_size=found.group_size,
+            codes=integers.codes,
+            scales=integers.scales,
+            zeros=middle if integers.zeros is None else integers.zeros,
+            group_size=integers.group_size,
             **order,
         )
 

@@ -24,7 +24,7 @@ GROUP = 32
 _SCALES = ("BF16", "F16", "F32")
 _INDICES = ("I32", "I64")
 # AWQ writes column 8c + [0, 2, 4, 6, 1, 3, 5, 7][p] at bits 4p; these are the places of columns 0 to 7.
-_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+_AWQ_POSITIONS = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +42,7 @@ class Integers:
     group_size: int
 
 
-def _index(suffix: str, *, ordered: bool) -> Part:
+def _index_part(suffix: str, *, ordered: bool) -> Part:
     # where columns are in order the index says so, and is read to be sure
     return Part(suffix=suffix, dtypes=_INDICES, rows_per=0, required=ordered, if_present=True)
 
@@ -59,7 +59,7 @@ def compressed(name: str, bits: int, *, ordered: bool = False) -> Storage:
             Part(suffix=".weight_scale", dtypes=_SCALES, columns_per=GROUP),
             *((zero,) if name.endswith("-asymmetric") else ()),
             Part(suffix=".weight_shape", dtypes=_INDICES, rows_per=0, columns_per=0, inner=(2,), required=False),
-            _index(".weight_g_idx", ordered=ordered),
+            _index_part(".weight_g_idx", ordered=ordered),
         ),
     )
 
@@ -77,7 +77,7 @@ def gptq(name: str, bits: int, *, ordered: bool = False) -> Storage:
         name,
         Part(suffix=".qweight", dtypes=("I32",), columns_per=per, transposed=True),
         Part(suffix=".qzeros", dtypes=("I32",), rows_per=per, columns_per=GROUP, transposed=True),
-        _index(".g_idx", ordered=ordered),
+        _index_part(".g_idx", ordered=ordered),
     )
 
 
@@ -122,49 +122,49 @@ def read_integers(
     layout = find_storage(cls, storage)
     scale = layout.parts[1]
     if group_size is None:
-        group_size = _group_size(cls.name, scale, parts.get(scale.suffix), shape)
+        group_size = _derive_group_size(cls.name, scale, parts.get(scale.suffix), shape)
     check_group_size(cls.name, group_size, shape[-1], TensorMismatchError)
     group_size = min(group_size, shape[-1])
     sized = [replace(p, columns_per=group_size) if p.columns_per == GROUP else p for p in layout.parts]
     taken = take(cls, replace(layout, parts=tuple(sized)), parts, shape)
     _check_claims(cls.name, taken, shape)
     zeros = next((taken[p.suffix] for p in layout.parts if "zero" in p.suffix), None)
-    places = _AWQ_PLACES if storage == "awq" else range(32 // bits)
+    positions = _AWQ_POSITIONS if storage == "awq" else range(32 // bits)
     if zeros is not None:
-        zeros = _unpack_rows(zeros, bits, places, shape[-2])
+        zeros = _unpack_rows(zeros, bits, positions, shape[-2])
         # v1 stores the zero point minus one; 15 means 0
         zeros = ((zeros + 1) & (2**bits - 1) if storage == "gptq" else zeros).to(torch.uint8).contiguous()
     index = next((part for part in layout.parts if part.suffix.endswith("g_idx")), None)
     return Integers(
-        codes=_codes(taken[layout.parts[0].suffix], bits, storage, shape),
+        codes=_unpack_codes(taken[layout.parts[0].suffix], bits, storage, shape),
         scales=taken[scale.suffix].contiguous(),
         zeros=zeros,
-        group_of=None if index is None else _group_of(cls.name, index, taken, (shape[-1], group_size)),
+        group_of=None if index is None else _group_index(cls.name, index, taken, (shape[-1], group_size)),
         group_size=group_size,
     )
 
 
-def _codes(stored: Tensor, bits: int, storage: str, shape: tuple[int, ...]) -> Tensor:
+def _unpack_codes(stored: Tensor, bits: int, storage: str, shape: tuple[int, ...]) -> Tensor:
     if stored.dtype == torch.int8:
         return stored.contiguous().view(torch.uint8) ^ 0x80
     if storage == "modelopt":
         rows = torch.stack((stored & 0xF, stored >> 4), dim=-2).flatten(-3, -2)[..., : shape[-2], :]
         return pack_nibbles(torch.nn.functional.pad(rows ^ 8, (0, shape[-1] % 2)))
     if storage == "awq":
-        nibbles = _unpack_rows(stored, 4, _AWQ_PLACES, shape[-2]).to(torch.uint8)
+        nibbles = _unpack_rows(stored, 4, _AWQ_POSITIONS, shape[-2]).to(torch.uint8)
         return pack_nibbles(torch.nn.functional.pad(nibbles, (0, shape[-1] % 2)))
     # a single word a row counts as contiguous whatever its stride, and cannot be viewed as bytes
     stored = stored.contiguous() if stored.stride(-1) == 1 else stored.clone(memory_format=torch.contiguous_format)
     return stored.view(torch.uint8)[..., : -(-shape[-1] * bits // 8)]
 
 
-def _unpack_rows(words: Tensor, bits: int, places: Sequence[int], rows: int) -> Tensor:
+def _unpack_rows(words: Tensor, bits: int, positions: Sequence[int], rows: int) -> Tensor:
     """Return int32 ``[..., rows, G]`` of words ``[..., ceil(rows / n), G]``; row j of n is at ``places[j]``."""
-    shifts = torch.tensor(places, dtype=torch.int32, device=words.device).mul_(bits).unsqueeze(-1)
+    shifts = torch.tensor(positions, dtype=torch.int32, device=words.device).mul_(bits).unsqueeze(-1)
     return ((words.unsqueeze(-2) >> shifts) & (2**bits - 1)).flatten(-3, -2)[..., :rows, :]
 
 
-def _group_of(name: str, index: Part, taken: Mapping[str, Tensor], sizes: tuple[int, int]) -> Tensor | None:
+def _group_index(name: str, index: Part, taken: Mapping[str, Tensor], sizes: tuple[int, int]) -> Tensor | None:
     order, (columns, size) = taken.get(index.suffix), sizes
     if order is None:
         return None
@@ -207,7 +207,7 @@ def check_group_size(name: str, group_size: int, columns: int, error: type[Colle
         )
 
 
-def _group_size(name: str, part: Part, scales: Tensor | None, shape: tuple[int, ...]) -> int:
+def _derive_group_size(name: str, part: Part, scales: Tensor | None, shape: tuple[int, ...]) -> int:
     """Return the only usual group size (K / stored, or a power of two) that gives the stored scales a row."""
     columns = shape[-1]
     stored = scales.shape[-2 if part.transposed else -1] if scales is not None and scales.dim() == len(shape) else 1
@@ -217,9 +217,9 @@ def _group_size(name: str, part: Part, scales: Tensor | None, shape: tuple[int, 
     if columns % stored == 0 and columns // stored % 8 == 0:
         fits.add(columns // stored)
     if len(fits) != 1:
-        found = " or ".join(str(size) for size in sorted(fits)) or "no usual size"
+        candidates = " or ".join(str(size) for size in sorted(fits)) or "no usual size"
         raise TensorMismatchError(
-            f"{name} {part.suffix} has {stored} columns for K={columns}: the group size could be {found}; pass the "
+            f"{name} {part.suffix} has {stored} columns for K={columns}: the group size could be {candidates}; pass the "
             "config's group_size"
         )
     return fits.pop()

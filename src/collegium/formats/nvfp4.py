@@ -70,9 +70,9 @@ class NvFp4(Grouped):
             raise InputError(f"{cls.name}: encode needs finite positive global scales, found {global_scale}")
         global_scale = global_scale.to(amax).expand(weight.shape[:-2]).contiguous()
         spread = global_scale[..., None, None]
-        wanted = (amax / E2M1_MAX) * spread if global_divides else amax / (E2M1_MAX * spread)
-        wanted = torch.where(wanted == 0, 1.0, wanted)
-        scales = wanted.clamp(_SMALLEST_E4M3, E4M3_MAX).to(torch.float8_e4m3fn)
+        exact = (amax / E2M1_MAX) * spread if global_divides else amax / (E2M1_MAX * spread)
+        exact = torch.where(exact == 0, 1.0, exact)
+        scales = exact.clamp(_SMALLEST_E4M3, E4M3_MAX).to(torch.float8_e4m3fn)
         steps = scales.float() / spread if global_divides else scales.float() * spread
         codes = pack_nibbles(e2m1_codes(groups / steps.unsqueeze(-1)))
         return cls(
@@ -116,13 +116,13 @@ class NvFp4(Grouped):
         """
         scales = self.scales.float()
         bad = self._per_matrix(torch.isnan(scales) | (scales < 0))
-        own = self.global_scale
-        bad |= ~torch.isfinite(own) | (own < 0)
-        zero = (scales == 0) | (own == 0)[..., None, None]
+        global_scale = self.global_scale
+        bad |= ~torch.isfinite(global_scale) | (global_scale < 0)
+        zero = (scales == 0) | (global_scale == 0)[..., None, None]
         if bool(zero.any()):
             used = (self.codes.unflatten(-1, (-1, 8)) & 0x77).amax(-1) != 0
             bad |= self._per_matrix(zero & used)
-        return bad | (own == 0) if self.global_divides else bad
+        return bad | (global_scale == 0) if self.global_divides else bad
 
 
 def _global_scale(amax: Tensor, divides: bool) -> Tensor:

@@ -96,16 +96,16 @@ def describe(config: Mapping[str, object], layer: int | None = None) -> MoESpec:
     number = layers[0] if layer is None else layer
     names = family.names
     # what quantisation tables are asked about: projections of expert 0, or the stacks
-    first = _declared_below(config, family, (names.gate or names.up or names.stacked.gate_up), number)
-    second = _declared_below(config, family, names.down or names.stacked.down, number)
+    first = _declared_module_format(config, family, (names.gate or names.up or names.stacked.gate_up), number)
+    second = _declared_module_format(config, family, names.down or names.stacked.down, number)
     spec = family.describe(config, layer)
     return replace(spec, weight_format=first, down_format=None if second == first else second)
 
 
-def _declared_below(config: Mapping[str, object], family: Family, template: str, layer: int) -> str:
+def _declared_module_format(config: Mapping[str, object], family: Family, template: str, layer: int) -> str:
     """Return the format that the config declares for a module, whatever prefix it knows the model's layers by."""
-    path, own = template.format(layer=layer, expert=0), family.names.layer
-    heads = dict.fromkeys(prefix.partition("{layer}")[0] for prefix in (own, *PREFIXES))
-    declared = [declared_format(config, path.replace(own.partition("{layer}")[0], head)).format for head in heads]
+    path, published = template.format(layer=layer, expert=0), family.names.layer
+    heads = dict.fromkeys(prefix.partition("{layer}")[0] for prefix in (published, *PREFIXES))
+    declared = [declared_format(config, path.replace(published.partition("{layer}")[0], head)).format for head in heads]
     # tables that name modules in full know one prefix: the answer without rivals is theirs
     return min(declared, key=declared.count) or "bf16"

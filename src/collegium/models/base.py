@@ -43,8 +43,8 @@ _ABSENT = object()
 Defaults = Mapping[str, object]
 # Wrappers whose text part is of the class of its own model type.
 AUTO_TEXT = ("kimi_k25",)
-_MOST_COUNT = 1 << 14  # layers, experts; published models have at most 126 and 896
-_MOST_SIZE = 1 << 24
+_MAX_COUNT = 1 << 14  # layers, experts; published models have at most 126 and 896
+_MAX_SIZE = 1 << 24
 # The same number under the names that families and tools give it; several must agree.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_top_k", "moe_k", "top_k_experts")
@@ -74,13 +74,13 @@ _OTHER_MODELS = (
     "adapter", "audio", "code_predictor", "draft", "eagle", "encoder", "image", "medusa", "mtp", "nextn", "speech",
     "talker", "video", "vision", "visual", "vit",
 )  # fmt: skip
-_SUSPECT = re.compile(
+_EXPERT_ENTRIES = re.compile(
     r"moe|expert|rout|swiglu|situ|scor|shared|mlp|n_group$|topk_group|topk_method|norm_topk|hidden_act|activation"
     r"|latent|act_fn|hash|ffn"
 )
 # Entries that speak of experts but do not change what a layer computes in inference: losses, training noise,
 # outputs, dense layers, attention and the dtype that the quantisation block is asked for.
-_HARMLESS = frozenset((
+_HARMLESS_ENTRIES = frozenset((
     "activation_dropout", "expert_dtype", "input_jitter_noise", "intermediate_size_mlp", "mamba_hidden_act",
     "moe_router_dtype", "moe_shared_expert_overlap", "mtp_mlp_layer_types", "num_kv_shared_layers",
     "output_router_logits", "output_scores", "router_aux_loss_coef", "router_jitter_noise", "use_double_wide_mlp",
@@ -164,7 +164,7 @@ class Names:
             gate=gate,
             up=paths[0] if paths else None,
             down=paths[1] if paths else None,
-            stacked=_moved(stacked, "", layer),
+            stacked=_replace_prefix(stacked, "", layer),
             router_weight=layer + router,
             **cast("dict[str, Any]", extra),
         )
@@ -180,22 +180,22 @@ class Names:
 
     def moved(self, layer: str) -> Names:
         """Return the same table below another prefix of a layer."""
-        return self if layer == self.layer else _moved(self, self.layer, layer)
+        return self if layer == self.layer else _replace_prefix(self, self.layer, layer)
 
 
 T = TypeVar("T", Names, StackedNames)
 
 
-def _moved(table: T, old: str, new: str) -> T:
+def _replace_prefix(table: T, old: str, new: str) -> T:
     changed: dict[str, object] = {}
     for entry in fields(table):
-        found = getattr(table, entry.name)
-        if isinstance(found, StackedNames):
-            changed[entry.name] = _moved(found, old, new)
-        elif isinstance(found, tuple):
-            changed[entry.name] = tuple(new + path.removeprefix(old) for path in cast("tuple[str, ...]", found))
-        elif isinstance(found, str) and entry.name != "plain":
-            changed[entry.name] = new + found.removeprefix(old)
+        value = getattr(table, entry.name)
+        if isinstance(value, StackedNames):
+            changed[entry.name] = _replace_prefix(value, old, new)
+        elif isinstance(value, tuple):
+            changed[entry.name] = tuple(new + path.removeprefix(old) for path in cast("tuple[str, ...]", value))
+        elif isinstance(value, str) and entry.name != "plain":
+            changed[entry.name] = new + value.removeprefix(old)
     return replace(table, **changed)  # pyright: ignore[reportArgumentType]
 
 
@@ -313,7 +313,7 @@ class Config:
     ) -> None:
         self.entries = text_of(config)
         self.kind = str(kind)
-        self.asked: set[str] = set()
+        self.read_keys: set[str] = set()
         self.assumed: set[str] = set()  # absent entries for which the model type's default was taken
         self.parts: list[Config] = []
         self._defaults: Defaults = {} if defaults is None else defaults
@@ -326,65 +326,65 @@ class Config:
         An absent entry has the default of the model type, else ``default``; without either its absence is an error.
         Null is what absence is, but for an entry whose default is not null: the configuration class keeps the null.
         """
-        self.asked.update(keys)
-        found = {key: self.entries[key] for key in keys if self.entries.get(key) is not None}
-        values = list(found.values())
+        self.read_keys.update(keys)
+        present = {key: self.entries[key] for key in keys if self.entries.get(key) is not None}
+        values = list(present.values())
         if any(value != values[0] for value in values[1:]):
-            raise self.wrong(", ".join(found), ", ".join(map(str, values)), "one value for both")
+            raise self.wrong(", ".join(present), ", ".join(map(str, values)), "one value for both")
         if values:
             return values[0]
         named = next((key for key in keys if self._defaults.get(key) is not None), "")
-        known = self._defaults.get(named)
+        fallback = self._defaults.get(named)
         nulls = [key for key in keys if key in self.entries and key not in self._null_is_default]
-        if nulls and known is not None:
-            raise self.wrong(nulls[0], None, f"a value, or no entry, which means {known!r}")
-        if known is not None:
+        if nulls and fallback is not None:
+            raise self.wrong(nulls[0], None, f"a value, or no entry, which means {fallback!r}")
+        if fallback is not None:
             self.assumed.add(named)
-            return known
+            return fallback
         if default is _ABSENT:
             raise ConfigError(
                 f"config.json of model_type {self._model!r} lacks {' or '.join(keys)}; the model has no default for it"
             )
         return default
 
-    def _typed(self, kind: Any, allowed: str, keys: tuple[str, ...], default: object) -> Any:
+    def _value_of_type(self, allowed_type: Any, allowed: str, keys: tuple[str, ...], default: object) -> Any:
         """Return an entry of ``kind``; true and false are no numbers."""
-        found = self.value(*keys, default=default)
-        if not isinstance(found, kind) or (isinstance(found, bool) and kind is not bool):
-            raise self.wrong(keys[0], found, allowed)
-        return found
+        value = self.value(*keys, default=default)
+        if not isinstance(value, allowed_type) or (isinstance(value, bool) and allowed_type is not bool):
+            raise self.wrong(keys[0], value, allowed)
+        return value
 
     def integer(self, *keys: str, default: object = _ABSENT) -> int:
         """Return an integer."""
-        found: int = self._typed(int, "an integer", keys, default)
-        most = _MOST_COUNT if keys[0].startswith(("num_", "n_")) else _MOST_SIZE
-        if abs(found) > most:
+        value: int = self._value_of_type(int, "an integer", keys, default)
+        maximum = _MAX_COUNT if keys[0].startswith(("num_", "n_")) else _MAX_SIZE
+        if abs(value) > maximum:
             # loops and tables are made for every layer and expert before the first tensor can contradict the config
-            size = found if found.bit_length() < 64 else "beyond 2^63"
-            raise ConfigError(f"config.json: {keys[0]} is {size}, allowed is {most} at most")
-        return found
+            size = value if value.bit_length() < 64 else "beyond 2^63"
+            raise ConfigError(f"config.json: {keys[0]} is {size}, allowed is {maximum} at most")
+        return value
 
     def number(self, *keys: str, default: object = _ABSENT) -> float:
         """Return a finite number as float."""
-        found = self._typed(int | float, "a number", keys, default)
-        if not abs(found) <= sys.float_info.max:  # NaN is not, and neither is an integer beyond it
-            raise self.wrong(keys[0], found, "a finite number")
-        return float(found)
+        value = self._value_of_type(int | float, "a number", keys, default)
+        if not abs(value) <= sys.float_info.max:  # NaN is not, and neither is an integer beyond it
+            raise self.wrong(keys[0], value, "a finite number")
+        return float(value)
 
     def flag(self, *keys: str, default: object = _ABSENT) -> bool:
         """Return a boolean."""
-        return self._typed(bool, "true and false", keys, default)
+        return self._value_of_type(bool, "true and false", keys, default)
 
     def only(self, key: str, *allowed: object) -> None:
         """Refuse an entry other than the allowed ones; absence means its default, else the first of them."""
-        found = self.value(key, default=allowed[0])
-        if found not in allowed:
-            raise self.wrong(key, found, " and ".join(map(repr, allowed)))
+        value = self.value(key, default=allowed[0])
+        if value not in allowed:
+            raise self.wrong(key, value, " and ".join(map(repr, allowed)))
 
     def inner(self, key: str) -> Config:
         """Return the object under ``key`` as a config of its own, empty when absent."""
         defaults = object_of(self._defaults.get(key))
-        part = Config(self._typed(dict, "an object", (key,), {}), self._model, defaults)
+        part = Config(self._value_of_type(dict, "an object", (key,), {}), self._model, defaults)
         self.parts.append(part)
         return part
 
@@ -395,41 +395,45 @@ class Config:
 
     def items(self, *keys: str) -> list[object] | None:
         """Return a list, or None when absent or a number; text is split at commas."""
-        found = self.value(*keys, default=None)
-        if isinstance(found, str) and len(found) <= _MOST_COUNT:
-            found = [int(piece) if piece.strip().isdigit() else piece.strip() for piece in found.split(",")]
-        return cast("list[object]", found) if isinstance(found, list) else None
+        value = self.value(*keys, default=None)
+        if isinstance(value, str) and len(value) <= _MAX_COUNT:
+            value = [int(piece) if piece.strip().isdigit() else piece.strip() for piece in value.split(",")]
+        return cast("list[object]", value) if isinstance(value, list) else None
 
     def kinds(self, key: str) -> list[object] | None:
         """Return a list with one entry for each layer at least, or None when absent or a number."""
-        found, layers = self.items(key), self.integer("num_hidden_layers")
-        if found is not None and len(found) < layers:
-            raise self.wrong(key, f"a list of {len(found)}", f"one entry for each of num_hidden_layers={layers}")
-        return found
+        entries, layers = self.items(key), self.integer("num_hidden_layers")
+        if entries is not None and len(entries) < layers:
+            raise self.wrong(key, f"a list of {len(entries)}", f"one entry for each of num_hidden_layers={layers}")
+        return entries
 
     def per_layer(self, *keys: str, layer: int, default: object = _ABSENT) -> int:
         """Return an integer that is given once, or in a list for each layer."""
-        found, key = self.value(*keys, default=default), keys[0]
-        if isinstance(found, list):
-            listed = cast("list[object]", found)
-            found = listed[layer] if layer < len(listed) else None
-        if isinstance(found, bool) or not isinstance(found, int):
-            raise self.wrong(key, found, f"an integer, or a list with one for layer {layer}")
-        return found
+        value, key = self.value(*keys, default=default), keys[0]
+        if isinstance(value, list):
+            listed = cast("list[object]", value)
+            value = listed[layer] if layer < len(listed) else None
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.wrong(key, value, f"an integer, or a list with one for layer {layer}")
+        return value
 
     def passed_over(self, *keys: str) -> None:
         """Say that entries do not change what a layer computes in inference."""
-        self.asked.update(keys)
+        self.read_keys.update(keys)
 
-    def wrong(self, key: str, found: object, allowed: str) -> ConfigError:
+    def wrong(self, key: str, value: object, allowed: str) -> ConfigError:
         """Return the error for an entry that is not allowed."""
-        return ConfigError(f"config.json of model_type {self._model!r}: {key} is {found!r}, allowed is {allowed}")
+        return ConfigError(f"config.json of model_type {self._model!r}: {key} is {value!r}, allowed is {allowed}")
 
     def refuse_unread(self) -> None:
         """Refuse entries that speak of experts, routing or activation, say something, and were never asked for."""
         for part in self.parts:
             part.refuse_unread()
-        left = {k: v for k, v in self.entries.items() if v and _SUSPECT.search(k) and k not in self.asked | _HARMLESS}
+        left = {
+            k: v
+            for k, v in self.entries.items()
+            if v and _EXPERT_ENTRIES.search(k) and k not in self.read_keys | _HARMLESS_ENTRIES
+        }
         if left:
             listed = ", ".join(f"{key}={value!r}" for key, value in left.items())
             raise ConfigError(

@@ -8,9 +8,9 @@ __all__ = ["FAMILY"]
 
 
 def _spec(config: Config, _: int) -> MoESpec:
-    wide = config.integer("shared_intermediate_size", default=0)
+    shared_size = config.integer("shared_intermediate_size", default=0)
     routing = RoutingSpec(top_k=config.top_k, score="topk_softmax")
-    shared = SharedSpec(intermediate_size=wide) if wide else None
+    shared = SharedSpec(intermediate_size=shared_size) if shared_size else None
     return spec_of(config, routing, width=WIDTH, shared=shared)
 
 

@@ -7,15 +7,17 @@ __all__ = ["FAMILY"]
 
 
 def _spec(config: Config, layer: int) -> MoESpec:
-    wide = config.integer("intermediate_size")
-    own = config.per_layer("moe_intermediate_size", layer=layer, default=wide)
-    if own != wide:
-        raise config.wrong("moe_intermediate_size", own, f"intermediate_size={wide}, the width the model code uses")
+    intermediate_size = config.integer("intermediate_size")
+    moe_size = config.per_layer("moe_intermediate_size", layer=layer, default=intermediate_size)
+    if moe_size != intermediate_size:
+        raise config.wrong(
+            "moe_intermediate_size", moe_size, f"intermediate_size={intermediate_size}, the width the model code uses"
+        )
     config.only("norm_topk_prob", True)
     config.only("moe_layer_num_skipped", 0)
     config.passed_over("use_mixed_mlp_moe", "moe_drop_tokens", "moe_random_routing_dropped_token")
     count = config.per_layer("num_shared_expert", layer=layer, default=1)
-    shared = SharedSpec(intermediate_size=count * wide) if count else None
+    shared = SharedSpec(intermediate_size=count * intermediate_size) if count else None
     routing = RoutingSpec(top_k=config.per_layer("moe_topk", "num_experts_per_tok", layer=layer))
     return spec_of(config, routing, width=WIDTH, shared=shared)
 

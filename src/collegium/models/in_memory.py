@@ -41,7 +41,7 @@ class InMemory:
     def name(self, name: str) -> str:
         """Return the name in memory of tensor ``name`` of the files."""
         for pattern, replacement in self.renames:
-            name = _compiled(pattern).sub(replacement, name, count=1)
+            name = _compile(pattern).sub(replacement, name, count=1)
         return name
 
 
@@ -52,5 +52,5 @@ def text_path(name: str) -> str:
 
 
 @cache
-def _compiled(pattern: str) -> re.Pattern[str]:
+def _compile(pattern: str) -> re.Pattern[str]:
     return re.compile(pattern)

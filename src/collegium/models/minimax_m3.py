@@ -12,10 +12,10 @@ __all__ = ["FAMILY"]
 
 def _spec(config: Config, _: int) -> MoESpec:
     config.only("hidden_act", "swigluoai", "silu")  # transformers writes silu and computes SwiGLU-OAI
-    count, wide = config.integer("n_shared_experts", default=1), config.integer("shared_intermediate_size")
+    count, shared_size = config.integer("n_shared_experts", default=1), config.integer("shared_intermediate_size")
     routing = minimax_routing(config, config.number("routed_scaling_factor"))
     config.only("moe_intermediate_size", config.integer("intermediate_size"))
-    shared = SharedSpec(intermediate_size=count * wide)
+    shared = SharedSpec(intermediate_size=count * shared_size)
     return spec_of(config, routing, width=WIDTH, activation=swiglu_oai(config), shared=shared)
 
 

@@ -71,8 +71,8 @@ class _Matcher:
         if kind in _LEAVES:
             if id(node) not in self._leaves:
                 self._leaves[id(node)] = _compiler.compile(_parser.SubPattern(self._state, [node]))
-            found = (self._leaves[id(node)].match(self._text, position) for position in positions)
-            return {match.end() for match in found if match is not None}
+            matches = (self._leaves[id(node)].match(self._text, position) for position in positions)
+            return {match.end() for match in matches if match is not None}
         if kind == "SUBPATTERN" and not value[1] and not value[2]:
             return self.walk(value[3], positions)
         if kind == "BRANCH":
@@ -84,13 +84,13 @@ class _Matcher:
         raise _Unsupported("flags" if kind == "SUBPATTERN" else kind.lower().replace("_", " "))
 
     def _repeat(self, value: Any, positions: set[int]) -> set[int]:
-        least, most, inner = value
-        for _ in range(least):
+        min_rounds, max_rounds, inner = value
+        for _ in range(min_rounds):
             before, positions = positions, self.walk(inner, positions)
             if positions == before:  # this round moved none, so more rounds move none
                 break
         reached, rounds = set(positions), 0
-        while positions and rounds < most - least:
+        while positions and rounds < max_rounds - min_rounds:
             positions = self.walk(inner, positions) - reached
             reached |= positions
             rounds += 1

@@ -25,7 +25,7 @@ _LISTS = ("s.{expert}", ".{expert}", ".experts.{expert}", _TURNABLE)
 
 def unpacked(table: Names) -> Iterator[Names]:
     """Yield ``table`` with its experts under every unpacked spelling, each with the router's two spellings."""
-    for one in _experts(table):
+    for one in _expert_spellings(table):
         yield one
         module, _, kind = table.router_weight.rpartition(".")
         if kind == "weight":  # Unsloth wraps the router of gpt-oss in a module that holds a linear layer
@@ -38,23 +38,23 @@ def either_way(table: Names) -> bool:
     return (table.down or "").endswith(_TURNABLE)
 
 
-def _experts(table: Names) -> Iterator[Names]:
+def _expert_spellings(table: Names) -> Iterator[Names]:
     stack = table.stacked
     gated = table.gate is not None or table.up is None
     container = table.experts if table.experts.endswith("experts.") else table.experts + "experts."
     for names in (projections_of(""), W123) if gated else ():
         paths = tuple(f"{container}{{expert}}.{name}" for name in names)
         if paths != (table.gate, table.up, table.down):
-            yield _apart(table, paths)
+            yield _with_expert_paths(table, paths)
     upper = (stack.gate_up,) if stack.up is None else (stack.gate_up, stack.up)
     for ending in _LISTS:
-        yield _apart(table, tuple(path + ending for path in (*upper, stack.down)))
+        yield _with_expert_paths(table, tuple(path + ending for path in (*upper, stack.down)))
     if not stack.interleaved:
         leaves = (path.rpartition(".") for path in (*upper, stack.down))
-        yield _apart(table, tuple(f"{parent}.{{expert}}.{leaf}" for parent, _, leaf in leaves))
+        yield _with_expert_paths(table, tuple(f"{parent}.{{expert}}.{leaf}" for parent, _, leaf in leaves))
 
 
-def _apart(table: Names, paths: tuple[str, ...]) -> Names:
+def _with_expert_paths(table: Names, paths: tuple[str, ...]) -> Names:
     """Return ``table`` with the paths of an expert's gate, up and down; of gate and up in one module, and down."""
     gated = table.gate is not None or table.up is None
     first, *rest = paths

@@ -39,13 +39,13 @@ def _layers(config: Config) -> tuple[int, ...]:
     return enumerated_layers(config, range(3, config.integer("num_hidden_layers")))
 
 
-_BESIDE: dict[str, Any] = {
+_NON_EXPERT_NAMES: dict[str, Any] = {
     "router": "moe.gate.weight",
     "correction_bias": "moe.router_bias",
     "shared": projections_of("share_expert."),
 }
-_PUBLISHED = Names.below(experts="moe.", single=(), stacked=STACK, **_BESIDE)
-_SINGLE = Names.below(experts="moe.experts.", **_BESIDE)
+_PUBLISHED = Names.below(experts="moe.", single=(), stacked=STACK, **_NON_EXPERT_NAMES)
+_SINGLE = Names.below(experts="moe.experts.", **_NON_EXPERT_NAMES)
 _TYPES = ("step3p7", "step3p5", "step3p7_text")
 _DEFAULT = {
     "hidden_size": 4096, "moe_intermediate_size": 1280, "share_expert_dim": 1280, "num_hidden_layers": 45,
