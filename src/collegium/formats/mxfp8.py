@@ -55,7 +55,7 @@ class MxFp8(Grouped):
 
     @classmethod
     def from_parts(cls, parts: Mapping[str, Tensor], *, storage: str, shape: tuple[int, ...]) -> Self:
-        """Take codes and scale bytes as stored; a scale row for several rows (ModelOpt) is repeated."""
+        """Take codes and scale bytes as stored; a scale row that covers several rows (ModelOpt) is repeated."""
         codes, scales = (t.view(torch.uint8) for t in take(cls, find_storage(cls, storage), parts, shape).values())
         codes = cls._whole_groups(codes, shape)
         if scales.shape[-2] != shape[-2]:

@@ -83,11 +83,12 @@ def moe_layers(config: Mapping[str, object]) -> tuple[int, ...]:
 
 
 def describe(config: Mapping[str, object], layer: int | None = None) -> MoESpec:
-    """Return the ``MoESpec`` of an MoE layer, default the last one; few families differ from layer to layer.
+    """Return the ``MoESpec`` of an MoE layer, default the last one; layers differ in few families.
 
-    ``weight_format`` and ``down_format`` are what the quantisation block says of the layer's experts, by default of the
-    first MoE layer's, else what ``dtype`` says, else ``bf16``. Raises ConfigError for an unknown model type, a missing,
-    ill-typed or unimplemented entry, or an unknown quantisation, and SpecError when the entries contradict each other.
+    ``weight_format`` and ``down_format`` are the formats that the quantisation block declares for the layer's experts
+    (default: those of the first MoE layer), else that of ``dtype``, else ``bf16``. Raises ConfigError for an unknown
+    model type, a missing, ill-typed or unimplemented entry, or an unknown quantisation, and SpecError if the entries
+    contradict each other.
     """
     family = family_of(config)
     layers = family.moe_layers(config)
@@ -95,17 +96,18 @@ def describe(config: Mapping[str, object], layer: int | None = None) -> MoESpec:
         raise dense_error(config, "no layer has routed experts")
     number = layers[0] if layer is None else layer
     names = family.names
-    # what quantisation tables are asked about: projections of expert 0, or the stacks
-    first = _declared_module_format(config, family, (names.gate or names.up or names.stacked.gate_up), number)
-    second = _declared_module_format(config, family, names.down or names.stacked.down, number)
+    # Look up the projections of expert 0, or the stacks, in the quantisation block.
+    gate_up = _declared_module_format(config, family, names.gate or names.up or names.stacked.gate_up, number)
+    down = _declared_module_format(config, family, names.down or names.stacked.down, number)
     spec = family.describe(config, layer)
-    return replace(spec, weight_format=first, down_format=None if second == first else second)
+    return replace(spec, weight_format=gate_up, down_format=None if down == gate_up else down)
 
 
 def _declared_module_format(config: Mapping[str, object], family: Family, template: str, layer: int) -> str:
-    """Return the format that the config declares for a module, whatever prefix it knows the model's layers by."""
-    path, published = template.format(layer=layer, expert=0), family.names.layer
-    heads = dict.fromkeys(prefix.partition("{layer}")[0] for prefix in (published, *PREFIXES))
-    declared = [declared_format(config, path.replace(published.partition("{layer}")[0], head)).format for head in heads]
-    # tables that name modules in full know one prefix: the answer without rivals is theirs
+    """Return the format that the config declares for a module, for any prefix of the model's layers."""
+    path = template.format(layer=layer, expert=0)
+    published = family.names.layer.partition("{layer}")[0]
+    heads = dict.fromkeys(prefix.partition("{layer}")[0] for prefix in (family.names.layer, *PREFIXES))
+    declared = [declared_format(config, path.replace(published, head)).format for head in heads]
+    # A quantisation block with full module names matches one prefix only, so the rarest result is the declared one.
     return min(declared, key=declared.count) or "bf16"

@@ -1,6 +1,6 @@
 """Snowflake Arctic: Mixtral's experts in every n-th layer, renormalised when more than one is chosen.
 
-The dense residual MLP of a layer has an input of its own and stays with the caller.
+The dense residual MLP of a layer has a separate input and is run by the caller.
 """
 
 from ..types import MoESpec, RoutingSpec

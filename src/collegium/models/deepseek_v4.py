@@ -1,6 +1,6 @@
-"""DeepSeek-V4: square root of softplus as score, SwiGLU with a limit; the first layers look experts up by token id.
+"""DeepSeek-V4: square root of softplus as score, SwiGLU with a limit; the first layers use hash routing.
 
-The published tensors have no ``model.`` in front; what transformers saves may.
+Published tensor names do not start with ``model.``; those saved by transformers may.
 """
 
 from dataclasses import replace
@@ -18,7 +18,8 @@ def _spec(config: Config, layer: int) -> MoESpec:
     config.only("scoring_func", "sqrtsoftplus")
     config.only("topk_method", "noaux_tc")
     config.only("norm_topk_prob", True)
-    kinds, count = config.kinds("mlp_layer_types"), config.integer("num_hash_layers")
+    kinds = config.kinds("mlp_layer_types")
+    count = config.integer("num_hash_layers")
     hashed = kinds[layer] == "hash_moe" if kinds else layer < count
     routing = RoutingSpec(
         top_k=config.top_k,

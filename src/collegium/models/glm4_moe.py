@@ -48,5 +48,5 @@ _RENAMES = (
     *FORGET_GATE,
     (r"\.hc_(attn|ffn)_(fn|base|scale)$", r".\1_hc.\2"),
 )
-_IN_MEMORY = InMemory(renames=_RENAMES)  # of GLM-5-Next
+_IN_MEMORY = InMemory(renames=_RENAMES)  # for GLM-5-Next
 FAMILY = Family("glm4_moe", tuple(_DEFAULTS), NAMES, _spec, listed_layers, defaults=_DEFAULTS, in_memory=_IN_MEMORY)

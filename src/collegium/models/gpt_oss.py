@@ -1,6 +1,6 @@
 """gpt-oss: stacked experts with biases and interleaved gate and up, router with a bias, clamped SwiGLU.
 
-``hidden_act`` says ``silu`` in the published configs although the activation is SwiGLU-OAI.
+``hidden_act`` is ``silu`` in the published configs although the activation is SwiGLU-OAI.
 """
 
 from ..types import ActivationSpec, MoESpec, RoutingSpec

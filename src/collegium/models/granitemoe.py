@@ -1,4 +1,4 @@
-"""Granite-MoE: stacked experts, top-k then softmax; the later kinds have a shared expert, gate and up in one."""
+"""Granite-MoE: stacked experts, top-k then softmax; later model types have a shared expert with fused gate and up."""
 
 from ..types import MoESpec, RoutingSpec, SharedSpec
 from .base import WIDTH, Config, Family, Names, StackedNames, every_layer, spec_of

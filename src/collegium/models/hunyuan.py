@@ -1,4 +1,4 @@
-"""Hunyuan-MoE: softmax, renormalised; sizes may be lists with one entry a layer; a shared expert."""
+"""Hunyuan-MoE: softmax, renormalised; sizes may be lists with one entry per layer; a shared expert."""
 
 from ..types import MoESpec, RoutingSpec, SharedSpec
 from .base import WIDTH, Config, Family, Names, projections_of, spec_of

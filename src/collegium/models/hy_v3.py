@@ -8,7 +8,7 @@ __all__ = ["FAMILY"]
 
 
 def _spec(config: Config, _: int) -> MoESpec:
-    config.passed_over("enable_moe_fp32_combine")  # the sum is float32 here in any case
+    config.passed_over("enable_moe_fp32_combine")  # the sum is always float32
     routing = RoutingSpec(
         top_k=config.top_k,
         score="sigmoid",

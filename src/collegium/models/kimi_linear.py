@@ -36,7 +36,7 @@ _NAMES = mixtral_names(
     latent=("block_sparse_moe.routed_expert_down_proj", "block_sparse_moe.routed_expert_up_proj"),
     latent_norm="block_sparse_moe.routed_expert_norm.weight",
 )
-# Kimi-K3 states everything.
+# The configs of Kimi-K3 state every entry.
 _DEFAULTS = {
     "kimi_linear": {
         "hidden_size": 2304, "moe_intermediate_size": 1024, "num_hidden_layers": 27, "num_experts": 256,

@@ -6,7 +6,7 @@ from .deepseek_v3 import NAMES, deepseek_spec
 __all__ = ["FAMILY"]
 
 
-# The class has no entry for shared experts, and none in its model.
+# The class has no entry for shared experts, and the model has none.
 _DEFAULTS = {
     "mimo_v2_flash": {
         "hidden_size": 4096, "moe_intermediate_size": 2048, "num_hidden_layers": 48, "n_routed_experts": 256,

@@ -1,4 +1,4 @@
-"""MiniMax-M2: Mixtral's names, sigmoid scores with a correction bias that lies beside the gate."""
+"""MiniMax-M2: Mixtral's names, sigmoid scores with a correction bias next to the gate."""
 
 from ..types import MoESpec, RoutingSpec
 from .base import WIDTH, Config, Family, Names, spec_of

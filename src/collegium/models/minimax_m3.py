@@ -1,4 +1,4 @@
-"""MiniMax-M3: M2's routing with a scale, SwiGLU-OAI in halves without biases, a shared expert of the same kind."""
+"""MiniMax-M3: M2's routing with a scale, SwiGLU-OAI with gate before up and without biases, a shared expert."""
 
 from ..types import MoESpec, SharedSpec
 from .base import WIDTH, Config, Family, Names, listed_layers, projections_of, spec_of
@@ -12,7 +12,8 @@ __all__ = ["FAMILY"]
 
 def _spec(config: Config, _: int) -> MoESpec:
     config.only("hidden_act", "swigluoai", "silu")  # transformers writes silu and computes SwiGLU-OAI
-    count, shared_size = config.integer("n_shared_experts", default=1), config.integer("shared_intermediate_size")
+    count = config.integer("n_shared_experts", default=1)
+    shared_size = config.integer("shared_intermediate_size")
     routing = minimax_routing(config, config.number("routed_scaling_factor"))
     config.only("moe_intermediate_size", config.integer("intermediate_size"))
     shared = SharedSpec(intermediate_size=count * shared_size)

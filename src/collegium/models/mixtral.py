@@ -15,7 +15,7 @@ def mixtral_spec(config: Config, _: int) -> MoESpec:
 
 
 def mixtral_names(layer: str = PREFIXES[0], **others: Any) -> Names:
-    """Return Mixtral's table below ``layer``; others: further paths as ``Names.below`` takes them."""
+    """Return Mixtral's table below ``layer``; others: further fields, as for ``Names.below``."""
     gate = "block_sparse_moe.gate.weight"
     return Names.below(layer, experts="block_sparse_moe.experts.", single=W123, router=gate, **others)
 

@@ -1,4 +1,4 @@
-"""Nemotron-H and Nemotron-3: experts without a gate, squared ReLU, DeepSeek-V3's routing; large ones are latent."""
+"""Nemotron-H and Nemotron-3: experts without a gate, squared ReLU, DeepSeek-V3's routing, a latent width."""
 
 from ..types import ActivationSpec, MoESpec, SharedSpec
 from .base import Config, Family, Names, StackedNames, spec_of
@@ -10,7 +10,8 @@ __all__ = ["FAMILY"]
 
 def _spec(config: Config, _: int) -> MoESpec:
     config.only("mlp_hidden_act", "relu2")
-    count, width = config.integer("n_shared_experts"), config.integer("moe_shared_expert_intermediate_size")
+    count = config.integer("n_shared_experts")
+    width = config.integer("moe_shared_expert_intermediate_size")
     return spec_of(
         config,
         biased_sigmoid(config),

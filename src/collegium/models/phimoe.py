@@ -1,4 +1,4 @@
-"""Phi-3.5-MoE: Mixtral's experts behind sparse-mixer routing, two experts chosen one after the other."""
+"""Phi-3.5-MoE: Mixtral's experts with sparse-mixer routing, which chooses two experts one after the other."""
 
 from ..types import MoESpec, RoutingSpec
 from .base import WIDTH, Config, Family, Names, spec_of

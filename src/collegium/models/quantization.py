@@ -1,4 +1,4 @@
-"""Which weight format a config declares for one module: the quantisation block, its skip list, and ``dtype``."""
+"""Determine the weight format that a config declares for a module: quantisation block, skip list, and ``dtype``."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,15 +24,23 @@ __all__ = [
 ]
 
 METHODS = (
-    "fp8", "mxfp4", "mxfp8", "modelopt", "compressed-tensors", "gptq", "awq", "auto-round", "bitsandbytes", "gguf",
-)  # fmt: skip
+    "fp8",
+    "mxfp4",
+    "mxfp8",
+    "modelopt",
+    "compressed-tensors",
+    "gptq",
+    "awq",
+    "auto-round",
+    "bitsandbytes",
+    "gguf",
+)
 _BLOCK = "quantization_config"
 _ALIASES = {"intel/auto-round": "auto-round", "auto_round": "auto-round"}
 _CACHE_ENTRIES = ("kv_cache_scheme", "kv_cache_quant_algo")
-_MAX_COLUMNS = 1 << 24  # far larger blocks and groups overflow in what computes with them
+_MAX_COLUMNS = 1 << 24  # far larger blocks and groups would overflow
 _FLOATS = {dtype: name for name, dtype in CONFIG_NAMES.items()}
-# algorithm -> format, storage (None: any), the activation format that static scales in the files are for (None: the
-# one of the weight format)
+# algorithm -> format, storage (None: any), activation format of static scales (None: that of the weight format)
 _MODELOPT: Mapping[str, tuple[str, str | None, str | None]] = {
     "FP8": ("fp8_tensor", None, None),
     "FP8_PER_CHANNEL_PER_TOKEN": ("fp8_channel", None, None),
@@ -52,7 +60,7 @@ _MODELOPT: Mapping[str, tuple[str, str | None, str | None]] = {
     "W8A16": ("int8_affine", "int-quantized", None),
     "W8A8_SQ_PER_CHANNEL": ("int8_affine", "int-quantized", None),
 }
-# packing_format (and what older releases call backend) -> layout; only the first two store zero points minus one
+# packing_format (backend in older releases) -> layout; only "gptq" stores zero points minus one
 _AUTO_ROUND = {
     "auto_round:auto_gptq": "gptq",
     "auto_round:gptq": "gptq",
@@ -80,14 +88,13 @@ _COMPRESSED = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Declared:
-    """What a config says of one module.
+    """The format that a config declares for one module.
 
-    format: name of a format of ``collegium.formats.FORMATS``; None when the config says nothing. method: the
-    ``quant_method`` it is in, None for unquantised. block: rows and columns that share a scale (FP8 block).
-    group: columns that share a scale (integers; None: a whole row). storage: the one storage of the format that is
-    declared, None when any will do. static_activations: the activation format that static scales in the files belong
-    to, None for the usual one of the weight format. refusal: why matrices in this format cannot be read; unquantised
-    ones can.
+    format: name of a format of ``collegium.formats.FORMATS``; None if the config declares none. method: its
+    ``quant_method``, None for unquantised. block: rows and columns that share a scale (FP8 block). group: columns that
+    share a scale (integers; None: a whole row). storage: the declared storage of the format, None for any.
+    static_activations: the activation format of static scales in the files, None for the default of the weight format.
+    refusal: why quantised matrices cannot be read; unquantised ones can.
     """
 
     format: str | None
@@ -102,7 +109,7 @@ class Declared:
 def declared_format(config: Mapping[str, object], path: str) -> Declared:
     """Return the format the config declares for the module at ``path``.
 
-    Raises ConfigError for an unknown method, algorithm or argument, naming those known.
+    Raises ConfigError for an unknown method, algorithm or argument, with the known ones.
     """
     block, nested = _find_block(config)
     plain = Declared(format=_float_format(config))
@@ -129,7 +136,7 @@ def _block_error(what: str) -> ConfigError:
 def quantization_block(config: Mapping[str, object]) -> Mapping[str, object] | None:
     """Return the quantisation block of a config or of its nested text config, None without one.
 
-    Raises ConfigError where it is no object, and where two parts of the config hold blocks that differ.
+    Raises ConfigError if it is not an object, and if two parts of the config have different blocks.
     """
     return _find_block(config)[0]
 
@@ -144,9 +151,9 @@ def without_quantization(config: Mapping[str, object]) -> dict[str, object]:
 
 
 def method_of(block: Mapping[str, object]) -> str | None:
-    """Return ``quant_method`` in lower case under its usual name; None where the block says nothing.
+    """Return the normalised ``quant_method`` in lower case, None if the block has none.
 
-    A block without it is recognised by the entries of the tool that writes none.
+    Blocks of tools that do not write the entry are recognised by other entries.
     """
     named = block.get("quant_method")
     if named is not None:
@@ -158,12 +165,12 @@ def method_of(block: Mapping[str, object]) -> str | None:
 
 
 def _only_caches(block: Mapping[str, object]) -> bool:
-    """Tell whether a block that names no format of weights describes the cache of keys and values."""
+    """Return whether a block describes only the KV cache and no weight format."""
     return any(block.get(key) for key in _CACHE_ENTRIES) and not block.get("quant_algo")
 
 
 def _find_block(config: Mapping[str, object]) -> tuple[Mapping[str, object] | None, bool]:
-    """Return the quantisation block, and whether it lies in a nested part, whose module names may start there."""
+    """Return the quantisation block, and whether it is in a nested part, whose module names may be relative to it."""
     blocks = {where: block for where, block in _blocks(config) if block}
     for where, block in blocks.items():
         if not isinstance(block, dict):
@@ -177,17 +184,18 @@ def _find_block(config: Mapping[str, object]) -> tuple[Mapping[str, object] | No
 
 
 def _blocks(config: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """Yield name and value of the entry at the top, and in each part on the way to the text model's (``text_of``)."""
+    """Yield name and value of the entry at the top and in each nested part up to the text model's (``text_of``)."""
     yield _BLOCK, config.get(_BLOCK)
     head = ""
     for key in NESTED:
         if isinstance(config.get(key), dict):
-            config, head = object_of(config[key]), f"{head}{key}."
+            config = object_of(config[key])
+            head = f"{head}{key}."
             yield head + _BLOCK, config.get(_BLOCK)
 
 
 def _names(path: str, *, nested: bool) -> tuple[str, ...]:
-    """Return the names a block may use for a module: a nested one may leave out the wrapper around the text model."""
+    """Return the names that a block may use for a module; a nested block may omit the wrapper of the text model."""
     _, separator, rest = path.partition("layers.")
     return (path, f"model.layers.{rest}", f"layers.{rest}") if nested and separator else (path,)
 
@@ -216,13 +224,13 @@ def _is_skipped(block: Mapping[str, object], path: str) -> bool:
 
 
 def _matches(entry: str, path: str) -> bool:
-    """Tell whether a skip-list entry covers ``path``: ``re:`` pattern, wildcard, or consecutive path components."""
+    """Return whether a skip-list entry covers ``path``: ``re:`` pattern, wildcard, or consecutive path components."""
     if entry.startswith("re:"):
         return matches_prefix(entry.removeprefix("re:"), path)
     steps = path.split(".")
     if "*" in entry or "?" in entry:
         return any(fnmatchcase(".".join(steps[:stop]), entry) for stop in range(1, len(steps) + 1))
-    # whole components only: "mlp.gate" is the router and must not cover "mlp.gate_proj"
+    # Whole components only: "mlp.gate" is the router and must not cover "mlp.gate_proj".
     return f".{entry.strip('.')}." in f".{path}."
 
 
@@ -238,21 +246,24 @@ def _block_size(block: Mapping[str, object], key: str) -> tuple[int, int]:
 
 
 def experts_apart(config: Mapping[str, object]) -> bool:
-    """Tell whether entries beside the quantisation block say how the routed experts are stored (DeepSeek-V4)."""
+    """Return whether entries outside the quantisation block declare the format of the experts (DeepSeek-V4)."""
     fp8 = method_of(quantization_block(config) or {}) == "fp8"
     return fp8 and config.get("model_type") == "deepseek_v4"
 
 
 def _fp8(config: Mapping[str, object], block: Mapping[str, object], path: str) -> Declared:
-    # DeepSeek-V4's block speaks of everything but the routed experts; "shared_experts" is another component
+    # DeepSeek-V4's block does not cover the routed experts; "shared_experts" is a different path component.
     if experts_apart(config) and "experts" in path.split("."):
-        kind, algorithm = config.get("expert_dtype") or "fp4", block.get("moe_quant_algo") or "MXFP4"
-        named = {"MXFP4": "mxfp4", "NVFP4": "nvfp4"}.get(str(algorithm).upper())
-        if kind not in ("fp4", "fp8") or (kind == "fp4" and named is None):
-            msg = f"config.json: expert_dtype is {kind!r} and quantization_config has moe_quant_algo {algorithm!r}; "
-            raise ConfigError(msg + "allowed are expert_dtype fp8, or fp4 with moe_quant_algo NVFP4 or none")
-        if kind == "fp4":
-            return Declared(format=named, method="fp8")
+        dtype = config.get("expert_dtype") or "fp4"
+        algorithm = block.get("moe_quant_algo") or "MXFP4"
+        fp4_format = {"MXFP4": "mxfp4", "NVFP4": "nvfp4"}.get(str(algorithm).upper())
+        if dtype not in ("fp4", "fp8") or (dtype == "fp4" and fp4_format is None):
+            raise ConfigError(
+                f"config.json: expert_dtype is {dtype!r} and quantization_config has moe_quant_algo {algorithm!r}; "
+                "allowed are expert_dtype fp8, or fp4 with moe_quant_algo NVFP4 or none"
+            )
+        if dtype == "fp4":
+            return Declared(format=fp4_format, method="fp8")
     if block.get("weight_block_size") is None:
         return Declared(format="fp8_tensor", method="fp8")
     return Declared(format="fp8_block", method="fp8", block=_block_size(block, "weight_block_size"))
@@ -261,12 +272,14 @@ def _fp8(config: Mapping[str, object], block: Mapping[str, object], path: str) -
 def _modelopt(block: Mapping[str, object], path: str, plain: Declared) -> Declared:
     if block.get("quant_algo") is None and _only_caches(block):
         return plain
-    entry, algorithm = block, str(block.get("quant_algo")).upper()
+    entry = block
+    algorithm = str(block.get("quant_algo")).upper()
     if algorithm == "MIXED_PRECISION":
         mixed = _mixed_entry(block, path)
         if mixed is None:
             return plain
-        entry, algorithm = mixed, str(mixed.get("quant_algo")).upper()
+        entry = mixed
+        algorithm = str(mixed.get("quant_algo")).upper()
     if algorithm not in _MODELOPT:
         raise _block_error(f"quant_algo is {algorithm!r}, known are {', '.join(_MODELOPT)}, MIXED_PRECISION")
     name, storage, activations = _MODELOPT[algorithm]
@@ -283,18 +296,20 @@ def _modelopt(block: Mapping[str, object], path: str, plain: Declared) -> Declar
 
 
 def _mixed_entry(block: Mapping[str, object], path: str) -> Mapping[str, object] | None:
-    """Return the entry that a table of mixed precision has for the module, or for the longest part of its path."""
-    layers, steps = object_of(block.get("quantized_layers")), path.split(".")
+    """Return the entry of a mixed-precision table for the module, or for the longest prefix of its path."""
+    layers = object_of(block.get("quantized_layers"))
+    steps = path.split(".")
     for stop in range(len(steps), 0, -1):
-        if (name := ".".join(steps[:stop])) in layers:
+        name = ".".join(steps[:stop])
+        if name in layers:
             return object_of(layers[name], {"quant_algo": ""})
     return None
 
 
 def mixed_algorithms(config: Mapping[str, object], paths: Iterable[str]) -> dict[str, str]:
-    """Return the algorithms ModelOpt's mixed precision gives the modules, each with the first module that has it.
+    """Return the algorithms that ModelOpt's mixed precision declares for modules: algorithm to first module path.
 
-    A module it does not list has ``none``. Empty for every other method.
+    The algorithm of an unlisted module is ``none``. Returns an empty dict for every other method.
     """
     block = quantization_block(config) or {}
     algorithm = str(block.get("quant_algo")).upper()
@@ -308,10 +323,11 @@ def mixed_algorithms(config: Mapping[str, object], paths: Iterable[str]) -> dict
 
 
 def _compressed_tensors(block: Mapping[str, object], path: str, plain: Declared) -> Declared:
-    groups, turned = block.get("config_groups"), object_of(block.get("transform_config")).get("config_groups")
-    if turned:
+    groups = block.get("config_groups")
+    transforms = object_of(block.get("transform_config")).get("config_groups")
+    if transforms:
         raise _block_error(
-            f"transform_config is {turned!r:.200}, allowed is none: inputs would have to be transformed too"
+            f"transform_config is {transforms!r:.200}, allowed is none: inputs would have to be transformed too"
         )
     schemes = [object_of(entry) for entry in object_of(groups).values() if isinstance(entry, dict)]
     if not groups and _only_caches(block):
@@ -323,8 +339,8 @@ def _compressed_tensors(block: Mapping[str, object], path: str, plain: Declared)
 
 
 def _find_scheme(schemes: Sequence[Mapping[str, object]], path: str) -> Mapping[str, object] | None:
+    """Return the scheme for a module: the first with a matching name or pattern, else by the module's class."""
     kind = "Embedding" if "embed" in path.rpartition(".")[2] else "Linear"
-    # a pattern or a name is more specific than the class name
     classes = ("Linear", "Embedding")
     named = (s for s in schemes if any(_matches(t, path) for t in _module_names(s, "targets") if t not in classes))
     general = (s for s in schemes if kind in (_module_names(s, "targets") or [kind]))
@@ -332,8 +348,12 @@ def _find_scheme(schemes: Sequence[Mapping[str, object]], path: str) -> Mapping[
 
 
 def _weight_arguments(weights: Mapping[str, object]) -> Declared:
-    kind, bits, strategy = weights.get("type", "int"), weights.get("num_bits"), weights.get("strategy")
-    size, symmetric, order = weights.get("group_size"), weights.get("symmetric", True), weights.get("actorder")
+    kind = weights.get("type", "int")
+    bits = weights.get("num_bits")
+    strategy = weights.get("strategy")
+    size = weights.get("group_size")
+    symmetric = weights.get("symmetric", True)
+    order = weights.get("actorder")
     if symmetric not in (True, False) or order not in (None, False, True, "group", "dynamic", "weight", "static"):
         raise _block_error(
             f"weights with symmetric={symmetric!r} and actorder={order!r}; allowed are true and "
@@ -354,23 +374,24 @@ def _weight_arguments(weights: Mapping[str, object]) -> Declared:
 
 
 def _integer_format(name: str, *, symmetric: bool, ordered: bool) -> str:
-    """Return the format of integers of a width: the plain one has no zero points and columns in order."""
+    """Return the format of integers: ``name`` if symmetric INT4 in column order, else the affine or ordered one."""
     if name == "int4_group" and symmetric and not ordered:
         return name
     return name.replace("_group", "_ordered" if ordered else "_affine")
 
 
 def _one_of(block: Mapping[str, object], key: str, allowed: tuple[object, ...]) -> object:
-    """Return an entry whose value is one of ``allowed``; the first of them where it is missing."""
+    """Return an entry whose value is one of ``allowed``; the first of them if it is missing."""
     value = block.get(key)
-    value = allowed[0] if value is None else value
+    if value is None:
+        value = allowed[0]
     if value not in allowed:
         raise _block_error(f"{key} is {value!r}, allowed are {', '.join(map(repr, allowed))}")
-    return allowed[allowed.index(value)]  # 4.0 is 4, and 1 is True
+    return allowed[allowed.index(value)]  # normalise 4.0 to 4 and 1 to True
 
 
 def _group_size(block: Mapping[str, object]) -> int | None:
-    """Return the group size, None where it is -1, a whole row."""
+    """Return the group size, None for -1, a whole row."""
     size = block.get("group_size", -1)
     if size != -1 and not _is_size(size):
         raise _block_error(f"group_size is {size!r}, allowed: 1 to {_MAX_COLUMNS}, or -1 for a whole row")
@@ -383,7 +404,7 @@ def _is_size(value: object) -> bool:
 
 def _gptq(block: Mapping[str, object], path: str, plain: Declared) -> Declared:
     for pattern, change in object_of(block.get("dynamic")).items():
-        # the first pattern that matches decides: "-:" leaves the module alone, "+:" or nothing changes its entries
+        # The first matching pattern decides: "-:" excludes the module, "+:" or no prefix overrides its entries.
         if matches_prefix(pattern.removeprefix("+:").removeprefix("-:").removeprefix("re:"), path):
             if pattern.startswith("-:"):
                 return plain
@@ -392,7 +413,7 @@ def _gptq(block: Mapping[str, object], path: str, plain: Declared) -> Declared:
     if not _is_listed(block, "modules_in_block_to_quantize", path):
         return plain
     ordered = _one_of(block, "desc_act", (False, True)) is True
-    # GPTQModel and transformers have both names, and the older one decides.
+    # GPTQModel and transformers use both names; the older one takes precedence.
     layout = "format" if block.get("checkpoint_format") is None else "checkpoint_format"
     storage = str(_one_of(block, layout, ("gptq", "gptq_v2")))
     return _gptq_integers(block, "gptq", storage, ordered=ordered)
@@ -407,9 +428,9 @@ def _gptq_integers(block: Mapping[str, object], method: str, storage: str, *, or
 
 
 def _is_listed(block: Mapping[str, object], key: str, path: str) -> bool:
-    """Tell whether a list of what is quantised covers ``path``; without the list everything is.
+    """Return whether the list of quantised modules covers ``path``; without a list all modules are quantised.
 
-    The list may hold lists, or be text with commas.
+    The list may be nested, or text with commas.
     """
     names = block.get(key)
     if not names:
@@ -451,11 +472,11 @@ def _auto_round(block: Mapping[str, object], path: str, plain: Declared) -> Decl
 
 
 def _packing(block: Mapping[str, object]) -> str:
-    """Return AutoRound's packing format; releases that have no entry for it put it into ``backend``."""
+    """Return AutoRound's packing format, which older releases store in ``backend``."""
     key = "packing_format" if block.get("packing_format") is not None else "backend"
     packing = block.get(key)
     if key == "backend" and not str(packing).startswith("auto_round"):
-        packing = None  # a kernel is preferred, and the packing is the default
+        packing = None  # a preferred kernel; the packing is the default
     name = str(packing or "auto_round:auto_gptq")
     for kernel in _KERNELS:
         name = name.removesuffix(kernel)
@@ -470,28 +491,36 @@ def _is_block_listed(block: Mapping[str, object], path: str) -> bool:
 
 
 def _override(block: Mapping[str, object], path: str) -> Mapping[str, object] | None:
-    """Return what ``extra_config`` changes for a module, None where it says nothing.
+    """Return the entries that ``extra_config`` overrides for a module, None without an override.
 
-    The module's name decides before the longest name of a module around it, then a name of consecutive parts of its
-    path, then the first regular expression that is found in it.
+    Precedence: the module's name or the longest prefix of its path, then the longest name of consecutive path
+    components, then the first regular expression that matches anywhere in the path.
     """
     extra_config = block.get("extra_config")
     entries = object_of(extra_config)
     if extra_config and not entries:
         raise _block_error(f"extra_config is {extra_config!r:.200}, allowed is an object of module names")
-    steps = path.split(".")
-    name = next((n for stop in range(len(steps), 0, -1) if (n := ".".join(steps[:stop])) in entries), None)
-    if name is None:
-        patterns = [name for name in entries if _PATTERN.search(name)]
-        inside = [name for name in entries if f".{name}." in f".{path}."]
-        matching = (name for name in patterns if matches_prefix(f".*(?:{name})", path))
-        name = max(inside, key=len) if inside else next(matching, None)
+    name = _override_name(entries, path)
     if name is None:
         return None
     change = entries[name]
     if not isinstance(change, dict):
         raise _block_error(f"extra_config[{name!r}] is {change!r:.200}, allowed is an object")
     return object_of(cast("dict[str, object]", change))
+
+
+def _override_name(entries: Mapping[str, object], path: str) -> str | None:
+    """Return the entry of ``extra_config`` that applies to the module at ``path``, None without one."""
+    components = path.split(".")
+    for stop in range(len(components), 0, -1):
+        prefix = ".".join(components[:stop])
+        if prefix in entries:
+            return prefix
+    patterns = [name for name in entries if _PATTERN.search(name)]
+    inside = [name for name in entries if f".{name}." in f".{path}."]
+    if inside:
+        return max(inside, key=len)
+    return next((name for name in patterns if matches_prefix(f".*(?:{name})", path)), None)
 
 
 def _awq(block: Mapping[str, object], path: str, plain: Declared) -> Declared:

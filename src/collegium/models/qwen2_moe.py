@@ -1,4 +1,4 @@
-"""Qwen2-MoE, Qwen3-Next and Qwen3.5-MoE: Qwen3-MoE with a shared expert behind a sigmoid gate.
+"""Qwen2-MoE, Qwen3-Next and Qwen3.5-MoE: Qwen3-MoE with a shared expert and its sigmoid gate.
 
 Qwen3.5 always renormalises and has no entry for it.
 """

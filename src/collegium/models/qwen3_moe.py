@@ -1,7 +1,7 @@
 """Qwen3-MoE, Qwen3-VL-MoE and Qwen3-Omni: softmax routing, dense layers by list and by step, no shared expert.
 
-The published Qwen3-VL-MoE stacks are stored input-first; copies saved again may be output-first, so both are known and
-the shapes of the two stacks together decide. Its model code always renormalises.
+The published Qwen3-VL-MoE stacks are input-first; copies saved again may be output-first, so both are accepted and the
+shapes of the two stacks decide. Its model code always renormalises.
 """
 
 from ..types import MoESpec, RoutingSpec

@@ -1,6 +1,6 @@
 """Step-3.5 and 3.7: sigmoid scores with a correction bias and a scale, SwiGLU clamped after SiLU in some layers.
 
-Routed and shared experts have limits of their own, one entry a layer, 0 for none.
+Routed and shared experts have separate limits, one entry per layer, 0 for none.
 """
 
 from typing import Any
