@@ -210,5 +210,5 @@ def test_int4_refuses_zero_points_and_column_order() -> None:
     )
     assert torch.equal(trivial.codes, Int4Group.from_parts(parts, storage="compressed-tensors", shape=(8, 64)).codes)
     lies = {**parts, ".weight_shape": torch.tensor([8, 60])}
-    with pytest.raises(TensorMismatchError, match=r"says \[8, 60\], the config implies \[8, 64\]"):
+    with pytest.raises(TensorMismatchError, match=r"weight_shape is \[8, 60\], the config implies \[8, 64\]"):
         Int4Group.from_parts(lies, storage="compressed-tensors", shape=(8, 64))

@@ -93,7 +93,7 @@ def detect(checkpoint: Checkpoint, spec: MoESpec, layer: int) -> dict[Projection
     }
     for which in every:
         _refuse_unlike_experts(config, index, layer, which)
-    declared = {which: declared_format(config, path) for which, path in paths.items()}
+    declared: dict[Projection, Declared] = {which: declared_format(config, paths[which]) for which in every}
     dtypes = tensors.suffixes(*every)
     per_projection = _must_detect_per_projection(declared, dtypes)
     stored: dict[Projection, StoredFormat] = {}

@@ -93,9 +93,9 @@ def _implausible_gains(position: str, gains: list[tuple[str, float]]) -> list[st
         return []
     label, gain = max(outside, key=lambda entry: max(entry[1], 1 / entry[1]))
     return [
-        f"{position}: {len(outside)} of {len(gains)} matrices make inputs of unit size more than {high:g} times as large "
-        f"or {1 / low:g} times as small, {label} for instance {gain:.3g} times as large; no published model does; are "
-        "its scales inverted?"
+        f"{position}: {len(outside)} of {len(gains)} matrices make inputs of unit size more than {high:g} times "
+        f"as large or {1 / low:g} times as small, {label} for instance {gain:.3g} times as large; no published model "
+        "does; are its scales inverted?"
     ]
 
 
