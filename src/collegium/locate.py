@@ -25,8 +25,10 @@ SHIPPED = "fables-16m"
 _LOG = logging.getLogger(__name__)
 _HUB_ID = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)(?:@(\w[\w./-]*))?", re.ASCII)
 _COMMIT = re.compile(r"\w[\w.-]*", re.ASCII)
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-_ADAPTER_CONFIG, _ADAPTER = "adapter_config.json", "adapter_model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_ADAPTER_CONFIG = "adapter_config.json"
+_ADAPTER = "adapter_model.safetensors"
 # Files that describe a model: configs, tokenizer, chat template. Weights are selected by name afterwards.
 _DESCRIPTION = ["*.json", "*.jinja", "*.model", "*.tiktoken", "tokenizer*", "merges.txt", "vocab.txt"]
 # Folders of a repository hold the same weights in other layouts (original/, onnx/); the other files may contain code.

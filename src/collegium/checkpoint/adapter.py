@@ -341,9 +341,11 @@ class _Collector:
         projections = parameter.projections
         experts = spec.num_experts
         if projections[-1] == "down":
-            rows, columns = spec.expert_hidden_size, spec.intermediate_size
+            rows = spec.expert_hidden_size
+            columns = spec.intermediate_size
         else:
-            rows, columns = len(projections) * spec.intermediate_size, spec.expert_hidden_size
+            rows = len(projections) * spec.intermediate_size
+            columns = spec.expert_hidden_size
         transposed = self._in_memory.transposed
         swapped = self._swaps_in_out(pair.path)
         second, third = (columns, rows) if transposed else (rows, columns)

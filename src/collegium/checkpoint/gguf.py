@@ -35,7 +35,8 @@ GGML_TYPES: Mapping[int, tuple[str, int, int]] = {
 }  # fmt: skip
 _BLOCKS = {name for name, elements, _ in GGML_TYPES.values() if elements > 1}
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
+_STRING = 8
+_ARRAY = 9
 _MAX_NAME = 4096
 _MAX_TEXT = 1 << 16  # longer texts (chat templates) are skipped
 _MAX_ENTRIES = 1 << 20
@@ -100,7 +101,8 @@ class _Cursor:
             return self.take(length, key).decode("utf-8", errors="replace")
         if kind != _ARRAY or depth >= _MAX_DEPTH:
             self.fail(f"{key} has value type {kind} at depth {depth}, known are 0 to 12, {_MAX_DEPTH} deep")
-        inner, count = self.number("I", key), self.number("Q", f"the length of {key}")
+        inner = self.number("I", key)
+        count = self.number("Q", f"the length of {key}")
         if inner in _SCALARS:
             self.skip(count * struct.calcsize(f"<{_SCALARS[inner]}"), key)
             return f"an array of {count}"
@@ -164,7 +166,8 @@ def _read_file(path: Path) -> tuple[dict[str, object], dict[str, TensorInfo]]:
         version = cursor.number("I", "the version")
         if version not in (2, 3):
             cursor.fail(f"GGUF version {version}, known are 2 and 3, little-endian")
-        count, entries = cursor.number("Q", "the tensor count"), cursor.number("Q", "the metadata count")
+        count = cursor.number("Q", "the tensor count")
+        entries = cursor.number("Q", "the metadata count")
         if max(count, entries) > _MAX_ENTRIES:
             cursor.fail(f"{count} tensors and {entries} metadata entries, at most {_MAX_ENTRIES} are allowed")
         config: dict[str, object] = {}
@@ -182,7 +185,8 @@ def _read_file(path: Path) -> tuple[dict[str, object], dict[str, TensorInfo]]:
     at = base
     before = "the header"
     for info in sorted(infos, key=lambda i: i.start):
-        start, stop = base + info.start, base + info.stop
+        start = base + info.start
+        stop = base + info.stop
         if start < at or info.start % step or stop > 2**63 or info.name in placed:
             cursor.fail(
                 f"tensor {info.name!r} is at {start} to {stop}, allowed is from {at} on, after {before}, at a "
@@ -209,7 +213,8 @@ def _read_info(cursor: _Cursor) -> TensorInfo:
     if not 1 <= rank <= 4:
         cursor.fail(f"tensor {name!r} has {rank} dimensions, allowed are 1 to 4")
     shape = tuple(cursor.number("Q", name) for _ in range(rank))[::-1]
-    kind, offset = cursor.number("I", name), cursor.number("Q", name)
+    kind = cursor.number("I", name)
+    offset = cursor.number("Q", name)
     dtype, elements, nbytes = GGML_TYPES.get(kind, (f"type {kind}", 1, 0))
     total = math.prod(max(n, 1) for n in shape) // elements * nbytes
     if not nbytes or 0 in shape or shape[-1] % elements or total >= 2**63:

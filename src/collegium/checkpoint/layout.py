@@ -84,7 +84,9 @@ def source_of(names: Names, spec: MoESpec, *, layer: int, expert: int, projectio
         rows, columns = columns, rows
     label = f"layer {layer}, expert {expert}, {projection}"
     table = names.stacked
-    stored_rows, offset, step = rows, 0, 1
+    stored_rows = rows
+    offset = 0
+    step = 1
     fused = table.up is None if stacked else names.fused
     if projection != "down" and spec.gate_up_parts == 2 and fused:
         stored_rows = 2 * rows

@@ -76,9 +76,11 @@ class Checkpoint:
             if gguf is not None:
                 config, tensors = read_gguf(gguf)
             elif root.is_dir():
-                config, tensors = read_config(root), _read_folder(root)
+                config = read_config(root)
+                tensors = _read_folder(root)
             elif root.is_file():
-                config, tensors = read_config(root.parent), read_header(root)
+                config = read_config(root.parent)
+                tensors = read_header(root)
             else:
                 raise CheckpointError(
                     f"{root}: no such folder or file; give a checkpoint folder, one .safetensors or .gguf file, "

@@ -77,7 +77,8 @@ def _fit(what: str, part: Part, tensor: Tensor, shape: tuple[int, ...]) -> Tenso
     # A GGUF block type is not in the table; it is stored as bytes.
     if tensor.dtype not in [SAFETENSORS_DTYPES.get(name, torch.uint8) for name in part.dtypes]:
         raise TensorMismatchError(f"{what} is {tensor.dtype}, allowed: {', '.join(part.dtypes)}")
-    lead, (rows, columns) = shape[:-2], shape[-2:]
+    lead = shape[:-2]
+    rows, columns = shape[-2:]
     if part.repeats and tensor.dim() == len(shape):
         part = part.fitted("", tuple(tensor.shape), rows)
     expected = (*lead, *part.stored_shape(rows, columns))

@@ -124,7 +124,8 @@ class Gguf(Payload):
 
         value = (code - zero) * halves[0] * steps[0] - halves[1] * steps[1], or + halves[1] without steps.
         """
-        kind, raw = self.kind, self.blocks.reshape(-1, self.blocks.shape[-1])
+        kind = self.kind
+        raw = self.blocks.reshape(-1, self.blocks.shape[-1])
         halves = [raw[:, at : at + 2].contiguous().view(torch.float16) for at in kind.halves]
         steps = None if kind.steps is None else kind.steps(raw).view(torch.int8)
         return torch.cat(halves, dim=-1), steps

@@ -80,7 +80,8 @@ class Int4Group(Scaled):
         """
         integers = read_integers(cls, 4, parts, storage=storage, shape=shape, group_size=group_size)
         if integers.zeros is not None and bool((integers.zeros != 8).any()):
-            low, high = int(integers.zeros.min()), int(integers.zeros.max())
+            low = int(integers.zeros.min())
+            high = int(integers.zeros.max())
             raise TensorMismatchError(
                 f"{cls.name}: the config declares symmetric weights, the zero points are {low} to {high} instead of 8; "
                 "correct sym or checkpoint_format in quantization_config"
@@ -94,7 +95,8 @@ class Int4Group(Scaled):
 
     def columns(self, start: int, stop: int) -> Self:
         """Return input columns ``start:stop``; both on group boundaries, or multiples of 8 with one scale per row."""
-        columns, group = self.shape[-1], self.group_size
+        columns = self.shape[-1]
+        group = self.group_size
         single = group >= columns
         check_cut(f"{self.name}: input columns", start, stop, columns, 8 if single else group)
         size = stop - start if single else min(group, stop - start)

@@ -176,7 +176,8 @@ def _group_index(name: str, index: Part, taken: Mapping[str, Tensor], sizes: tup
     if order is None:
         return None
     groups = -(-columns // size)
-    low, high = int(order.min()), int(order.max())
+    low = int(order.min())
+    high = int(order.max())
     if index.required:
         if low < 0 or high >= groups:
             raise TensorMismatchError(

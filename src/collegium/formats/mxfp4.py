@@ -51,7 +51,8 @@ class MxFp4(Grouped):
 
     def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return ``[..., N, K]``: e2m1(code) * 2^(scale - 127) in float32, rounded once to ``dtype``."""
-        powers, scales = e8m0_values(self.codes.device), self._scales()
+        powers = e8m0_values(self.codes.device)
+        scales = self._scales()
         return self._decode(dtype, e2m1_pairs(powers.device), lambda span: look_up(powers, scales[span]), self.group)
 
     @classmethod

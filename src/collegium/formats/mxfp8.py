@@ -50,7 +50,8 @@ class MxFp8(Grouped):
 
     def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return ``[..., N, K]``: e4m3(code) * 2^(scale - 127) in float32, rounded once to ``dtype``."""
-        powers, scales = e8m0_values(self.codes.device), self._scales()
+        powers = e8m0_values(self.codes.device)
+        scales = self._scales()
         return self._decode(dtype, e4m3_values(powers.device), lambda span: look_up(powers, scales[span]), self.group)
 
     @classmethod

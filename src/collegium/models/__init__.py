@@ -9,10 +9,37 @@ from dataclasses import replace
 from ..types import MoESpec
 
 from . import (  # isort: skip
-    arctic, base, dbrx, deepseek_v2, deepseek_v3, deepseek_v4, ernie4_5, gemma4, gguf, gguf_gpt_oss, glm4_moe, gpt_oss,
-    granitemoe, hunyuan, hy_v3, jamba, kimi_linear, llama4, mimo_v2, minimax, minimax_m2, minimax_m3, mixtral,
-    nemotron_h, olmoe, phimoe, qwen2_moe, qwen3_moe, step3, step3p7,
-)  # fmt: skip
+    arctic,
+    base,
+    dbrx,
+    deepseek_v2,
+    deepseek_v3,
+    deepseek_v4,
+    ernie4_5,
+    gemma4,
+    gguf,
+    gguf_gpt_oss,
+    glm4_moe,
+    gpt_oss,
+    granitemoe,
+    hunyuan,
+    hy_v3,
+    jamba,
+    kimi_linear,
+    llama4,
+    mimo_v2,
+    minimax,
+    minimax_m2,
+    minimax_m3,
+    mixtral,
+    nemotron_h,
+    olmoe,
+    phimoe,
+    qwen2_moe,
+    qwen3_moe,
+    step3,
+    step3p7,
+)
 from .base import NESTED, PREFIXES, Family, Names, StackedNames, is_wrapped, text_of
 from .name_variants import either_way, unpacked
 from .quantization import (
@@ -23,7 +50,7 @@ from .quantization import (
     mixed_algorithms,
     quantization_block,
     without_quantization,
-)  # fmt: skip
+)
 from .unknown import dense_error, no_experts_in, unknown_error
 
 __all__ = [
@@ -53,12 +80,36 @@ __all__ = [
 ]
 
 FAMILIES: tuple[Family, ...] = (
-    qwen3_moe.FAMILY, mixtral.FAMILY, deepseek_v3.FAMILY, gpt_oss.FAMILY, arctic.FAMILY, dbrx.FAMILY,
-    deepseek_v2.FAMILY, deepseek_v4.FAMILY, ernie4_5.FAMILY, gemma4.FAMILY, glm4_moe.FAMILY, granitemoe.FAMILY,
-    hunyuan.FAMILY, hy_v3.FAMILY, jamba.FAMILY, kimi_linear.FAMILY, llama4.FAMILY, mimo_v2.FAMILY, minimax.FAMILY,
-    minimax_m2.FAMILY, minimax_m3.FAMILY, nemotron_h.FAMILY, olmoe.FAMILY, phimoe.FAMILY, qwen2_moe.FAMILY,
-    step3.FAMILY, step3p7.FAMILY, gguf.FAMILY, gguf_gpt_oss.FAMILY,
-)  # fmt: skip
+    qwen3_moe.FAMILY,
+    mixtral.FAMILY,
+    deepseek_v3.FAMILY,
+    gpt_oss.FAMILY,
+    arctic.FAMILY,
+    dbrx.FAMILY,
+    deepseek_v2.FAMILY,
+    deepseek_v4.FAMILY,
+    ernie4_5.FAMILY,
+    gemma4.FAMILY,
+    glm4_moe.FAMILY,
+    granitemoe.FAMILY,
+    hunyuan.FAMILY,
+    hy_v3.FAMILY,
+    jamba.FAMILY,
+    kimi_linear.FAMILY,
+    llama4.FAMILY,
+    mimo_v2.FAMILY,
+    minimax.FAMILY,
+    minimax_m2.FAMILY,
+    minimax_m3.FAMILY,
+    nemotron_h.FAMILY,
+    olmoe.FAMILY,
+    phimoe.FAMILY,
+    qwen2_moe.FAMILY,
+    step3.FAMILY,
+    step3p7.FAMILY,
+    gguf.FAMILY,
+    gguf_gpt_oss.FAMILY,
+)
 
 
 def family_of(config: Mapping[str, object]) -> Family:
@@ -66,7 +117,8 @@ def family_of(config: Mapping[str, object]) -> Family:
 
     Raises ConfigError for an unknown type, with the closest known ones, and for a dense model.
     """
-    outer, inner = config.get("model_type"), text_of(config).get("model_type")
+    outer = config.get("model_type")
+    inner = text_of(config).get("model_type")
     names = (inner if inner is not None else outer,) if outer in base.AUTO_TEXT else (outer, inner)
     for name in names:
         for family in FAMILIES:

@@ -34,10 +34,19 @@ def deepseek_spec(config: Config, _: int) -> MoESpec:
 
 NAMES = Names.below(correction_bias="mlp.gate.e_score_correction_bias", shared=projections_of("mlp.shared_experts."))
 _DEFAULT = {
-    "hidden_size": 7168, "moe_intermediate_size": 2048, "num_hidden_layers": 61, "n_routed_experts": 256,
-    "num_experts_per_tok": 8, "n_shared_experts": 1, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4,
-    "norm_topk_prob": True, "routed_scaling_factor": 2.5, "hidden_act": "silu",
-}  # fmt: skip
+    "hidden_size": 7168,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 3,
+    "n_group": 8,
+    "topk_group": 4,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "hidden_act": "silu",
+}
 # Kimi-K2 is published with DeepSeek-V3's configuration class.
 _TYPES = ("deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25")
 _DEFAULTS: dict[str, Defaults] = dict.fromkeys(_TYPES, _DEFAULT)

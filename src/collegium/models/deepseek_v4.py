@@ -47,11 +47,20 @@ _SAVED = replace(NAMES, hash_table=NAMES.layer + "mlp.gate.tid2eid")
 _WIDTH = ("moe_intermediate_size", "intermediate_size")
 _DEFAULTS = {
     "deepseek_v4": {
-        "hidden_size": 4096, "moe_intermediate_size": 2048, "num_hidden_layers": 43, "n_routed_experts": 256,
-        "num_experts_per_tok": 6, "n_shared_experts": 1, "num_hash_layers": 3, "scoring_func": "sqrtsoftplus",
-        "norm_topk_prob": True, "routed_scaling_factor": 1.5, "hidden_act": "silu", "swiglu_limit": 10.0,
+        "hidden_size": 4096,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 43,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 6,
+        "n_shared_experts": 1,
+        "num_hash_layers": 3,
+        "scoring_func": "sqrtsoftplus",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+        "hidden_act": "silu",
+        "swiglu_limit": 10.0,
     },
-}  # fmt: skip
+}
 _NULL = frozenset(("num_hash_layers",))
 _TYPES = ("deepseek_v4",)
 _RENAMES = (

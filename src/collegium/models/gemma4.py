@@ -31,7 +31,10 @@ _NAMES = Names.below(
 )
 _TYPES = ("gemma4", "gemma4_text")
 _DEFAULT = {
-    "hidden_size": 2304, "num_hidden_layers": 30, "enable_moe_block": False, "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 2304,
+    "num_hidden_layers": 30,
+    "enable_moe_block": False,
+    "hidden_activation": "gelu_pytorch_tanh",
     "rms_norm_eps": 1e-6,
-}  # fmt: skip
+}
 FAMILY = Family("gemma4", _TYPES, _NAMES, _spec, _layers, defaults=dict.fromkeys(_TYPES, _DEFAULT))

@@ -40,7 +40,8 @@ _ARCHITECTURES: Mapping[str, _Architecture] = {
 }
 # GLM-4.7-Flash has the architecture of DeepSeek-V2 and files without a gating function: llama.cpp identifies them by
 # these sizes.
-_FLASH_LAYERS, _FLASH_VOCABULARY = (47, 48), 154880
+_FLASH_LAYERS = (47, 48)
+_FLASH_VOCABULARY = 154880
 
 NAMES = Names.below(
     "blk.{layer}.",

@@ -30,9 +30,13 @@ _NAMES = Names.below(
 )
 _SAVED = Names.below(experts="block_sparse_moe.experts.", router="block_sparse_moe.router.weight", shared=_SHARED)
 _DEFAULT = {
-    "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_local_experts": 8,
-    "num_experts_per_tok": 2, "hidden_act": "silu",
-}  # fmt: skip
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "hidden_act": "silu",
+}
 _DEFAULTS = {
     "granitemoe": _DEFAULT,
     "granitemoeshared": {**_DEFAULT, "shared_intermediate_size": 0},

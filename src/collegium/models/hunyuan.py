@@ -25,8 +25,12 @@ def _spec(config: Config, layer: int) -> MoESpec:
 _NAMES = Names.below(router="mlp.gate.wg.weight", shared=projections_of("mlp.shared_mlp."))
 _DEFAULTS = {
     "hunyuan_v1_moe": {
-        "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_experts": 1, "moe_topk": 1,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_experts": 1,
+        "moe_topk": 1,
         "hidden_act": "silu",
     },
-}  # fmt: skip
+}
 FAMILY = Family("hunyuan", ("hunyuan_v1_moe",), _NAMES, _spec, defaults=_DEFAULTS)

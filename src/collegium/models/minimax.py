@@ -19,8 +19,12 @@ _TYPES = ("minimax", "minimax_text_01", "minimax_m1", "minimax_vl_01")
 # The configs of the other model types, which ship their model code, state every entry.
 _DEFAULTS = {
     "minimax": {
-        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_local_experts": 8,
-        "num_experts_per_tok": 2, "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "hidden_act": "silu",
     },
-}  # fmt: skip
+}
 FAMILY = Family("minimax", _TYPES, NAMES, mixtral_spec, _layers, (Names.below(),), _DEFAULTS, in_memory=IN_MEMORY)

@@ -31,10 +31,18 @@ _SAVED = Names.below(
 )
 _TYPES = ("minimax_m3", "minimax_m3_vl", "minimax_m3_vl_text")
 _DEFAULT = {
-    "hidden_size": 6144, "intermediate_size": 3072, "shared_intermediate_size": 3072, "num_hidden_layers": 60,
-    "num_local_experts": 128, "num_experts_per_tok": 4, "first_k_dense_replace": 0, "routed_scaling_factor": 2.0,
-    "hidden_act": "silu", "swiglu_limit": 7.0, "swiglu_alpha": 1.702,
-}  # fmt: skip
+    "hidden_size": 6144,
+    "intermediate_size": 3072,
+    "shared_intermediate_size": 3072,
+    "num_hidden_layers": 60,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "first_k_dense_replace": 0,
+    "routed_scaling_factor": 2.0,
+    "hidden_act": "silu",
+    "swiglu_limit": 7.0,
+    "swiglu_alpha": 1.702,
+}
 _RENAMES = (
     (r"^vision_tower\.vision_model\.encoder\.layers\.", "model.vision_tower.layers."),
     (r"^multi_modal_projector\.", "model.multi_modal_projector."),

@@ -23,10 +23,14 @@ def mixtral_names(layer: str = PREFIXES[0], **others: Any) -> Names:
 NAMES = mixtral_names()
 _DEFAULTS = {
     "mixtral": {
-        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_local_experts": 8,
-        "num_experts_per_tok": 2, "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "hidden_act": "silu",
     },
-}  # fmt: skip
+}
 IN_MEMORY = InMemory(renames=((r"\.block_sparse_moe\.", ".mlp."),))
 FAMILY = Family(
     "mixtral", ("mixtral",), NAMES, mixtral_spec, others=(Names.below(),), defaults=_DEFAULTS, in_memory=IN_MEMORY

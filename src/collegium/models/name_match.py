@@ -68,7 +68,8 @@ class _Matcher:
         return positions
 
     def _step(self, node: Any, positions: set[int]) -> set[int]:
-        kind, value = str(node[0]), node[1]
+        kind = str(node[0])
+        value = node[1]
         if kind in _LEAVES:
             if id(node) not in self._leaves:
                 self._leaves[id(node)] = _compiler.compile(_parser.SubPattern(self._state, [node]))

@@ -42,10 +42,18 @@ _NAMES = Names.below(
 )
 _DEFAULTS = {
     "nemotron_h": {
-        "hidden_size": 4096, "moe_intermediate_size": 7688, "moe_shared_expert_intermediate_size": 7688,
-        "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
-        "norm_topk_prob": True, "routed_scaling_factor": 1.0, "mlp_hidden_act": "relu2",
+        "hidden_size": 4096,
+        "moe_intermediate_size": 7688,
+        "moe_shared_expert_intermediate_size": 7688,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "mlp_hidden_act": "relu2",
     },
-}  # fmt: skip
+}
 _IN_MEMORY = InMemory(renames=((r"\bbackbone\.", "model."),))
 FAMILY = Family("nemotron_h", ("nemotron_h",), _NAMES, _spec, _layers, defaults=_DEFAULTS, in_memory=_IN_MEMORY)

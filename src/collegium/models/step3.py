@@ -33,7 +33,12 @@ _SHARED = projections_of("share_expert.")
 _NAMES = Names.below(experts="moe.", single=(), stacked=STACK, router="moe.gate.weight", shared=_SHARED)
 _TYPES = ("step3_text", "step3_vl")
 _DEFAULT = {
-    "hidden_size": 7168, "moe_intermediate_size": 5120, "share_expert_dim": 5120, "num_hidden_layers": 61,
-    "moe_num_experts": 48, "moe_top_k": 3, "norm_expert_weight": False,
-}  # fmt: skip
+    "hidden_size": 7168,
+    "moe_intermediate_size": 5120,
+    "share_expert_dim": 5120,
+    "num_hidden_layers": 61,
+    "moe_num_experts": 48,
+    "moe_top_k": 3,
+    "norm_expert_weight": False,
+}
 FAMILY = Family("step3", _TYPES, _NAMES, _spec, _layers, defaults=dict.fromkeys(_TYPES, _DEFAULT))

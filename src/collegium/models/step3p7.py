@@ -48,9 +48,15 @@ _PUBLISHED = Names.below(experts="moe.", single=(), stacked=STACK, **_NON_EXPERT
 _SINGLE = Names.below(experts="moe.experts.", **_NON_EXPERT_NAMES)
 _TYPES = ("step3p7", "step3p5", "step3p7_text")
 _DEFAULT = {
-    "hidden_size": 4096, "moe_intermediate_size": 1280, "share_expert_dim": 1280, "num_hidden_layers": 45,
-    "n_routed_experts": 288, "num_experts_per_tok": 8, "moe_router_scaling_factor": 1.0, "hidden_act": "silu",
-}  # fmt: skip
+    "hidden_size": 4096,
+    "moe_intermediate_size": 1280,
+    "share_expert_dim": 1280,
+    "num_hidden_layers": 45,
+    "n_routed_experts": 288,
+    "num_experts_per_tok": 8,
+    "moe_router_scaling_factor": 1.0,
+    "hidden_act": "silu",
+}
 _RENAMES = (
     (r"^vision_model\.transformer\.resblocks\.", "vision_model.layers."),
     (r"^(vision_model\.layers\.\d+)\.attn\.", r"\1.self_attn."),
