@@ -162,7 +162,7 @@ def test_what_arrives_from_memory_is_merged_too(tmp_path: Path) -> None:
         assert torch.equal(found.read(name), wanted.read(name))
     for number in range(LAYERS):
         opened = (CheckpointLayer.open(each, number) for each in (found, wanted))
-        assert len({fingerprint(layer.checkpoint, layer.found.infos()) for layer in opened}) == 1
+        assert len({fingerprint(layer.checkpoint, layer.expert_tensors.infos()) for layer in opened}) == 1
 
 
 def test_a_slice_holds_the_bits_of_the_whole(tmp_path: Path) -> None:
@@ -386,10 +386,10 @@ def test_ranks_notice_that_they_read_different_adapters(tmp_path: Path) -> None:
         if name == "other":
             tensors[f"{FIRST}.lora_B.weight"][0, 0] += 1
         layer = CheckpointLayer.open(with_adapter(base, write(tmp_path / name, tensors)), 1)
-        seen.append(fingerprint(layer.checkpoint, layer.found.infos()))
+        seen.append(fingerprint(layer.checkpoint, layer.expert_tensors.infos()))
     plain = CheckpointLayer.open(base, 1)
     assert seen[0] == seen[1]
-    assert len({*seen, fingerprint(base, plain.found.infos())}) == 3
+    assert len({*seen, fingerprint(base, plain.expert_tensors.infos())}) == 3
 
 
 def test_a_scale_is_of_the_adapter_alone(tmp_path: Path) -> None:

@@ -212,7 +212,7 @@ def test_leftovers_of_killed_runs_are_removed(tmp_path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_bytes(b"half")
     with (
-        writer._locked(tmp_path / ".out.partial-live"),
+        writer._folder_lock(tmp_path / ".out.partial-live"),
         raises_with(InputError, "out: another run"),
     ):
         quantize_model(str(tmp_path / "in"), "mxfp4", str(tmp_path / "out"))

@@ -148,7 +148,7 @@ def test_wrong_layer_and_expert_are_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "deepseek_v3", size=SMALL)
     checkpoint = Checkpoint.open(tmp_path)
     for number in (True, 1.0):
-        with pytest.raises(InputError, match=rf"layer {number} was asked.*\(1,\)"):
+        with pytest.raises(InputError, match=rf"layer {number} was requested.*\(1,\)"):
             CheckpointLayer.open(checkpoint, number)  # type: ignore[arg-type]
     with raises_with(InputError, "layer 0", "(1,)"):
         CheckpointLayer.open(checkpoint, 0)
@@ -174,7 +174,7 @@ def test_opened_layer_reports_its_storage(tmp_path: Path) -> None:
     assert (layer.number, layer.stored.name, layer.stored.stacked) == (1, "fp8_block", False)
     assert layer.spec == describe_checkpoint(checkpoint, 1)
     assert layer.source(2, "up").path == "model.layers.1.mlp.experts.2.up_proj"
-    assert {info.name for info in layer.found.infos()} == {n for n in tiny.tensors if ".1.mlp.experts." in n}
+    assert {info.name for info in layer.expert_tensors.infos()} == {n for n in tiny.tensors if ".1.mlp.experts." in n}
     assert checkpoint.bytes_read == 0
 
 

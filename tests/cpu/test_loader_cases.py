@@ -298,7 +298,7 @@ def test_a_declared_shape_that_is_wrong_is_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "mixtral", "int4_group", size=TinySize(experts=2, layers=1))
     name = "model.layers.0.block_sparse_moe.experts.1.w1.weight_shape"
     checkpoint = rewrite(tmp_path, **{name: torch.tensor([128, 255])})
-    with pytest.raises(TensorMismatchError, match=r"w1.weight_shape says \[128, 255\]"):
+    with pytest.raises(TensorMismatchError, match=r"w1.weight_shape is \[128, 255\]"):
         load_experts(CheckpointLayer.open(checkpoint, 0), linear(2))
 
 
@@ -395,8 +395,8 @@ def test_a_checkpoint_of_46000_tensors_is_inspected_in_seconds(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("mlp.gate.bias", "mlp.gate.bias lies in the MoE block"),
-        ("mlp.experts_norm.weight", "mlp.experts_norm.weight lies in the MoE block"),
+        ("mlp.gate.bias", "mlp.gate.bias is in the MoE block"),
+        ("mlp.experts_norm.weight", "mlp.experts_norm.weight is in the MoE block"),
         ("mlp.shared_experts.up_proj.bias", "shared_experts.up_proj.bias: bf16 .*has no such part"),
     ],
 )

@@ -257,7 +257,7 @@ def test_the_commands_take_them_by_name(tmp_path: Path) -> None:
     assert code == 0, said
     findings = json.loads(out)["findings"]
     told = "the experts have static activation scales, which --activations fp8_static uses, the largest of a layer; "
-    assert findings.count(told + "without it rows find their own") == 1
+    assert findings.count(told + "without it scales are computed per row") == 1
     code, out, said = command("verify", folder, "--device", "cpu", "--activations", "fp8_static", "--json")
     assert code == 0, said
     rows = json.loads(out)["layers"]
@@ -304,7 +304,7 @@ def test_checkpoints_whose_scales_cannot_be_used_are_refused(tmp_path: Path) -> 
     one, two = (BASE.format(layer=1, expert=2, which=which) + "input_scale" for which in ("w3", "w2"))
     refused(
         MissingTensorError,
-        r"fp8_static was asked for: layer 1, expert 2, down has no .input_scale, and 0 more of 12 .*take fp8_token",
+        r"fp8_static was requested: layer 1, expert 2, down has no .input_scale, and 0 more of 12 .*use fp8_token",
         **{two: None},
     )
     told = audit(Checkpoint.open(tmp_path)).findings

@@ -125,7 +125,7 @@ def test_families_under_their_published_names(tmp_path: Path, name: str) -> None
     build(CASES[name], tmp_path / "model")
     index = index_of(Checkpoint.open(tmp_path / "model"))
     layers = [*index.layers()]
-    routed = {info.name.removesuffix(".weight") for n in layers for info in index.found(n).infos()}
+    routed = {info.name.removesuffix(".weight") for n in layers for info in index.expert_tensors(n).infos()}
     names, head = index.names, index.names.layer.partition("{layer}")[0]
     left = (names.router_weight, names.shared_gate, names.router_scale)
     routed |= {(each or "").format(layer=n).removesuffix(".weight") for each in left for n in layers}
@@ -302,7 +302,7 @@ FAULTS = {
         "fp8 blocks", unquantised,
         rf"{Q}: its weight is not quantised, config.json declares fp8_block .* model\.layers\.0\.self_attn\.q_proj is",
     ),
-    "a scale left over": ("fp8 blocks", left_over, rf"{Q}, which .* skips .*: \.weight_scale_inv beside \.weight"),
+    "a scale left over": ("fp8 blocks", left_over, rf"{Q}, which .* skips .*: \.weight_scale_inv next to \.weight"),
     "a scale that is NaN": (
         "fp8 blocks", put("weight_scale_inv", lambda t: t * torch.nan), rf"{Q}: a scale of fp8_block is forbidden"
     ),
@@ -318,7 +318,7 @@ FAULTS = {
         "ct fp8 tensor", put("weight", lambda t: t[:-32]), r"q_proj\.weight: .* \(128, 160\), .* \(160, 160\)"
     ),
     "inputs are scaled": (
-        "modelopt nvfp4", put("pre_quant_scale", lambda t: torch.ones(160)), rf"{Q}: \.pre_quant_scale beside .*nvfp4"
+        "modelopt nvfp4", put("pre_quant_scale", lambda t: torch.ones(160)), rf"{Q}: \.pre_quant_scale next to .*nvfp4"
     ),
     "inputs are turned": ("ct int4", turned, "transform_config is .*R4.*, allowed is none"),
     "a shape that is not": ("ct int4", put("weight_shape", lambda t: t * 2), rf"{Q}: .*N=320 and K=320 needs"),

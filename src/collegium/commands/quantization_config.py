@@ -8,7 +8,7 @@ from typing import Any
 from ..checkpoint.dense_weights import DenseWeight
 from ..checkpoint.header import TensorInfo
 from ..checkpoint.layout import stack_paths
-from ..checkpoint.problems import raise_first
+from ..checkpoint.problems import raise_if_any
 from ..checkpoint.reader import Checkpoint
 from ..errors import CheckpointError, InputError
 from ..formats.payload import Payload, Storage
@@ -68,7 +68,7 @@ def described(job: ConversionJob, kept: Mapping[str, TensorInfo]) -> dict[str, T
     Beside compressed-tensors' experts, scales of FP8 blocks get the name they have there. Raises InputError where no
     one config could describe both, and what is wrong with a matrix outside the experts.
     """
-    raise_first(job.checkpoint, [entry for entry in job.outside.values() if isinstance(entry, CheckpointError)])
+    raise_if_any(job.checkpoint, [entry for entry in job.outside.values() if isinstance(entry, CheckpointError)])
     entries = [entry for entry in job.outside.values() if not isinstance(entry, CheckpointError)]
     stored = {(entry.stored.name, entry.stored.storage) for entry in entries}
     method = str(method_of(_block(job)))

@@ -23,7 +23,7 @@ from ..checkpoint.index import index_of
 from ..checkpoint.layer_view import CheckpointLayer
 from ..checkpoint.layout import projections, stack_paths
 from ..checkpoint.loader import load_experts
-from ..checkpoint.problems import raise_first
+from ..checkpoint.problems import raise_if_any
 from ..checkpoint.reader import INDEX, Checkpoint
 from ..checkpoint.writer import Shard, entry_of, matrix_parts, whole_folder
 from ..errors import CheckpointError, ConfigError, InputError
@@ -119,7 +119,7 @@ def quantize_model(
         (room / "config.json").write_text(json.dumps(new_config(job, kept), indent=2) + "\n")
         written = Checkpoint.open(room)
         audit(written, deep=False)
-        raise_first(written, dense_weight_problems(written, quantised_dense_weights(written)))
+        raise_if_any(written, dense_weight_problems(written, quantised_dense_weights(written)))
     return QuantizeReport(
         path=str(folder),
         weight_format=job.target.name,
@@ -166,7 +166,7 @@ def _job(checkpoint: Checkpoint, weight_format: str) -> ConversionJob:
         )
     storage = storages[target.name]
     # Unquantised experts stay as published: many a class of transformers reads only stacks, or only single experts.
-    published_stacked = any(index.found(layer).stack for layer in moe_layers(checkpoint.config))
+    published_stacked = any(index.expert_tensors(layer).stack for layer in moe_layers(checkpoint.config))
     job = ConversionJob(
         checkpoint=checkpoint,
         names=names,
@@ -214,7 +214,7 @@ def _kept(job: ConversionJob, layers: Iterable[CheckpointLayer]) -> dict[str, Te
     replaced = {
         info.name
         for layer in layers
-        for suffix, info in layer.found.items()
+        for suffix, info in layer.expert_tensors.items()
         if not (layer.spec.expert_bias and suffix.endswith("bias"))
     }
     return described(job, {name: info for name, info in job.checkpoint.tensors.items() if name not in replaced})

@@ -18,7 +18,7 @@ from ..checkpoint.audit import check_dense_layers
 from ..checkpoint.layer_view import CheckpointLayer
 from ..checkpoint.loader import load_experts
 from ..checkpoint.non_expert_weights import check_non_expert_weights, load_shared
-from ..checkpoint.problems import raise_first
+from ..checkpoint.problems import raise_if_any
 from ..checkpoint.reader import Checkpoint
 from ..encoding import encoded
 from ..errors import InputError
@@ -122,11 +122,11 @@ def verify_model(
     checkpoint, ranks = Checkpoint.open(path), device if isinstance(device, Ranks) else None
     facts = probe(device.device if isinstance(device, Ranks) else device)
     layers = moe_layers(checkpoint.config)
-    raise_first(checkpoint, check_dense_layers(checkpoint))
+    raise_if_any(checkpoint, check_dense_layers(checkpoint))
     proofs: list[LayerProof] = []
     for number in counted(layers, progress, "layer {}".format):
         layer = CheckpointLayer.open(checkpoint, number)
-        raise_first(checkpoint, check_non_expert_weights(layer, deep=True))
+        raise_if_any(checkpoint, check_non_expert_weights(layer, deep=True))
         proofs.append(_prove_routed(layer, experts, device or facts.place, overrides, weight_format))
         proofs += _prove_shared(layer, facts, overrides, weight_format, ranks)
     return VerifyReport(path=str(path), device=f"{facts.kind} {facts.name}".strip(), proofs=tuple(proofs))

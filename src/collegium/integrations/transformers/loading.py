@@ -11,7 +11,7 @@ from ...checkpoint.adapter import with_adapter
 from ...checkpoint.audit import check_outside_experts
 from ...checkpoint.dense_weights import dense_weight_problems, quantised_dense_weights, sentences
 from ...checkpoint.layer_view import CheckpointLayer
-from ...checkpoint.problems import raise_first
+from ...checkpoint.problems import raise_if_any
 from ...checkpoint.reader import Checkpoint
 from ...errors import ConfigError, InputError
 from ...formats.unquantised import DTYPES
@@ -96,7 +96,7 @@ def load_model_in(
     make_known()
     cls, config = class_and_config(checkpoint)
     outside = quantised_dense_weights(checkpoint)
-    raise_first(checkpoint, [*check_outside_experts(checkpoint), *dense_weight_problems(checkpoint, outside)])
+    raise_if_any(checkpoint, [*check_outside_experts(checkpoint), *dense_weight_problems(checkpoint, outside)])
     if family_of(checkpoint.config).name not in BLOCKS:
         config._experts_implementation = NAME
     with plain_torch():
