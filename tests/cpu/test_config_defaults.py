@@ -342,7 +342,7 @@ def test_layer_computes_with_defaults(tmp_path: Path, name: str) -> None:
     ],
 )
 def test_wrapped_layer_computes_with_defaults(
-    tmp_path: Path, wrapper: str, part: str, head: str, renormalise: bool
+    tmp_path: Path, wrapper: str, part: str, head: str, renormalize: bool
 ) -> None:
     inner: dict[str, Any] = {**BASE, "num_experts": E}
     if wrapper == "other":
@@ -350,7 +350,7 @@ def test_wrapped_layer_computes_with_defaults(
     body = {"text_config": inner} if part == "thinker_config" else inner
     tensors = write(tmp_path, {"model_type": wrapper, part: body}, head, bias=False, shared=0)
     x = heavy(torch.Generator().manual_seed(8), 17, H)
-    truth = layer_truth(tensors, x, {**SOFTMAX, "renormalize": renormalise})
+    truth = layer_truth(tensors, x, {**SOFTMAX, "renormalize": renormalize})
     found = load_layer(tmp_path, 1, dtype="fp32", device="cpu")(x).double()
     assert float((found - truth).norm() / truth.norm()) < 1e-5
 
