@@ -110,7 +110,7 @@ MUTANTS: tuple[Mutant, ...] = (
     # Identity, threads and refusals of a layer.
     Mutant(
         "a workspace lent twice", "runtime/memory.py",
-        (Edit("Workspaces.take", "$free.pop()", "$free[-1]"),), ("tests/cpu/test_workspace.py",),
+        (Edit("Workspaces.acquire", "$free.pop()", "$free[-1]"),), ("tests/cpu/test_workspace.py",),
     ),
     Mutant(
         "a copy keeps its original's identity", "runtime/packed_module.py",
@@ -178,7 +178,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "parts of FP8 without weights", "parallel/combine.py",
         (Edit(
-            "Reduced.parts",
+            "ReducedCombine.parts",
             "weighted_sum($rows, $slots, $weights, torch.float32)",
             "weighted_sum($rows, $slots, None, torch.float32)",
         ),), _REDUCED,
@@ -500,7 +500,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the tiles of all experts for some", "experts/triton/dequantized.py",
         (Edit(
-            "in_turns",
+            "dequantized_groups",
             "$tiles if $turn == $experts else tile_list($own, $rows, $tiles.tile, $memory)",
             "$tiles",
         ),), _LARGE,
@@ -1163,7 +1163,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the unit of a K block forgotten", "kernels/grouped_gemm.py",
-        (Edit("_multiply", "$acc, $unit = (finished($product, $ASM), $f[0])", "$acc = finished($product, $ASM)"),), ("tests/cpu/test_grouped_gemm.py",),
+        (Edit("_multiply", "$acc, $unit = (epilogue($product, $ASM), $f[0])", "$acc = epilogue($product, $ASM)"),), ("tests/cpu/test_grouped_gemm.py",),
     ),
     Mutant(
         "minima in the unit of codes", "kernels/grouped_gemm.py",
@@ -1379,7 +1379,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a matrix outside the experts decoded twice", "checkpoint/dense_weights.py",
         (Edit(
-            "Outside.read",
+            "DenseWeight.read",
             "read_whole(self.checkpoint, self.source, self.stored).to($device).decode($dtype)",
             "read_whole(self.checkpoint, self.source, self.stored).to($device).decode($dtype).square()",
         ),), ("tests/cpu/test_whole_quantised.py",),
@@ -1592,8 +1592,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "scales of rows left behind", "experts/triton/matrix.py",
         (Edit(
             "PackedMatrix.each",
-            "with_each(self, $change, 'values', 'scale', 'row_scale', 'bias', 'order')",
-            "with_each(self, $change, 'values', 'scale', 'bias', 'order')",
+            "map_tensors(self, $change, 'values', 'scale', 'row_scale', 'bias', 'order')",
+            "map_tensors(self, $change, 'values', 'scale', 'bias', 'order')",
         ),), ("tests/cpu/test_slots.py",),
     ),
 )  # fmt: skip

@@ -63,7 +63,7 @@ def _left_over(cells: Sequence[pytest.Function]) -> list[pytest.Function]:
         told: dict[str, object] = {name: repr(value) if name in plain else id(value) for name, value in params.items()}
         values[cell] = set(told.items())
         for mark in cell.iter_markers("each_choice"):
-            values[cell].add(("together", tuple(told[name] for name in mark.args)))
+            values[cell].add((" ".join(mark.args), tuple(told[name] for name in mark.args)))
     missing = set().union(*values.values())
     while missing:
         best = max(left, key=lambda cell: len(values[cell] & missing))

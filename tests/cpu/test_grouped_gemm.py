@@ -139,6 +139,7 @@ def truth(batch: ContiguousBatch, made: ExpertWeights[Any], problem: Problem) ->
 
 
 @pytest.mark.each_choice("weights", "act")
+@pytest.mark.each_choice("act", "tile")
 @pytest.mark.parametrize(("weights", "act", "bound"), FORMATS)
 @pytest.mark.parametrize("tile", [TILE, JOINED, replace(JOINED, stacked=True)], ids=["apart", "joined", "stacked"])
 def test_experts_against_the_reference(weights: str, act: str, bound: float, tile: TileChoice) -> None:
