@@ -11,7 +11,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 
-__all__ = ["EXIT_CODE", "TEXT", "install", "interrupted", "one_interrupt"]
+__all__ = ["EXIT_CODE", "TEXT", "install", "was_interrupted", "interrupt_once"]
 
 EXIT_CODE = 128 + signal.SIGINT
 TEXT = "stopped by Ctrl-C"
@@ -20,13 +20,13 @@ _count = [0]
 _watches: list[threading.Timer] = []
 
 
-def interrupted() -> bool:
+def was_interrupted() -> bool:
     """Return whether Ctrl-C was pressed: whatever an unwinding program raises then is no error."""
     return _count[0] > 0
 
 
 @contextmanager
-def one_interrupt() -> Generator[None]:
+def interrupt_once() -> Generator[None]:
     """Raise KeyboardInterrupt at the first Ctrl-C inside the block; end the process at the second, or when it hangs."""
     _count[0] = 0
     if threading.current_thread() is not threading.main_thread():  # Python handles signals in that one alone
@@ -39,7 +39,7 @@ def one_interrupt() -> Generator[None]:
         for watch in _watches:
             watch.cancel()
         _watches.clear()
-        if not interrupted():  # else a second Ctrl-C still ends a process that waits for its threads
+        if not was_interrupted():  # else a second Ctrl-C still ends a process that waits for its threads
             signal.signal(signal.SIGINT, before)
 
 

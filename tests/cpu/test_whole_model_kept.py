@@ -183,7 +183,7 @@ def test_weights_may_be_loaded_into_a_model_by_keyword(folder: Path) -> None:
     from collegium.integrations.transformers import hooks
 
     model: Any = load_model(folder, device="cpu")
-    wrapped = hooks._wrapped(lambda *own, **named: given.append((own, named)), "collegium", hooks._load)
+    wrapped = hooks._wrap(lambda *own, **named: given.append((own, named)), "collegium", hooks._load)
     wrapped(model=model, state_dict={})
     wrapped(model, {})
     assert given == [((), {"model": model, "state_dict": {}}), ((model, {}), {})]

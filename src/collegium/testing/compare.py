@@ -8,7 +8,7 @@ from torch import Tensor
 from ..formats.unquantised import Fp32
 from ..types import ActivationSpec, ExpertWeights
 
-__all__ = ["between", "heavy_tailed", "random_experts", "relative_error", "uneven_ids"]
+__all__ = ["activate_float64", "heavy_tailed", "random_experts", "relative_error", "uneven_ids"]
 
 
 def heavy_tailed(*shape: int, seed: int, channels: bool = True) -> Tensor:
@@ -39,16 +39,19 @@ def uneven_ids(tokens: int, top_k: int, experts: int, *, seed: int) -> Tensor:
 
 
 def random_experts(
-    experts: int, parts: int, wide: int, hidden: int, *, seed: int, bias: bool = False
+    experts: int, parts: int, intermediate_size: int, hidden: int, *, seed: int, bias: bool = False
 ) -> ExpertWeights[Fp32]:
     """Return heavy-tailed float32 experts scaled so that every intermediate value keeps unit size.
 
     gate_up ``[experts, parts, wide, hidden]``, down ``[experts, hidden, wide]``; biases of unit size when asked for.
     Scales of static activations fit such values and their outliers.
     """
-    down = heavy_tailed(experts, hidden, wide, seed=seed + 1, channels=False) * wide**-0.5
-    gate_up = heavy_tailed(experts, parts, wide, hidden, seed=seed, channels=False) * hidden**-0.5
-    biases = (heavy_tailed(experts, parts, wide, seed=seed + 2), heavy_tailed(experts, hidden, seed=seed + 3))
+    down = heavy_tailed(experts, hidden, intermediate_size, seed=seed + 1, channels=False) * intermediate_size**-0.5
+    gate_up = heavy_tailed(experts, parts, intermediate_size, hidden, seed=seed, channels=False) * hidden**-0.5
+    biases = (
+        heavy_tailed(experts, parts, intermediate_size, seed=seed + 2),
+        heavy_tailed(experts, hidden, seed=seed + 3),
+    )
     return ExpertWeights(
         gate_up=Fp32(values=gate_up, shape=tuple(gate_up.shape)),
         down=Fp32(values=down, shape=tuple(down.shape)),
@@ -58,15 +61,15 @@ def random_experts(
     )
 
 
-def relative_error(found: Tensor, truth: Tensor) -> float:
+def relative_error(output: Tensor, truth: Tensor) -> float:
     """Return the relative L2 distance in float64; infinity when ``found`` holds anything not finite."""
-    a, b = found.double(), truth.double()
+    a, b = output.double(), truth.double()
     if not bool(torch.isfinite(a).all()):
         return math.inf
     return float((a - b).norm() / b.norm().clamp(min=1e-300))
 
 
-def between(both: Tensor, spec: ActivationSpec) -> Tensor:
+def activate_float64(both: Tensor, spec: ActivationSpec) -> Tensor:
     """Return the activation of float64 ``both [P, ...]``, gate first, written out from the formulas."""
     gate, up = both[0], both[-1]
     if spec.kind == "swiglu_step":

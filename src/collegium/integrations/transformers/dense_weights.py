@@ -18,17 +18,17 @@ from ...checkpoint.dense_weights import DenseWeight
 from ...checkpoint.reader import TORCH_DTYPES, Checkpoint
 from ...errors import CheckpointError, CollegiumError, ConfigError, MissingTensorError, TensorMismatchError
 from ...formats.unquantised import FLOAT_FORMATS
-from ..extra import extra
+from ..extra import import_extra
 from .blocks import replace_blocks
-from .gguf import offered
+from .gguf import transformers_tensor
 from .modules import experts_modules
 
-__all__ = ["load_outside"]
+__all__ = ["load_dense_weights"]
 
-_WHOLE_NUMBERS = (torch.int64, torch.int32, torch.bool)
+_INTEGER_DTYPES = (torch.int64, torch.int32, torch.bool)
 
 
-class _Stored:
+class _LazyTensor:
     """A tensor of a checkpoint that is read when it is indexed with ``...``, from any thread.
 
     A tensor that is refused leaves its error in ``faults``: what transformers makes of an error is another one.
@@ -45,28 +45,30 @@ class _Stored:
             raise
 
 
-def _plain(checkpoint: Checkpoint, name: str) -> Tensor:
+def _read_plain(checkpoint: Checkpoint, name: str) -> Tensor:
     stored = checkpoint.info(name).dtype
     dtype = TORCH_DTYPES.get(stored)
-    if dtype not in FLOAT_FORMATS and dtype not in _WHOLE_NUMBERS:
-        raise _quantised(name, str(dtype or stored))
+    if dtype not in FLOAT_FORMATS and dtype not in _INTEGER_DTYPES:
+        raise _undeclared_format(name, str(dtype or stored))
     return checkpoint.read(name)
 
 
-def _decoded(found: DenseWeight | CheckpointError, done: list[DenseWeight], dtype: torch.dtype, device: str) -> Tensor:
-    if isinstance(found, CheckpointError):
-        raise found
-    done.append(found)
-    return found.read(dtype, device)
+def _read_decoded(
+    weight: DenseWeight | CheckpointError, decoded: list[DenseWeight], dtype: torch.dtype, device: str
+) -> Tensor:
+    if isinstance(weight, CheckpointError):
+        raise weight
+    decoded.append(weight)
+    return weight.read(dtype, device)
 
 
-def load_outside(
+def load_dense_weights(
     cls: Any,
     config: Any,
     checkpoint: Checkpoint,
     device: str,
     dtype: torch.dtype,
-    outside: Mapping[str, DenseWeight | CheckpointError],
+    quantised: Mapping[str, DenseWeight | CheckpointError],
 ) -> tuple[nn.Module, list[DenseWeight]]:
     """Return the model of ``cls`` on ``device`` with everything but its experts, whose parameters lie on ``meta``.
 
@@ -74,11 +76,16 @@ def load_outside(
     that were decoded are returned too. Blocks without an experts interface are replaced by ``Block``. Raises
     MissingTensorError, TensorMismatchError, BadScaleError, ConfigError, each naming the tensor.
     """
-    faults, done = list[CollegiumError](), list[DenseWeight]()
-    reads = {name: partial(_plain, checkpoint, name) for name in checkpoint.tensors}
-    reads |= {f"{path}.weight": partial(_decoded, found, done, dtype, device) for path, found in outside.items()}
-    state = {name: _Stored(read, faults) for name, read in (offered(checkpoint, *own) for own in reads.items())}
-    away: dict[str, dict[str, nn.Parameter]] = {}
+    errors, decoded = list[CollegiumError](), list[DenseWeight]()
+    reads = {name: partial(_read_plain, checkpoint, name) for name in checkpoint.tensors}
+    reads |= {
+        f"{path}.weight": partial(_read_decoded, found, decoded, dtype, device) for path, found in quantised.items()
+    }
+    state = {
+        name: _LazyTensor(read, errors)
+        for name, read in (transformers_tensor(checkpoint, *own) for own in reads.items())
+    }
+    expert_parameters: dict[str, dict[str, nn.Parameter]] = {}
 
     class Emptied(cls):
         """The class itself, whose experts give their parameters away as soon as they exist."""
@@ -86,10 +93,10 @@ def load_outside(
         def __init__(self, config: Any, *args: Any, **others: Any) -> None:
             super().__init__(config, *args, **others)
             replace_blocks(self)
-            away.update(_taken(self))
+            expert_parameters.update(_detach_expert_parameters(self))
 
     Emptied.__name__, Emptied.__qualname__, Emptied.__module__ = cls.__name__, cls.__qualname__, cls.__module__
-    with _quiet():
+    with _transformers_silenced():
         try:
             model, found = Emptied.from_pretrained(
                 None,
@@ -101,8 +108,8 @@ def load_outside(
                 output_loading_info=True,
             )
         except Exception as error:
-            if faults:
-                raise faults[0] from error
+            if errors:
+                raise errors[0] from error
             if isinstance(error, CollegiumError | torch.OutOfMemoryError):
                 raise
             raise CheckpointError(
@@ -111,30 +118,30 @@ def load_outside(
                 "compare the tensors with config.json"
             ) from error
     model.__class__ = cls
-    if faults:
-        raise faults[0]
-    _refuse(model, found, checkpoint)
-    _give_back(model, away)
+    if errors:
+        raise errors[0]
+    _check_loading_info(model, found, checkpoint)
+    _restore_expert_parameters(model, expert_parameters)
     model.name_or_path = model.config.name_or_path = str(checkpoint.folder)
     if (checkpoint.folder / "generation_config.json").exists():
         model.generation_config = _generation_config(checkpoint.folder)
-    return model.requires_grad_(False).eval(), done
+    return model.requires_grad_(False).eval(), decoded
 
 
 def _generation_config(folder: Path) -> Any:
     try:
-        found = extra("transformers").GenerationConfig.from_pretrained(folder)
-        ends = found.eos_token_id
+        generation_config = import_extra("transformers").GenerationConfig.from_pretrained(folder)
+        ends = generation_config.eos_token_id
         torch.tensor([] if ends is None else ends, dtype=torch.int64)
     except (AttributeError, OSError, RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{folder / 'generation_config.json'}: cannot be used ({type(error).__name__}: {error}); correct the "
             "entry, or take the file away: nothing else needs it"
         ) from error
-    return found
+    return generation_config
 
 
-def _taken(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
+def _detach_expert_parameters(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
     """Take the parameters of every experts module away and return them by the module's path."""
     modules = {id(module) for module in experts_modules(model).values()}
     taken: dict[str, dict[str, nn.Parameter]] = {}
@@ -149,7 +156,7 @@ def _taken(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
     return taken
 
 
-def _give_back(model: nn.Module, taken: Mapping[str, Mapping[str, nn.Parameter]]) -> None:
+def _restore_expert_parameters(model: nn.Module, taken: Mapping[str, Mapping[str, nn.Parameter]]) -> None:
     for path, parameters in taken.items():
         module = model.get_submodule(path)
         for name, parameter in parameters.items():
@@ -157,15 +164,15 @@ def _give_back(model: nn.Module, taken: Mapping[str, Mapping[str, nn.Parameter]]
             module.register_parameter(name, parameter)
 
 
-def _refuse(model: Any, found: Mapping[str, Any], checkpoint: Checkpoint) -> None:
+def _check_loading_info(model: Any, loading_info: Mapping[str, Any], checkpoint: Checkpoint) -> None:
     """Refuse a model that lacks a tensor or found one of another shape or kind."""
     owner = type(model).__name__
-    for name, stored, wanted in sorted(found["mismatched_keys"]):
+    for name, stored, wanted in sorted(loading_info["mismatched_keys"]):
         raise TensorMismatchError(
             f"{name}: the checkpoint has shape {tuple(stored)}, transformers' {owner} needs {tuple(wanted)}; "
             "compare config.json with the tensors, is one of them from another model?"
         )
-    missing = sorted(found["missing_keys"])
+    missing = sorted(loading_info["missing_keys"])
     if missing:
         raise MissingTensorError(
             f"{missing[0]}: transformers' {owner} needs it, the checkpoint has no tensor that becomes it"
@@ -174,11 +181,11 @@ def _refuse(model: Any, found: Mapping[str, Any], checkpoint: Checkpoint) -> Non
         )
     floats = {name for name, p in model.named_parameters() if p.is_floating_point()}
     for name in sorted(floats & set(checkpoint.tensors)):
-        if TORCH_DTYPES.get(checkpoint.info(name).dtype) in _WHOLE_NUMBERS:
-            raise _quantised(name, checkpoint.info(name).dtype)
+        if TORCH_DTYPES.get(checkpoint.info(name).dtype) in _INTEGER_DTYPES:
+            raise _undeclared_format(name, checkpoint.info(name).dtype)
 
 
-def _quantised(name: str, dtype: str) -> ConfigError:
+def _undeclared_format(name: str, dtype: str) -> ConfigError:
     return ConfigError(
         f"{name}: stored as {dtype}, which transformers would take for numbers; allowed outside the experts are "
         f"{', '.join(map(str, FLOAT_FORMATS))} and matrices in a format that quantization_config declares"
@@ -186,9 +193,9 @@ def _quantised(name: str, dtype: str) -> ConfigError:
 
 
 @contextmanager
-def _quiet() -> Generator[None]:
+def _transformers_silenced() -> Generator[None]:
     """Silence transformers' list of tensors it does not know, the experts, and its progress bar."""
-    logging = extra("transformers.utils.logging")
+    logging = import_extra("transformers.utils.logging")
     level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -15,7 +15,7 @@ from .blocks import blocks_of
 from .modules import experts_modules
 from .plugin import NAME, layers_of
 
-__all__ = ["Packed", "seal"]
+__all__ = ["PackedPlaceholder", "freeze_experts"]
 
 _NO_STATE = (
     "state_dict: the experts of a model loaded by load_model() are packed in Collegium's layers, so it has their "
@@ -23,7 +23,7 @@ _NO_STATE = (
 )
 
 
-class Packed(Tensor):
+class PackedPlaceholder(Tensor):
     """What a ``state_dict`` has in the place of experts: shape and dtype, and InputError where numbers are needed.
 
     owner: the parameter it stands for.
@@ -39,7 +39,7 @@ class Packed(Tensor):
         except NotImplementedError as error:
             raise InputError(_NO_STATE) from error
 
-    def __deepcopy__(self, memo: object) -> "Packed":
+    def __deepcopy__(self, memo: object) -> "PackedPlaceholder":
         """Return itself, which nothing can change."""
         return self
 
@@ -48,25 +48,25 @@ class Packed(Tensor):
         raise InputError(_NO_STATE)
 
 
-def seal(model: Any, path: object) -> None:
+def freeze_experts(model: Any, path: object) -> None:
     """Let ``model``, loaded from ``path``, refuse to be saved in parts, moved, and to run its experts otherwise.
 
     All are InputErrors: its experts' own parameters hold nothing.
     """
     for module in model.modules():
         if hasattr(module, "set_experts_implementation"):
-            module.set_experts_implementation = _keep_implementation  # type: ignore[assignment]
+            module.set_experts_implementation = _refuse_set_implementation  # type: ignore[assignment]
             module.save_pretrained = partial(_refuse_to_save, str(path))  # type: ignore[assignment]
             module.get_memory_footprint = partial(_memory_footprint, module)  # type: ignore[assignment]
             module.num_parameters = partial(_num_parameters, module)  # type: ignore[assignment]
-        if _packed(module):
+        if _packed_parameters(module):
             # On all that hold experts: a part or a wrapper that is asked changes nothing before it is refused.
-            module._apply = partial(_stay, module, model.dtype, model.device)  # type: ignore[assignment]
+            module._apply = partial(_refuse_move, module, model.dtype, model.device)  # type: ignore[assignment]
             module.register_state_dict_post_hook(_name_packed)
-            module.register_load_state_dict_pre_hook(_refuse_others)
+            module.register_load_state_dict_pre_hook(_refuse_other_experts)
     model.register_forward_hook(_refuse_training)
     for experts in experts_modules(model).values():
-        experts.register_forward_pre_hook(_refuse_other_ways)
+        experts.register_forward_pre_hook(_refuse_other_implementation)
     if blocks_of(model):
         for config in {id(c): c for c in (model.config, model.config.get_text_config())}.values():
             config.output_router_logits = False
@@ -84,10 +84,12 @@ def _num_parameters(module: Any, only_trainable: bool = False, exclude_embedding
     """Return how many numbers the checkpoint has for ``module``, however few bits the packed ones take."""
     counted = type(module).num_parameters(module, only_trainable=only_trainable, exclude_embeddings=exclude_embeddings)
     # Parameters of experts are on the meta device and are counted by their shapes; a Block has none.
-    return counted if only_trainable else counted + sum(_numbers(block.layer) for block in blocks_of(module).values())
+    return (
+        counted if only_trainable else counted + sum(_weight_count(block.layer) for block in blocks_of(module).values())
+    )
 
 
-def _numbers(layer: MoELayer) -> int:
+def _weight_count(layer: MoELayer) -> int:
     """Return how many weights a layer has before it is packed: experts, router, shared expert, latent projections.
 
     Correction biases and hash tables are buffers in transformers, which it does not count.
@@ -126,51 +128,51 @@ def _without_backward(value: Any) -> Any:
     return refuse_backward(value) if floats and not value.requires_grad else value
 
 
-def _packed(module: nn.Module) -> dict[str, nn.Parameter]:
+def _packed_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in module.named_parameters() if parameter.is_meta}
 
 
 def _name_packed(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
-    for name, parameter in _packed(module).items():
-        state[prefix + name] = parameter.detach().as_subclass(Packed)
+    for name, parameter in _packed_parameters(module).items():
+        state[prefix + name] = parameter.detach().as_subclass(PackedPlaceholder)
         state[prefix + name].owner = weakref.ref(parameter)
 
 
-def _refuse_others(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+def _refuse_other_experts(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
     """Refuse the experts of others; what the module itself named changes nothing."""
-    for name, parameter in _packed(module).items():
-        found = state.get(prefix + name)
-        if found is not None and (not isinstance(found, Packed) or found.owner() is not parameter):
+    for name, parameter in _packed_parameters(module).items():
+        entry = state.get(prefix + name)
+        if entry is not None and (not isinstance(entry, PackedPlaceholder) or entry.owner() is not parameter):
             raise InputError(
                 f"load_state_dict: {name} was given to a model loaded by load_model(), whose experts are packed and do "
                 "not change so. Load a checkpoint that has them, or leave them out and say strict=False"
             )
 
 
-def _stay(module: Any, dtype: torch.dtype, device: torch.device, fn: Any, recurse: bool = True) -> Any:
+def _refuse_move(module: Any, dtype: torch.dtype, device: torch.device, fn: Any, recurse: bool = True) -> Any:
     """Return the module where ``fn`` changes neither device nor dtype, else refuse."""
-    found = None
+    moved = None
     with suppress(AssertionError, RuntimeError):  # a device that this process does not have
-        found = fn(torch.empty(0, dtype=dtype, device=device))
-    if found is None or (found.dtype, found.device) != (dtype, device):
-        asked = "elsewhere" if found is None else f"to {found.dtype} on {found.device}"
+        moved = fn(torch.empty(0, dtype=dtype, device=device))
+    if moved is None or (moved.dtype, moved.device) != (dtype, device):
+        target = "elsewhere" if moved is None else f"to {moved.dtype} on {moved.device}"
         raise InputError(
-            f"a model loaded by load_model() was to be moved or converted {asked}; it is {dtype} on {device}, and "
+            f"a model loaded by load_model() was to be moved or converted {target}; it is {dtype} on {device}, and "
             "packed experts do neither. Load it again with load_model(..., device=...)"
         )
     return module
 
 
-def _keep_implementation(experts_implementation: str | dict[str, str]) -> None:
-    asked = experts_implementation
-    others = {*(asked.values() if isinstance(asked, dict) else [asked])} - {NAME}
+def _refuse_set_implementation(experts_implementation: str | dict[str, str]) -> None:
+    requested = experts_implementation
+    others = {*(requested.values() if isinstance(requested, dict) else [requested])} - {NAME}
     if others:
-        raise _only_ours(min(map(str, others)))
+        raise _implementation_error(min(map(str, others)))
 
 
-def _refuse_other_ways(module: Any, _: object) -> None:
+def _refuse_other_implementation(module: Any, _: object) -> None:
     if module.config._experts_implementation != NAME:
-        raise _only_ours(module.config._experts_implementation)
+        raise _implementation_error(module.config._experts_implementation)
 
 
 def _refuse_router_logits(_: Any, __: object, others: dict[str, Any]) -> None:
@@ -181,9 +183,9 @@ def _refuse_router_logits(_: Any, __: object, others: dict[str, Any]) -> None:
         )
 
 
-def _only_ours(asked: str) -> InputError:
+def _implementation_error(implementation: str) -> InputError:
     return InputError(
-        f"experts_implementation={asked!r} was asked of a model loaded by load_model(), whose experts are packed; "
+        f"experts_implementation={implementation!r} was asked of a model loaded by load_model(), whose experts are packed; "
         f"allowed: {NAME!r}. For another one load the model with from_pretrained(..., experts_implementation=...)"
     )
 

@@ -10,9 +10,9 @@ from functools import wraps
 from typing import Any, cast
 
 from ...errors import ConfigError
-from ..extra import extra
+from ..extra import import_extra
 from .modules import named_experts
-from .trust import adopt, folder_of
+from .trust import folder_of, record_origin
 
 __all__ = ["install"]
 
@@ -21,7 +21,7 @@ _MARK = "_collegium_wrapped"
 
 def install(name: str) -> None:
     """Wrap the methods, once however often it is called; name: the implementation to watch for."""
-    base = extra("transformers").PreTrainedModel
+    base = import_extra("transformers").PreTrainedModel
     if hasattr(base.from_pretrained, _MARK):
         return
     for method, kind, work in (
@@ -32,11 +32,11 @@ def install(name: str) -> None:
     ):
         found = base.__dict__.get(method)
         if kind is None or isinstance(found, kind):
-            made = _wrapped(found if kind is None else cast("Any", found).__func__, name, work)
+            made = _wrap(found if kind is None else cast("Any", found).__func__, name, work)
             setattr(base, method, made if kind is None else kind(made))
 
 
-def _wrapped(original: Any, name: str, work: Callable[..., Any]) -> Any:
+def _wrap(original: Any, name: str, work: Callable[..., Any]) -> Any:
     """Return ``work``, which takes the original method, the name and what the method takes, in its place."""
 
     @wraps(original)
@@ -50,55 +50,55 @@ def _wrapped(original: Any, name: str, work: Callable[..., Any]) -> Any:
 def _from_pretrained(original: Any, name: str, cls: Any, /, *args: Any, **kwargs: Any) -> Any:
     found = original(cls, *args, **kwargs)
     model = found[0] if isinstance(found, tuple) else found
-    _require(model, name, _asks(model.config, name))
-    _confirm(model, name, kwargs.get("experts_implementation"))
+    _require_experts(model, name, _config_requests(model.config, name))
+    _confirm_all_changed(model, name, kwargs.get("experts_implementation"))
     if not named_experts(model):
         return found
     options = {key: kwargs[key] for key in ("cache_dir", "subfolder") if kwargs.get(key) is not None}
-    given = [key for key in ("state_dict", "gguf_file", "key_mapping") if kwargs.get(key) is not None]
-    folder = None if given else folder_of(model.config, **options)
-    adopt(model, folder, f"from_pretrained was given {', '.join(given)}" if given else "")
+    other_sources = [key for key in ("state_dict", "gguf_file", "key_mapping") if kwargs.get(key) is not None]
+    folder = None if other_sources else folder_of(model.config, **options)
+    record_origin(model, folder, f"from_pretrained was given {', '.join(other_sources)}" if other_sources else "")
     return found
 
 
 def _from_config(original: Any, name: str, cls: Any, /, config: Any, **kwargs: Any) -> Any:
-    model, asked = original(cls, config, **kwargs), kwargs.get("experts_implementation")
-    _require(model, name, _mentions(asked, name))
-    _confirm(model, name, asked)
+    model, requested = original(cls, config, **kwargs), kwargs.get("experts_implementation")
+    _require_experts(model, name, _mentions(requested, name))
+    _confirm_all_changed(model, name, requested)
     return model
 
 
 def _set_implementation(original: Any, name: str, model: Any, /, experts_implementation: Any) -> None:
-    asked = _mentions(experts_implementation, name)
-    _require(model, name, asked)
-    if asked:
+    requested = _mentions(experts_implementation, name)
+    _require_experts(model, name, requested)
+    if requested:
         # Loading leaves this on a model; one that is built from a config has the config's folder and other weights.
         loaded = hasattr(model, "_weight_conversions")
         folder, why = (folder_of(model.config), "") if loaded else (None, "from_pretrained did not load them")
-        adopt(model, folder, why)
+        record_origin(model, folder, why)
     original(model, experts_implementation)
-    _confirm(model, name, experts_implementation)
+    _confirm_all_changed(model, name, experts_implementation)
 
 
 def _load(original: Any, name: str, /, *args: Any, **kwargs: Any) -> Any:
     model = args[0] if args else kwargs["model"]
-    _require(model, name, _asks(model.config, name))
+    _require_experts(model, name, _config_requests(model.config, name))
     return original(*args, **kwargs)
 
 
-def _mentions(asked: Any, name: str) -> bool:
-    return asked == name or (isinstance(asked, dict) and name in asked.values())
+def _mentions(requested: Any, name: str) -> bool:
+    return requested == name or (isinstance(requested, dict) and name in requested.values())
 
 
-def _asks(config: Any, name: str) -> bool:
+def _config_requests(config: Any, name: str) -> bool:
     """Tell whether a config or any part of it has this implementation."""
     parts = (getattr(config, key, None) for key in getattr(config, "sub_configs", {}))
     own = getattr(config, "_experts_implementation", None) == name
-    return own or any(_asks(part, name) for part in parts if part is not None)
+    return own or any(_config_requests(part, name) for part in parts if part is not None)
 
 
-def _require(model: Any, name: str, asked: bool) -> None:
-    if asked and not named_experts(model):
+def _require_experts(model: Any, name: str, requested: bool) -> None:
+    if requested and not named_experts(model):
         raise ConfigError(
             f"experts_implementation={name!r} was asked of {type(model).__name__}, which has no experts that "
             "transformers lets another implementation run: it has no MoE layers, or its class runs them by itself, so "
@@ -107,15 +107,17 @@ def _require(model: Any, name: str, asked: bool) -> None:
         )
 
 
-def _confirm(model: Any, name: str, asked: Any) -> None:
+def _confirm_all_changed(model: Any, name: str, requested: Any) -> None:
     """Raise where transformers accepted the name and left experts with another implementation."""
-    if not _mentions(asked, name):
+    if not _mentions(requested, name):
         return
-    found = {label: module.config._experts_implementation for label, _, module in cast("Any", named_experts(model))}
-    others = [label for label, implementation in found.items() if implementation != name]
-    if len(others) > (0 if asked == name else len(found) - 1):
+    implementations = {
+        label: module.config._experts_implementation for label, _, module in cast("Any", named_experts(model))
+    }
+    others = [label for label, implementation in implementations.items() if implementation != name]
+    if len(others) > (0 if requested == name else len(implementations) - 1):
         raise ConfigError(
-            f"experts_implementation={asked!r} was asked of {type(model).__name__}, and {others[0]} still has "
-            f"{found[others[0]]!r}: transformers changes it only for classes whose own source file has the interface. "
+            f"experts_implementation={requested!r} was asked of {type(model).__name__}, and {others[0]} still has "
+            f"{implementations[others[0]]!r}: transformers changes it only for classes whose own source file has the interface. "
             "Give experts_implementation to from_pretrained, or ask the part of the model that transformers defines"
         )

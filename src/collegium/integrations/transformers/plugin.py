@@ -20,9 +20,9 @@ from ...runtime.devices import probe
 from ...runtime.memory import is_capturing, is_stream_capturing
 from ...runtime.packed_module import refuse_gradient
 from ...types import Routing
-from ..extra import extra
+from ..extra import import_extra
 from . import hooks, trust
-from .blocks import blocks_of, described_layer
+from .blocks import blocks_of, layer_summary
 from .modules import experts_modules, is_experts, routed_weights, spec_of, write_count
 
 __all__ = [
@@ -30,7 +30,7 @@ __all__ = [
     "attach",
     "experts_forward",
     "layers_of",
-    "make_known",
+    "install",
     "refresh",
     "register",
     "transformers_experts",
@@ -40,7 +40,7 @@ NAME = "collegium"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Entry:
+class _BuiltLayer:
     """A layer and what it was built from: parameters changed since then make it stale."""
 
     layer: MoELayer
@@ -48,12 +48,12 @@ class _Entry:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Let a process that unpickles a model know the implementation that its experts ask for."""
-        return _restored, (self.layer, self.stamp)
+        return _restore_entry, (self.layer, self.stamp)
 
 
-def _restored(layer: MoELayer, stamp: tuple[object, ...] | None) -> _Entry:
-    make_known()
-    return _Entry(layer=layer, stamp=stamp)
+def _restore_entry(layer: MoELayer, stamp: tuple[object, ...] | None) -> _BuiltLayer:
+    install()
+    return _BuiltLayer(layer=layer, stamp=stamp)
 
 
 class _Settings:
@@ -62,7 +62,7 @@ class _Settings:
     overrides: Overrides | None = None
 
 
-_LAYERS: weakref.WeakKeyDictionary[nn.Module, _Entry] = weakref.WeakKeyDictionary()
+_LAYERS: weakref.WeakKeyDictionary[nn.Module, _BuiltLayer] = weakref.WeakKeyDictionary()
 # Experts modules by the address of their handle, for compiled graphs.
 _MODULES: dict[int, weakref.ref[nn.Module]] = {}
 _building = threading.RLock()
@@ -79,14 +79,14 @@ def register(overrides: Overrides | None = None, *, compare: bool = True) -> Non
     """
     _Settings.overrides = overrides
     trust.set_comparing(compare)
-    make_known()
+    install()
 
 
-def make_known() -> None:
+def install() -> None:
     """Do what ``register`` does and leave as it is how layers are built."""
     hooks.install(NAME)
-    extra("transformers.integrations.moe").ExpertsInterface.register(NAME, experts_forward)
-    extra("transformers.integrations.finegrained_fp8").FP8ExpertsInterface.register(NAME, experts_forward)
+    import_extra("transformers.integrations.moe").ExpertsInterface.register(NAME, experts_forward)
+    import_extra("transformers.integrations.finegrained_fp8").FP8ExpertsInterface.register(NAME, experts_forward)
 
 
 def experts_forward(module: nn.Module, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ def attach(model: nn.Module, layers: Mapping[int, MoELayer]) -> None:
         )
     for index, module in modules.items():
         # In the module itself, so that it goes with copies and into pickles.
-        vars(module)["collegium_given"] = _Entry(layer=layers[index], stamp=None)
+        vars(module)["collegium_given"] = _BuiltLayer(layer=layers[index], stamp=None)
         _add_repr(module)
         # Parameters on the meta device have no address, and a copy of the module must not share this one's handle.
         module.register_buffer("collegium_handle", layers[index].handle.clone(), persistent=False)
@@ -164,7 +164,7 @@ def transformers_experts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, hand
     """Write ``out [T, H]``, the output for ``x [T, H]`` of the experts module that has ``handle``."""
     module = _module_of(handle)
     if _built_for(module, x, topk_ids) is None:
-        _build_apart(module, x, topk_ids)
+        _build_in_thread(module, x, topk_ids)
     _run(module, x, topk_ids, topk_weights, out)
 
 
@@ -182,7 +182,7 @@ def _run(module: nn.Module, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, o
     return entry.layer(x, routing=Routing(topk_ids=topk_ids, topk_weights=topk_weights), out=out)
 
 
-def _entry_of(module: nn.Module) -> _Entry | None:
+def _entry_of(module: nn.Module) -> _BuiltLayer | None:
     return vars(module).get("collegium_given") or _LAYERS.get(module)
 
 
@@ -205,16 +205,16 @@ def _repr_with_layer(module: Any, before: str) -> str:
     entry = _entry_of(module)
     if entry is None or module.config._experts_implementation != NAME:
         return before
-    return ", ".join(filter(None, (before, described_layer(entry.layer))))
+    return ", ".join(filter(None, (before, layer_summary(entry.layer))))
 
 
-def _built_for(module: nn.Module, x: Tensor, topk_ids: Tensor) -> _Entry | None:
+def _built_for(module: nn.Module, x: Tensor, topk_ids: Tensor) -> _BuiltLayer | None:
     """Return what was built of the module's parameters as they are, for tokens like these, None without it."""
     entry = _entry_of(module)
     return entry if entry is None or entry.stamp in (None, _stamp(module, x, topk_ids)) else None
 
 
-def _build_apart(module: nn.Module, x: Tensor, topk_ids: Tensor) -> None:
+def _build_in_thread(module: nn.Module, x: Tensor, topk_ids: Tensor) -> None:
     """Build the layer of ``module`` and run it once, in a thread and on a stream of its own.
 
     A compiler that makes CUDA graphs may be capturing this thread's launches, and counts the memory this thread takes
@@ -227,7 +227,7 @@ def _build_apart(module: nn.Module, x: Tensor, topk_ids: Tensor) -> None:
 
     def build() -> None:
         try:
-            with torch.inference_mode(), _own_stream(x.device, after):
+            with torch.inference_mode(), _separate_stream(x.device, after):
                 tokens, ids = (make(shape, dtype=dtype, device=x.device) for make, shape, dtype in like)
                 _run(module, tokens, ids, torch.zeros(ids.shape, device=x.device))
         except BaseException as error:
@@ -241,7 +241,7 @@ def _build_apart(module: nn.Module, x: Tensor, topk_ids: Tensor) -> None:
 
 
 @contextmanager
-def _own_stream(device: torch.device, after: torch.cuda.Stream | None) -> Generator[None]:
+def _separate_stream(device: torch.device, after: torch.cuda.Stream | None) -> Generator[None]:
     if device.type != "cuda":
         yield
         return
@@ -259,9 +259,9 @@ def _module_of(handle: Tensor) -> nn.Module:
     address = handle.data_ptr()
     for _ in range(2):
         reference = _MODULES.get(address)
-        found = None if reference is None else reference()
-        if found is not None and _handle(found).data_ptr() == address:
-            return found
+        module = None if reference is None else reference()
+        if module is not None and _handle(module).data_ptr() == address:
+            return module
         # A model compiled before its first call, moved or copied: no call has told yet where its handles are.
         _MODULES.clear()
         # By type: isinstance would ask a weak proxy, which may be dead.
@@ -273,7 +273,7 @@ def _module_of(handle: Tensor) -> nn.Module:
     )
 
 
-def _build_once(module: nn.Module, x: Tensor, topk_ids: Tensor) -> _Entry:
+def _build_once(module: nn.Module, x: Tensor, topk_ids: Tensor) -> _BuiltLayer:
     """Build the layer of ``module`` and remember it; one thread builds, others that need it wait."""
     if is_capturing(x.device):
         raise InputError(
@@ -282,7 +282,7 @@ def _build_once(module: nn.Module, x: Tensor, topk_ids: Tensor) -> _Entry:
     with _building:
         stamp, entry = _stamp(module, x, topk_ids), _LAYERS.get(module)
         if entry is None or entry.stamp != stamp:
-            _LAYERS[module] = entry = _Entry(layer=_build(module, x, topk_ids.shape[-1]), stamp=stamp)
+            _LAYERS[module] = entry = _BuiltLayer(layer=_build(module, x, topk_ids.shape[-1]), stamp=stamp)
             _add_repr(module)
     return entry
 
@@ -305,5 +305,5 @@ def _build(module: Any, x: Tensor, top_k: int) -> MoELayer:
 
 def _stamp(module: nn.Module, x: Tensor, topk_ids: Tensor) -> tuple[object, ...]:
     """Return what a layer is built for: the kind of tokens, and the parameters as they are."""
-    held = ((p.data_ptr(), write_count(p), p.dtype, p.device) for p in module.parameters(recurse=False))
-    return x.dtype, topk_ids.shape[-1], *held
+    parameters = ((p.data_ptr(), write_count(p), p.dtype, p.device) for p in module.parameters(recurse=False))
+    return x.dtype, topk_ids.shape[-1], *parameters

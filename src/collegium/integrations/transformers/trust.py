@@ -22,17 +22,17 @@ from ...errors import CheckpointError, ConfigError, InputError, SpecError
 from ...formats.payload import Payload
 from ...models import NESTED, Declared, declared_format, family_of, method_of, quantization_block
 from ...types import ExpertWeights, format_names
-from ..extra import extra
+from ..extra import import_extra
 from .modules import named_experts, write_count
 
-__all__ = ["Origin", "adopt", "check", "folder_of", "set_comparing"]
+__all__ = ["Origin", "record_origin", "check", "folder_of", "set_comparing"]
 
 _LOG = logging.getLogger(__name__)
 _ATTRIBUTE = "_collegium_origin"  # on the module itself, so that it goes with copies
-_FEW = 4  # rows read at a time where rows share no scale
+_ROWS_PER_READ = 4  # rows read at a time where rows share no scale
 # A model may be rounded to bfloat16 three times: its scale, the product, and for a later dtype.
 _TOLERANCE = 2 * torch.finfo(torch.bfloat16).eps
-_SWITCH = {"compare": True}
+_SETTINGS = {"compare": True}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -55,7 +55,7 @@ class Origin:
 
 def set_comparing(compare: bool) -> None:
     """Compare the experts of layers built from now on with their checkpoint, or leave that to the caller."""
-    _SWITCH["compare"] = compare
+    _SETTINGS["compare"] = compare
 
 
 def folder_of(config: Any, *, cache_dir: str | None = None, subfolder: str = "") -> Path | None:
@@ -65,7 +65,7 @@ def folder_of(config: Any, *, cache_dir: str | None = None, subfolder: str = "")
         return None
     folder = Path(named)
     if not folder.is_dir():
-        ask, revision = extra("huggingface_hub").try_to_load_from_cache, getattr(config, "_commit_hash", None)
+        ask, revision = import_extra("huggingface_hub").try_to_load_from_cache, getattr(config, "_commit_hash", None)
         try:
             found = ask(named, "config.json", cache_dir=cache_dir, revision=revision)
         except ValueError:  # no name of a repository
@@ -76,15 +76,15 @@ def folder_of(config: Any, *, cache_dir: str | None = None, subfolder: str = "")
     return (folder / subfolder).absolute()
 
 
-def adopt(model: Any, folder: Path | None, why: str = "") -> None:
+def record_origin(model: Any, folder: Path | None, why: str = "") -> None:
     """Note where the experts of ``model`` come from, once; why: the reason where no folder is given."""
-    quantizer, block = getattr(model, "hf_quantizer", None), _block(model.config)
+    quantizer, block = getattr(model, "hf_quantizer", None), _config_block(model.config)
     if quantizer is not None and not quantizer.pre_quantized:
         folder, why = None, "transformers quantised the weights while it loaded them"
-    found = named_experts(model)
-    for name, layer, module in found:
+    experts = named_experts(model)
+    for name, layer, module in experts:
         if not hasattr(module, _ATTRIBUTE):
-            alone = sum(other == layer for _, other, _ in found) == 1
+            alone = sum(other == layer for _, other, _ in experts) == 1
             origin = Origin(
                 name=name,
                 layer=layer,
@@ -105,11 +105,11 @@ def check(module: nn.Module, weights: ExpertWeights[Payload]) -> None:
         return
     origin: Origin | None = getattr(module, _ATTRIBUTE, None)
     if origin is None:
-        block = _block(getattr(module, "config", None))
+        block = _config_block(getattr(module, "config", None))
         origin = Origin(name=type(module).__name__, layer=0, folder=None, why="", versions=(), quantization=block)
     if origin.trusted:
         return
-    reason = _compare(module, weights, origin) if _SWITCH["compare"] else "register(compare=False) was called"
+    reason = _compare(module, weights, origin) if _SETTINGS["compare"] else "register(compare=False) was called"
     if reason is None:
         origin.trusted = True
         return
@@ -136,14 +136,14 @@ def _compare(module: nn.Module, weights: ExpertWeights[Payload], origin: Origin)
         wanted = (spec.num_experts, spec.gate_up_parts, spec.intermediate_size, spec.expert_hidden_size)
         if weights.gate_up.shape != wanted:
             return f"{weights.gate_up.shape} of them are held here, the checkpoint has {wanted}"
-        found = _difference(layer, weights)
+        difference = _difference(layer, weights)
     except (CheckpointError, SpecError, InputError, OSError) as error:
         return f"{error}"[:500]
-    if found is None:
+    if difference is None:
         return None
     raise ConfigError(
-        f"{origin.name}: {found[0]}: transformers {extra('transformers').__version__} loaded numbers that are "
-        f"{found[1]:.1%} off those of the checkpoint {origin.folder} ({format_names(layer.spec.formats)}); rounding "
+        f"{origin.name}: {difference[0]}: transformers {import_extra('transformers').__version__} loaded numbers that are "
+        f"{difference[1]:.1%} off those of the checkpoint {origin.folder} ({format_names(layer.spec.formats)}); rounding "
         f"is at most {_TOLERANCE:.1%}. Load the model with load_model({origin.folder!r}), which reads the experts "
         "itself. "
         "Where you changed the weights on purpose (an adapter that was merged, for instance), say so with "
@@ -184,8 +184,8 @@ def _samples(
             source = layer.source(expert, which)
             theirs = weights.down[expert] if which == "down" else weights.gate_up[expert][half]
             # a block that is cut short by the end of the matrix is the one most easily misread
-            last = (source.rows - 1) // step * step if step > 1 else max(0, source.rows - _FEW)
-            for start, stop in {(0, min(source.rows, max(step, _FEW))), (last, source.rows)}:
+            last = (source.rows - 1) // step * step if step > 1 else max(0, source.rows - _ROWS_PER_READ)
+            for start, stop in {(0, min(source.rows, max(step, _ROWS_PER_READ))), (last, source.rows)}:
                 yield source, (start, stop), theirs
 
 
@@ -205,19 +205,19 @@ def _rows(matrix: Payload, start: int, stop: int) -> Tensor:
         return matrix.decode()[start:stop]
 
 
-def _block(config: Any) -> dict[str, object] | None:
+def _config_block(config: Any) -> dict[str, object] | None:
     """Return ``quantization_config`` of a model's config or of its text part as an object of JSON."""
     for name in ("", *NESTED):
         config = getattr(config, name, config) if name else config
-        found = getattr(config, "quantization_config", None)
-        if found:
-            return cast("dict[str, object]", dict(found if isinstance(found, dict) else found.to_dict()))
+        block = getattr(config, "quantization_config", None)
+        if block:
+            return cast("dict[str, object]", dict(block if isinstance(block, dict) else block.to_dict()))
     return None
 
 
 def _stored_block(origin: Origin) -> dict[str, object] | None:
     """Return what the folder's config says: transformers deletes the entry of a model it has decoded."""
-    if origin.folder is None or not _SWITCH["compare"]:
+    if origin.folder is None or not _SETTINGS["compare"]:
         return None
     try:
         block = quantization_block(read_config(Path(origin.folder)))
@@ -236,7 +236,7 @@ def _refuse_method(module: nn.Module, weights: ExpertWeights[Payload], origin: O
     if declared is not None and declared.method is None:
         return  # the experts are on the list of what is not quantised
     form = block.get("quant_algo") if declared is None else declared.format
-    readers = extra("transformers.quantizers.auto").AUTO_QUANTIZATION_CONFIG_MAPPING
+    readers = import_extra("transformers.quantizers.auto").AUTO_QUANTIZATION_CONFIG_MAPPING
     why: str | None = None
     if not any(known.startswith(method) for known in readers):
         why = "it has no reader of this method and takes the codes for weights"
@@ -248,7 +248,7 @@ def _refuse_method(module: nn.Module, weights: ExpertWeights[Payload], origin: O
     if why is not None:
         raise ConfigError(
             f"{origin.name}: config.json says quant_method {method!r}, format {form}; transformers "
-            f"{extra('transformers').__version__} reads such experts wrongly: {why}. Load the model with load_model(), "
+            f"{import_extra('transformers').__version__} reads such experts wrongly: {why}. Load the model with load_model(), "
             "which reads them itself; where these weights come from elsewhere, delete quantization_config of the config"
         )
 

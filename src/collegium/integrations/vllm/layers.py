@@ -24,18 +24,28 @@ from ...problem import Limits, Overrides, Problem
 from ...runtime.devices import probe
 from ...types import ActivationSpec, ExpertWeights, MoESpec, RoutingSpec
 
-__all__ = ["Seen", "Stored", "activation_of", "audited", "choose", "faster", "loaded_weights", "padded", "stored_as"]
+__all__ = [
+    "LoadedShards",
+    "StoredAs",
+    "activation_of",
+    "check_weights",
+    "plan_layer",
+    "fp8_core_format",
+    "loaded_weights",
+    "is_padded",
+    "stored_as",
+]
 
-Seen = dict[int, set[tuple[int, str]]]  # id of a parameter to the (local expert, shard) loaded into it
+LoadedShards = dict[int, set[tuple[int, str]]]  # id of a parameter to the (local expert, shard) loaded into it
 # What vLLM adds to a rank's slice is zeros here. It may have to be kept, because slices are of unequal width.
-_FILLED = ("mxfp4", "fp8_block")
+_PADDED_FORMATS = ("mxfp4", "fp8_block")
 _KINDS = {
     "silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "swiglustep": "swiglu_step",
     "silu_no_mul": "silu", "gelu_no_mul": "gelu", "relu2_no_mul": "relu2",
 }  # fmt: skip
 
 
-class Stored(NamedTuple):
+class StoredAs(NamedTuple):
     """How a method of vLLM keeps weights, as arguments of ``Payload.from_parts``. Format ``plain``: as their dtype.
 
     activations: the format of dynamically scaled activations that the checkpoint declares, None for 16 bits.
@@ -43,24 +53,24 @@ class Stored(NamedTuple):
 
     format: str
     storage: str
-    more: Mapping[str, Any] = {}
+    options: Mapping[str, Any] = {}
     activations: str | None = None
 
 
 _STORED = {
-    "UnquantizedFusedMoEMethod": Stored("plain", "plain"),
-    "ModelOptFp8MoEMethod": Stored("fp8_tensor", "modelopt"),
-    "ModelOptMxFp8FusedMoE": Stored("mxfp8", "modelopt", activations="mxfp8"),
-    "ModelOptNvFp4FusedMoE": Stored("nvfp4", "modelopt"),
-    "CompressedTensorsW8A8Mxfp8MoEMethod": Stored("mxfp8", "compressed-tensors", activations="mxfp8"),
-    "CompressedTensorsW4A4Mxfp4MoEMethod": Stored("mxfp4", "compressed-tensors"),
-    "CompressedTensorsW4A4Nvfp4MoEMethod": Stored("nvfp4", "compressed-tensors"),
-    "GptOssMxfp4MoEMethod": Stored("mxfp4", "compressed-tensors"),
-    "Mxfp4MoEMethod": Stored("mxfp4", "compressed-tensors"),
+    "UnquantizedFusedMoEMethod": StoredAs("plain", "plain"),
+    "ModelOptFp8MoEMethod": StoredAs("fp8_tensor", "modelopt"),
+    "ModelOptMxFp8FusedMoE": StoredAs("mxfp8", "modelopt", activations="mxfp8"),
+    "ModelOptNvFp4FusedMoE": StoredAs("nvfp4", "modelopt"),
+    "CompressedTensorsW8A8Mxfp8MoEMethod": StoredAs("mxfp8", "compressed-tensors", activations="mxfp8"),
+    "CompressedTensorsW4A4Mxfp4MoEMethod": StoredAs("mxfp4", "compressed-tensors"),
+    "CompressedTensorsW4A4Nvfp4MoEMethod": StoredAs("nvfp4", "compressed-tensors"),
+    "GptOssMxfp4MoEMethod": StoredAs("mxfp4", "compressed-tensors"),
+    "Mxfp4MoEMethod": StoredAs("mxfp4", "compressed-tensors"),
 }
 
 
-def stored_as(method: Any) -> Stored:
+def stored_as(method: Any) -> StoredAs:
     """Return how a method of vLLM keeps the weights it loads; raises SpecError for one that is not known."""
     name: str = type(method).__name__
     quant, config = (cast("Any", getattr(method, what, None)) for what in ("weight_quant", "quant_config"))
@@ -70,15 +80,15 @@ def stored_as(method: Any) -> Stored:
         case "Fp8MoEMethod":
             dynamic = getattr(config, "activation_scheme", None) == "dynamic"
             if not method.block_quant:
-                return Stored("fp8_tensor", "finegrained-fp8", activations="fp8_token" if dynamic else None)
+                return StoredAs("fp8_tensor", "finegrained-fp8", activations="fp8_token" if dynamic else None)
             block = method.moe_block_shape if method.weight_scale_refine else method.weight_block_size
             activations = "fp8_group128" if dynamic else None
-            return Stored("fp8_block", "finegrained-fp8", {"block": tuple(block)}, activations)
+            return StoredAs("fp8_block", "finegrained-fp8", {"block": tuple(block)}, activations)
         case "CompressedTensorsW8A8Fp8MoEMethod":
             strategy = str(getattr(quant.strategy, "value", quant.strategy))
             more = {"block": tuple(method.weight_block_size)} if strategy == "block" else {}
             activations = _declared_e4m3(getattr(method, "input_quant", None))
-            return Stored(f"fp8_{strategy}", "compressed-tensors", more, activations)
+            return StoredAs(f"fp8_{strategy}", "compressed-tensors", more, activations)
         case "CompressedTensorsWNA16MoEMethod":
             storage = "compressed-tensors" if quant.symmetric else "compressed-tensors-asymmetric"
             return _integers(storage, quant.num_bits, quant.group_size, quant.actorder, symmetric=quant.symmetric)
@@ -102,11 +112,11 @@ def _declared_e4m3(arguments: Any) -> str | None:
     return {"group": "fp8_group128", "token": "fp8_token", "tensor": "fp8_token"}.get(strategy)
 
 
-def _integers(storage: str, bits: int, group: int | None, order: Any, *, symmetric: bool) -> Stored:
+def _integers(storage: str, bits: int, group: int | None, order: Any, *, symmetric: bool) -> StoredAs:
     if getattr(order, "value", order) in ("group", "dynamic", True):
         raise SpecError("its columns are in activation order, of which vLLM keeps no index")
     name = "int4_group" if bits == 4 and symmetric else f"int{bits}_affine"
-    return Stored(name, storage, {"group_size": None if group == -1 else group})
+    return StoredAs(name, storage, {"group_size": None if group == -1 else group})
 
 
 def activation_of(moe: Any) -> ActivationSpec:
@@ -145,22 +155,22 @@ def _refuse(layer: Any) -> None:
             raise SpecError(reason)
 
 
-def padded(layer: Any) -> bool:
+def is_padded(layer: Any) -> bool:
     """Return whether vLLM made the parameters of a layer larger than its experts."""
     moe, allocated = layer.moe_config, (layer.intermediate_size_per_partition, layer.hidden_size)
     return allocated != (moe.intermediate_size_per_partition_unpadded, moe.hidden_dim_unpadded)
 
 
-def _sizes(layer: Any, stored: Stored) -> tuple[int, int]:
+def _sizes(layer: Any, stored: StoredAs) -> tuple[int, int]:
     """Return the intermediate width of this rank's experts and their hidden size."""
     moe = layer.moe_config
-    if stored.format in _FILLED and (moe.tp_size > 1 or moe.tp_shard_with_padding):
+    if stored.format in _PADDED_FORMATS and (moe.tp_size > 1 or moe.tp_shard_with_padding):
         return layer.intermediate_size_per_partition, moe.hidden_dim_unpadded
     return moe.intermediate_size_per_partition_unpadded, moe.hidden_dim_unpadded
 
 
-def choose(
-    layer: Any, stored: Stored, activations: str | None = None, weights: ExpertWeights[Payload] | None = None
+def plan_layer(
+    layer: Any, stored: StoredAs, activations: str | None = None, weights: ExpertWeights[Payload] | None = None
 ) -> Plan:
     """Plan a layer of vLLM. weights: once they are loaded.
 
@@ -168,7 +178,7 @@ def choose(
     model's dtype. Raises InputError, SpecError and PlanError, which say why Collegium does not run it.
     """
     _refuse(layer)
-    moe, (wide, hidden) = layer.moe_config, _sizes(layer, stored)
+    moe, (intermediate_size, hidden) = layer.moe_config, _sizes(layer, stored)
     weight = next(param for name, param in layer.named_parameters(recurse=False) if name.startswith("w13_"))
     kind = FLOAT_FORMATS.get(weight.dtype) if stored.format == "plain" else by_name(stored.format)
     facts = probe(weight.device)
@@ -177,7 +187,7 @@ def choose(
     problem = Problem(
         spec=MoESpec(
             hidden_size=hidden,
-            intermediate_size=wide if moe.tp_size == 1 else moe.intermediate_size,
+            intermediate_size=intermediate_size if moe.tp_size == 1 else moe.intermediate_size,
             num_experts=moe.num_experts,
             routing=RoutingSpec(top_k=moe.experts_per_token, weight_on_input=bool(layer.apply_router_weight_on_input)),
             activation=activation_of(moe),
@@ -188,7 +198,7 @@ def choose(
         # where vLLM gathers the tokens of several engines, all of them come
         limits=Limits(max_tokens=moe.max_num_tokens * moe.dp_size * moe.pcp_size),
         dtype=cast("Any", FLOAT_FORMATS[moe.in_dtype].name),
-        placement=_placement(layer, wide),
+        placement=_placement(layer, intermediate_size),
         graph=facts.kind == "cuda",
     )
     formats_within(activations or problem.dtype, None)  # refuses static ones before anything is loaded
@@ -199,15 +209,17 @@ def choose(
     return plan(problem, Overrides(activation_format=activations, dispatcher=dispatcher))
 
 
-def faster(made: Plan) -> str | None:
+def fp8_core_format(layer_plan: Plan) -> str | None:
     """Return the activation format with which FP8 tensor cores would run the experts of ``made``, or None.
 
     Only for activations that are not in FP8 already.
     """
-    if made.activation_format not in DTYPES or not _fp8_cores(made.problem):
+    if layer_plan.activation_format not in DTYPES or not _fp8_cores(layer_plan.problem):
         return None
     with suppress(PlanError):
-        return plan(made.problem, replace(made.overrides, activation_format="fp8_group128")).activation_format
+        return plan(
+            layer_plan.problem, replace(layer_plan.overrides, activation_format="fp8_group128")
+        ).activation_format
     return None
 
 
@@ -216,47 +228,49 @@ def _fp8_cores(problem: Problem) -> bool:
     return capability is not None and capability >= (8, 9)
 
 
-def _placement(layer: Any, wide: int) -> Placement | None:
+def _placement(layer: Any, intermediate_size: int) -> Placement | None:
     """Return what this rank holds; vLLM adds the ranks' parts of the sum itself."""
     moe = layer.moe_config
     if moe.ep_size == 1 and moe.tp_size == 1:
         return None
     slots: list[int] = list(range(moe.num_experts)) if layer._expert_map is None else layer._expert_map.tolist()
-    held = sorted((slot, expert) for expert, slot in enumerate(slots) if slot >= 0)
-    ids, slices = tuple(expert for _, expert in held), {"tp_rank": moe.tp_rank, "tp_size": moe.tp_size}
-    return Placement(rank=moe.ep_rank, world_size=moe.ep_size, expert_ids=ids, slice_size=wide, **slices)
+    local_slots = sorted((slot, expert) for expert, slot in enumerate(slots) if slot >= 0)
+    ids, slices = tuple(expert for _, expert in local_slots), {"tp_rank": moe.tp_rank, "tp_size": moe.tp_size}
+    return Placement(rank=moe.ep_rank, world_size=moe.ep_size, expert_ids=ids, slice_size=intermediate_size, **slices)
 
 
-def loaded_weights(layer: Any, stored: Stored, seen: Seen) -> ExpertWeights[Payload]:
+def loaded_weights(layer: Any, stored: StoredAs, loaded_shards: LoadedShards) -> ExpertWeights[Payload]:
     """Return what vLLM has loaded into a layer as our payloads, views where it can be; raises CheckpointErrors."""
-    moe, (wide, hidden) = layer.moe_config, _sizes(layer, stored)
-    made: list[Payload] = []
-    for which, shape in (("w13", (moe.w13_num_shards, wide, hidden)), ("w2", (hidden, wide))):
+    moe, (intermediate_size, hidden) = layer.moe_config, _sizes(layer, stored)
+    payloads: list[Payload] = []
+    for which, shape in (("w13", (moe.w13_num_shards, intermediate_size, hidden)), ("w2", (hidden, intermediate_size))):
         kind = FLOAT_FORMATS[layer.w13_weight.dtype] if stored.format == "plain" else by_name(stored.format)
-        found: dict[str, Tensor] = {}
+        parts: dict[str, Tensor] = {}
         for part in find_storage(kind, stored.storage).parts:
             if part.required:
-                own = _logical(layer, which, _taken(layer, which, part.suffix[1:], seen), part)
+                parameter = _logical(
+                    layer, which, _loaded_parameter(layer, which, part.suffix[1:], loaded_shards), part
+                )
                 # vLLM adds nothing to integers and blocks before they are loaded
-                cut = part.stored_shape(*shape[-2:]) if padded(layer) and not stored.more else ()
-                found[part.suffix] = own[(..., *(slice(0, size) for size in cut))]
+                cut = part.stored_shape(*shape[-2:]) if is_padded(layer) and not stored.options else ()
+                parts[part.suffix] = parameter[(..., *(slice(0, size) for size in cut))]
         full = (layer.local_num_experts, *shape)
-        made.append(kind.from_parts(found, storage=stored.storage, shape=full, **stored.more))
+        payloads.append(kind.from_parts(parts, storage=stored.storage, shape=full, **stored.options))
     if not moe.has_bias and "w13_bias" not in getattr(layer, "_loaded_expert_biases", ()):
-        return ExpertWeights(gate_up=made[0], down=made[1])
-    upper = _logical(layer, "w13", layer.w13_bias.detach(), None)[..., :wide]
+        return ExpertWeights(gate_up=payloads[0], down=payloads[1])
+    upper = _logical(layer, "w13", layer.w13_bias.detach(), None)[..., :intermediate_size]
     lower = layer.w2_bias.detach()[..., :hidden]
     lower = torch.zeros_like(lower) if moe.tp_rank else lower  # the sum over slices holds it once
-    return ExpertWeights(gate_up=made[0], down=made[1], gate_up_bias=upper, down_bias=lower)
+    return ExpertWeights(gate_up=payloads[0], down=payloads[1], gate_up_bias=upper, down_bias=lower)
 
 
-def _taken(layer: Any, which: str, name: str, seen: Seen) -> Tensor:
+def _loaded_parameter(layer: Any, which: str, name: str, loaded_shards: LoadedShards) -> Tensor:
     """Return a parameter of vLLM; raises MissingTensorError where it, or an expert of it, was not loaded."""
     param = getattr(layer, f"{which}_{name}", getattr(layer, f"{which}_{name.removesuffix('_packed')}", None))
     if param is None:
         raise MissingTensorError(f"{which}_{name} is missing in this release of vLLM; docs/vllm.md names those tested")
     shards = ("w2",) if which == "w2" else ("w1", "w3")[: layer.moe_config.w13_num_shards]
-    loaded = seen.get(id(param), set())
+    loaded = loaded_shards.get(id(param), set())
     if any(shard in shards for _, shard in loaded):
         wanted = {(expert, shard) for expert in range(layer.local_num_experts) for shard in shards}
         missing = ", ".join(f"{shard} of local expert {expert}" for expert, shard in sorted(wanted - loaded)[:8])
@@ -277,7 +291,7 @@ def _logical(layer: Any, which: str, tensor: Tensor, part: Part | None) -> Tenso
     return tensor.unflatten(1, (-1, parts)).movedim(2, 1)
 
 
-def audited(weights: ExpertWeights[Payload]) -> ExpertWeights[Payload]:
+def check_weights(weights: ExpertWeights[Payload]) -> ExpertWeights[Payload]:
     """Return ``weights``; raises BadScaleError for a number no expert may have, such as one that was never loaded."""
     for name, payload in (("gate_up", weights.gate_up), ("down", weights.down)):
         bad = payload.faults().nonzero()[:, 0].unique()[:8].tolist()

@@ -25,8 +25,17 @@ from ...planning import Plan
 from ...runtime.devices import plain_torch
 from ...runtime.warm_up import warm_up
 from ...types import Routing
-from ..extra import extra
-from .layers import Seen, Stored, audited, choose, faster, loaded_weights, padded, stored_as
+from ..extra import import_extra
+from .layers import (
+    LoadedShards,
+    StoredAs,
+    check_weights,
+    fp8_core_format,
+    is_padded,
+    loaded_weights,
+    plan_layer,
+    stored_as,
+)
 from .served import not_served
 
 __all__ = ["ACTIVATIONS", "MODE", "register", "vllm_experts"]
@@ -48,12 +57,12 @@ class _State:
 
     config: Any
     refusal: str | None = None
-    alone: Exception | None = None
-    stored: Stored | None = None
+    vllm_error: Exception | None = None
+    stored: StoredAs | None = None
     plan: Plan | None = None
-    seen: Seen = field(default_factory=Seen)
-    was: dict[Any, torch.dtype] = field(default_factory=dict[Any, torch.dtype])
-    together: list[Any] = field(default_factory=list[Any])
+    loaded_shards: LoadedShards = field(default_factory=LoadedShards)
+    dtypes_before: dict[Any, torch.dtype] = field(default_factory=dict[Any, torch.dtype])
+    layers: list[Any] = field(default_factory=list[Any])
 
 
 _waiting: list[Any] = []  # layers of the model that is being built and loaded, in order
@@ -69,12 +78,12 @@ def register() -> None:
     if _mode() == "off":
         return
     try:
-        layers = extra(f"{_LAYERS}.routed_experts", "vllm 0.32 or later", group="vllm").RoutedExperts
+        layers = import_extra(f"{_LAYERS}.routed_experts", "vllm 0.32 or later", group="vllm").RoutedExperts
         build, find, weights = layers.__init__, layers._get_quant_method, layers.get_expert_weights
     except (AttributeError, MissingExtraError) as error:
         if _mode() == "require":
             raise
-        say = extra("vllm.logger", group="vllm").init_logger("vllm.collegium")
+        say = import_extra("vllm.logger", group="vllm").init_logger("vllm.collegium")
         say.warning("Collegium: vLLM's own experts run all models, this release has other classes: %s", error)
         return
     if hasattr(layers, "collegium"):
@@ -83,29 +92,31 @@ def register() -> None:
 
     @functools.wraps(build)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        config = extra("vllm.config", group="vllm").get_current_vllm_config()
+        config = import_extra("vllm.config", group="vllm").get_current_vllm_config()
         object.__setattr__(self, "collegium", _State(config=config))
         object.__setattr__(self, "weight_loader", _recording(self, self.weight_loader))
         build(self, *args, **kwargs)
-        _consider(self, self.collegium)
+        _plan_before_loading(self, self.collegium)
 
     @functools.wraps(find)
     def get_quant_method(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return find(self, *args, **kwargs)
         except Exception as error:  # of many kinds: vLLM has no kernel for this machine
-            self.collegium.alone = error
-            with _any_kernel():
+            self.collegium.vllm_error = error
+            with _without_kernel_check():
                 return find(self, *args, **kwargs)
 
     @functools.wraps(weights)
     def get_expert_weights(self: Any) -> Any:
-        return _as_bytes(self.quant_method.packed) if isinstance(self.quant_method, _method_class()) else weights(self)
+        return (
+            _expert_bytes(self.quant_method.packed) if isinstance(self.quant_method, _method_class()) else weights(self)
+        )
 
     layers.__init__, layers._get_quant_method, layers.get_expert_weights = init, get_quant_method, get_expert_weights
 
 
-def _as_bytes(packed: MoELayer) -> list[Tensor]:
+def _expert_bytes(packed: MoELayer) -> list[Tensor]:
     """Return the packed experts as vLLM's balancer moves them: in place, ``[local physical experts, bytes]`` each."""
     return [tensor.view(len(tensor), -1).view(torch.uint8) for tensor in packed.experts.slots()]
 
@@ -122,20 +133,20 @@ def _mode() -> str:
 
 
 @contextmanager
-def _any_kernel() -> Generator[None]:
+def _without_kernel_check() -> Generator[None]:
     """Let vLLM's methods be built, and load weights, on a machine for which vLLM has no kernel."""
 
     def none(*_: object, **__: object) -> tuple[None, None]:
         return None, None
 
     modules = [m for name, m in sys.modules.items() if name.startswith("vllm.model_executor.layers.quantization")]
-    found = [(m, n, v) for m in modules for n, v in vars(m).items() if re.fullmatch(r"select_\w+_moe_backend", n)]
+    selectors = [(m, n, v) for m in modules for n, v in vars(m).items() if re.fullmatch(r"select_\w+_moe_backend", n)]
     try:
-        for module, name, _ in found:
+        for module, name, _ in selectors:
             setattr(module, name, none)
         yield
     finally:
-        for module, name, value in found:
+        for module, name, value in selectors:
             setattr(module, name, value)
 
 
@@ -147,91 +158,93 @@ def _recording(layer: Any, load: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         state, dtypes = layer.collegium, (loaded_weight.dtype, param.dtype)
         if "scale" in weight_name and set(dtypes) <= set(FLOAT_FORMATS) and torch.promote_types(*dtypes) != param.dtype:
-            state.was[param] = param.dtype
+            state.dtypes_before[param] = param.dtype
             param.data = param.data.to(loaded_weight.dtype)
         if expert_id is not None and loaded_weight.dim() < max(param.dim(), 2):
             local = layer._map_global_expert_id_to_local_expert_id(expert_id)
-            state.seen.setdefault(id(param), set()).add((local, str(shard_id)))
+            state.loaded_shards.setdefault(id(param), set()).add((local, str(shard_id)))
         return load(param, loaded_weight, weight_name, shard_id, expert_id, *rest, **more)
 
     loader.supports_moe_loading = True  # type: ignore[attr-defined]
     return loader
 
 
-def _consider(layer: Any, state: _State) -> None:
+def _plan_before_loading(layer: Any, state: _State) -> None:
     """Plan one layer from what is known before its weights are, and make its method hand the weights to us."""
     method = layer.quant_method
     try:
         state.stored = stored_as(method)
-        state.plan = choose(layer, state.stored, _option(ACTIVATIONS) or None)
+        state.plan = plan_layer(layer, state.stored, _option(ACTIVATIONS) or None)
         reason = not_served(state.plan) if _mode() == "auto" else None
         if reason is not None:
             raise PlanError(reason)
-        if state.stored.format == "plain" and not padded(layer):
+        if state.stored.format == "plain" and not is_padded(layer):
             for name in ("w13_weight", "w2_weight"):
                 getattr(layer, name).data.fill_(torch.nan)  # what no file fills is seen
     except CollegiumError as error:
         state.refusal = str(error)
-        if _mode() == "require" or state.alone is not None:
-            own = "" if state.alone is None else f"; nor does vLLM itself run it here: {state.alone}"
-            raise PlanError(f"{layer.layer_name} cannot run through Collegium: {error}{own}") from state.alone
-    method.process_weights_after_loading = functools.partial(_finish, method.process_weights_after_loading)
+        if _mode() == "require" or state.vllm_error is not None:
+            own = "" if state.vllm_error is None else f"; nor does vLLM itself run it here: {state.vllm_error}"
+            raise PlanError(f"{layer.layer_name} cannot run through Collegium: {error}{own}") from state.vllm_error
+    method.process_weights_after_loading = functools.partial(_pack_or_finish, method.process_weights_after_loading)
     _waiting.append(layer)
 
 
 @plain_torch()
-def _finish(original: Callable[[Any], None], layer: Any) -> None:
+def _pack_or_finish(original: Callable[[Any], None], layer: Any) -> None:
     """Pack a layer, or let vLLM finish it; with the first layer of a model it is decided for all of them."""
     state: _State = layer.collegium
     if layer in _waiting:
         # a model that failed to load may have left some
         layers = [other for other in _waiting if other.collegium.config is state.config]
         _waiting.clear()
-        _decide(layers)
+        _decide_model(layers)
     if state.plan is None or state.stored is None:
-        for param, dtype in state.was.items():
+        for param, dtype in state.dtypes_before.items():
             param.data = param.data.to(dtype)
         original(layer)
     else:
-        packed = MoELayer(loaded_weights(layer, state.stored, state.seen), state.plan)
+        packed = MoELayer(loaded_weights(layer, state.stored, state.loaded_shards), state.plan)
         for name, param in layer.named_parameters(recurse=False):
             if name.startswith(("w13_", "w2_")):
                 param.data = param.data.new_empty(0)
         del layer.quant_method  # some methods are modules, which no other object may replace
         layer._replace_quant_method(_method_class()(layer.moe_config, packed))
-        done = [each.quant_method for each in state.together if isinstance(each.quant_method, _method_class())]
-        if len(done) == len(state.together):
+        done = [each.quant_method for each in state.layers if isinstance(each.quant_method, _method_class())]
+        if len(done) == len(state.layers):
             warm_up([each.packed for each in done])
-    state.was.clear()
+    state.dtypes_before.clear()
 
 
-def _decide(layers: list[Any]) -> None:
+def _decide_model(layers: list[Any]) -> None:
     """Audit the loaded weights of a model's layers, settle whether all of them run through Collegium, and say so."""
     kinds: dict[str, list[Any]] = {}
     for layer in layers:
         state: _State = layer.collegium
-        state.together = layers
+        state.layers = layers
         if state.refusal is None and state.stored is not None:
             try:
-                weights = audited(loaded_weights(layer, state.stored, state.seen))
-                state.plan = choose(layer, state.stored, _option(ACTIVATIONS) or None, weights)
-                kinds.setdefault(_told(state.plan), []).append(layer)
+                weights = check_weights(loaded_weights(layer, state.stored, state.loaded_shards))
+                state.plan = plan_layer(layer, state.stored, _option(ACTIVATIONS) or None, weights)
+                kinds.setdefault(_plan_summary(state.plan), []).append(layer)
             except CollegiumError as error:
                 state.refusal = str(error)
     if layers[0].moe_config.moe_parallel_config.enable_eplb:
         for layer in (each for others in list(kinds.values())[1:] for each in others):
             layer.collegium.refusal = "packed unlike others; vLLM moves all through one buffer; leave out --enable-eplb"
-    say = extra("vllm.logger", group="vllm").init_logger("vllm.collegium")
+    say = import_extra("vllm.logger", group="vllm").init_logger("vllm.collegium")
     refused = [(each.layer_name, each.collegium.refusal) for each in layers if each.collegium.refusal is not None]
     config = layers[0].collegium.config
     if config.parallel_config.world_size_across_dp > 1:
-        group = extra("vllm.distributed.parallel_state", group="vllm").get_ep_group()
-        found: list[Any] = [None] * group.world_size
-        torch.distributed.all_gather_object(found, refused, group=group.cpu_group)
-        refused = refused or [(f"on another rank {name}", reason) for others in found for name, reason in others]
+        group = import_extra("vllm.distributed.parallel_state", group="vllm").get_ep_group()
+        refused_by_rank: list[Any] = [None] * group.world_size
+        torch.distributed.all_gather_object(refused_by_rank, refused, group=group.cpu_group)
+        refused = refused or [
+            (f"on another rank {name}", reason) for others in refused_by_rank for name, reason in others
+        ]
     if refused:
-        listed = f"{len(refused)} of {len(layers)} MoE layers are refused: {_listed(refused)}"
-        alone = next((each.collegium.alone for each in layers if each.collegium.alone is not None), None)
+        listed = f"{len(refused)} of {len(layers)} MoE layers are refused: {_refusal_text(refused)}"
+        alone = next((each.collegium.vllm_error for each in layers if each.collegium.vllm_error is not None), None)
         if _mode() == "require" or alone is not None:
             raise PlanError(listed if alone is None else f"{listed}; nor does vLLM itself run them here: {alone}")
         for layer in layers:
@@ -250,13 +263,13 @@ def _report(say: Any, kinds: dict[str, list[Any]], count: int) -> None:
         say.info("Collegium: runs the experts of %s: %s", of, text)
     if _option(ACTIVATIONS):
         return
-    forms = (faster(those[0].collegium.plan) for those in kinds.values())
+    forms = (fp8_core_format(those[0].collegium.plan) for those in kinds.values())
     form = next((form for form in forms if form is not None), None)
     if form is not None:
         say.info("Collegium: %s=%s runs experts on FP8 tensor cores and rounds activations to FP8", ACTIVATIONS, form)
 
 
-def _listed(refused: list[tuple[str, str]]) -> str:
+def _refusal_text(refused: list[tuple[str, str]]) -> str:
     """Return names of layers and the reasons why they are refused, each reason once."""
     names: dict[str, list[str]] = {}
     for name, reason in refused:
@@ -265,17 +278,24 @@ def _listed(refused: list[tuple[str, str]]) -> str:
     return "; ".join(f"{group[0]}{more[reason]}: {reason}" for reason, group in names.items())
 
 
-def _told(made: Plan) -> str:
+def _plan_summary(layer_plan: Plan) -> str:
     """Return what is said of a plan; layers of which the same is said are packed alike."""
-    spec, where = made.problem.spec, made.problem.placement or f"all {made.problem.spec.num_experts} experts"
-    text = f"kernel {made.kernel}, weights {spec.weight_format}, activations {made.activation_format}, {where}"
+    spec, where = (
+        layer_plan.problem.spec,
+        layer_plan.problem.placement or f"all {layer_plan.problem.spec.num_experts} experts",
+    )
+    text = (
+        f"kernel {layer_plan.kernel}, weights {spec.weight_format}, activations {layer_plan.activation_format}, {where}"
+    )
     biases = " with biases" if spec.expert_bias else ""
-    return f"{text}, {spec.intermediate_size} wide{biases}, at most {made.problem.limits.max_tokens} tokens a pass"
+    return (
+        f"{text}, {spec.intermediate_size} wide{biases}, at most {layer_plan.problem.limits.max_tokens} tokens a pass"
+    )
 
 
 @functools.cache
 def _method_class() -> Any:
-    base: Any = extra(f"{_LAYERS}.fused_moe_method_base", group="vllm").FusedMoEMethodBase
+    base: Any = import_extra(f"{_LAYERS}.fused_moe_method_base", group="vllm").FusedMoEMethodBase
 
     class CollegiumMoEMethod(base):
         """The method of a layer whose experts are packed. vLLM routes, and adds what ranks return."""
@@ -306,7 +326,7 @@ def _method_class() -> Any:
 @torch.library.custom_op("collegium::vllm_experts", mutates_args=())
 def vllm_experts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, layer_name: str) -> Tensor:
     """Return what the experts of the layer that vLLM calls ``layer_name`` make of ``x [T, H]``."""
-    layers = extra("vllm.forward_context", group="vllm").get_forward_context().no_compile_layers
+    layers = import_extra("vllm.forward_context", group="vllm").get_forward_context().no_compile_layers
     packed: MoELayer = layers[layer_name].routed_experts.quant_method.packed
     return packed(x, routing=Routing(topk_ids=topk_ids, topk_weights=topk_weights))
 
