@@ -11,7 +11,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 
-__all__ = ["EXIT_CODE", "TEXT", "install", "was_interrupted", "interrupt_once"]
+__all__ = ["EXIT_CODE", "TEXT", "install", "interrupt_once", "was_interrupted"]
 
 EXIT_CODE = 128 + signal.SIGINT
 TEXT = "stopped by Ctrl-C"

@@ -19,6 +19,7 @@ from collegium import cli
 from collegium.commands import generate as writing, inspect as inspecting, memory_check
 from collegium.commands.bench import bench
 from collegium.commands.memory_check import bytes_per_weight, check_free_memory, free_bytes, layer_needs
+from collegium.commands.plot import check_picture
 from collegium.commands.printing import print_json
 from collegium.errors import InputError
 from collegium.runtime.devices import probe
@@ -219,8 +220,8 @@ def test_impossible_pictures_are_refused_first(tmp_path, said, monkeypatch):
     ):
         (tmp_path / "a.png").mkdir(exist_ok=True)
         with pytest.raises(InputError, match=text):
-            plot.check_picture(str(tmp_path / name))
-    plot.check_picture(str(tmp_path / "b.png"))
+            check_picture(str(tmp_path / name))
+    check_picture(str(tmp_path / "b.png"))
     assert not (tmp_path / "b.png").exists()
 
 

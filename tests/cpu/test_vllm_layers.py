@@ -285,19 +285,11 @@ def test_a_tensor_that_no_file_has_is_named() -> None:
 def test_numbers_no_expert_may_have_are_named() -> None:
     tensors, _ = as_vllm_loads("ct mxfp4")
     tensors["w2_weight_scale"][3, 5, 1] = 255
-<<<<<<< HEAD
     with raises_with(BadScaleError, "[3]"):
-        audited(loaded_weights(Layer(tensors, moe()), Stored("mxfp4", "compressed-tensors"), {}))
-    plain = {"w13_weight": torch.full((2, 2 * WIDE, HIDDEN), torch.nan), "w2_weight": torch.ones(2, HIDDEN, WIDE)}
-    with raises_with(BadScaleError, "gate_up", "[0, 1]"):
-        audited(loaded_weights(Layer(plain, moe()), Stored("plain", "plain"), {}))
-=======
-    with pytest.raises(BadScaleError, match=r"down of local experts \[3\]"):
         check_weights(loaded_weights(Layer(tensors, moe()), StoredAs("mxfp4", "compressed-tensors"), {}))
     plain = {"w13_weight": torch.full((2, 2 * WIDE, HIDDEN), torch.nan), "w2_weight": torch.ones(2, HIDDEN, WIDE)}
-    with pytest.raises(BadScaleError, match=r"gate_up of local experts \[0, 1\]"):
+    with raises_with(BadScaleError, "gate_up", "[0, 1]"):
         check_weights(loaded_weights(Layer(plain, moe()), StoredAs("plain", "plain"), {}))
->>>>>>> abd1037 (commands, cli: rename locals, write help and messages in plain English)
     one = {"w13_weight": torch.ones(2, 2 * WIDE, HIDDEN), "w2_weight": torch.ones(2, HIDDEN, WIDE)}
     biases = {"w13_bias": torch.zeros(2, 2 * WIDE), "w2_bias": torch.full((2, HIDDEN), torch.inf)}
     with pytest.raises(BadScaleError, match="a bias"):
@@ -402,17 +394,10 @@ def test_the_option_names_activations(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, stored = Layer(tensors, moe(in_dtype=torch.bfloat16)), StoredAs("mxfp4", "compressed-tensors")
     assert plan_layer(layer, stored, "fp8_token").activation_format == "fp8_token"
     with pytest.raises(Exception, match="fp3"):
-<<<<<<< HEAD
-        choose(layer, stored, "fp3")
-    with raises_with(InputError, "fp8_static"):
-        choose(layer, stored, "fp8_static")
-    assert faster(choose(layer, stored)) is None, "a CPU has no FP8 tensor cores"
-=======
         plan_layer(layer, stored, "fp3")
-    with pytest.raises(InputError, match="fp8_static: found no calibrated scales"):
+    with raises_with(InputError, "fp8_static"):
         plan_layer(layer, stored, "fp8_static")
     assert fp8_core_format(plan_layer(layer, stored)) is None, "a CPU has no FP8 tensor cores"
->>>>>>> abd1037 (commands, cli: rename locals, write help and messages in plain English)
     monkeypatch.setattr(layers, "probe", lambda _: HOPPER)
     assert plan_layer(layer, stored).kernel == "triton_w4a16"
     made = plan_layer(layer, stored, "fp8_group128")

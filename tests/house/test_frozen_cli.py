@@ -86,16 +86,7 @@ def test_help_names_every_value() -> None:
 
 def test_help_names_every_machine_elsewhere() -> None:
     said = str(typer.main.get_command(app).commands["plan"].help)  # type: ignore[attr-defined]
-<<<<<<< HEAD
     assert [name for name in ELSEWHERE if name not in said] == []
-=======
-    listed = said.partition("--device also accepts ")[2].partition(", to plan")[0]
-    assert listed.replace(" and ", ", ").split(", ") == list(ELSEWHERE)
-
-
-def test_commands_are_frozen() -> None:
-    assert set(found()) == set(COMMANDS)
->>>>>>> abd1037 (commands, cli: rename locals, write help and messages in plain English)
 
 
 def test_options_are_frozen() -> None:

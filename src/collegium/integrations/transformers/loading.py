@@ -73,14 +73,17 @@ def load_model(  # noqa: PLR0913  every option of a model that is read from disk
     """
     refuse_others(load_model, others)
     import_extra("transformers")
-    options: dict[str, Any] = {
-        "weight_format": weight_format,
-        "overrides": overrides,
-        "limits": limits,
-        "progress": progress,
-    }
-    name = dtype_name("load_model", dtype)
-    return load_model_in(name, path, device=device, adapter=adapter, download=download, **options)
+    return load_model_in(
+        dtype_name("load_model", dtype),
+        path,
+        device=device,
+        adapter=adapter,
+        download=download,
+        weight_format=weight_format,
+        overrides=overrides,
+        limits=limits,
+        progress=progress,
+    )
 
 
 def load_model_in(
@@ -90,26 +93,27 @@ def load_model_in(
     device: torch.device | str | Ranks | None = None,
     adapter: str | os.PathLike[str] | None = None,
     download: bool = False,
-    **others: Any,
+    **layer_options: Any,
 ) -> nn.Module:
-    """Load a model as ``load_model`` does, in ``dtype``."""
+    """Load a model as ``load_model`` does, in ``dtype``; layer_options: see ``build_layers``."""
     place = probe(device.device if isinstance(device, Ranks) else device).place
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path, download=download)
-    checkpoint = checkpoint if adapter is None else with_adapter(checkpoint, adapter, download=download)
+    if adapter is not None:
+        checkpoint = with_adapter(checkpoint, adapter, download=download)
     install()
     cls, config = class_and_config(checkpoint)
-    outside = quantised_dense_weights(checkpoint)
-    raise_first(checkpoint, [*check_outside_experts(checkpoint), *dense_weight_problems(checkpoint, outside)])
+    quantised = quantised_dense_weights(checkpoint)
+    raise_first(checkpoint, [*check_outside_experts(checkpoint), *dense_weight_problems(checkpoint, quantised)])
     if family_of(checkpoint.config).name not in BLOCKS:
         config._experts_implementation = NAME
     with plain_torch():
-        model, decoded = load_dense_weights(cls, config, checkpoint, place, DTYPES[dtype], outside)
+        model, decoded = load_dense_weights(cls, config, checkpoint, place, DTYPES[dtype], quantised)
         if not isinstance(device, Ranks) or device.rank == device.slice_rank == 0:
             for sentence in sentences(checkpoint, decoded, DTYPES[dtype]):
                 _LOG.warning("%s: %s", checkpoint.path, sentence)
         _check_layer_indices(model, checkpoint)
         _check_fp16_range(model, checkpoint)
-        _attach_layers(model, build_layers(checkpoint, device=device, dtype=dtype, **others))
+        _attach_layers(model, build_layers(checkpoint, device=device, dtype=dtype, **layer_options))
     widen(model)
     freeze_experts(model, checkpoint.path)
     return model
