@@ -26,9 +26,9 @@ IDS = torch.randint(0, 97, (2, 9), generator=torch.Generator().manual_seed(7))
 # What transformers reads wrongly: method, format, width of an expert, what the config alone gives away.
 MISREAD = {
     "compressed-tensors nvfp4": ("compressed-tensors", "nvfp4", 96, "drops the global scale"),
-    "modelopt fp8": ("modelopt", "fp8_tensor", 96, "no reader of this method"),
-    "modelopt fp8 per channel": ("modelopt", "fp8_channel", 96, "no reader of this method"),
-    "modelopt mxfp8": ("modelopt", "mxfp8", 96, "no reader of this method"),
+    "modelopt fp8": ("modelopt", "fp8_tensor", 96, "no reader for this method"),
+    "modelopt fp8 per channel": ("modelopt", "fp8_channel", 96, "no reader for this method"),
+    "modelopt mxfp8": ("modelopt", "mxfp8", 96, "no reader for this method"),
     "fp8 half a block": ("fp8", "fp8_block", 192, None),
     "fp8 quarter of a block": ("fp8", "fp8_block", 160, None),
 }
