@@ -138,7 +138,7 @@ def bench_model(
 
     layers: build at most this many layers.
     device: a device, or Ranks, over which Collegium's experts are split. The ranks decode the same or different
-    sequences, as ``Ranks.same_tokens`` says.
+    sequences, according to ``Ranks.same_tokens``.
     seconds: time limit; no measurement starts after it.
     progress: called with (done, total, text).
 
