@@ -20,9 +20,9 @@ class WideLinear(nn.Linear):
     @classmethod
     def sharing(cls, linear: nn.Linear) -> "WideLinear":
         """Return a module with the attributes of ``linear`` (parameters, hooks, training mode), not copies of them."""
-        wide = cls.__new__(cls)
-        vars(wide).update(vars(linear))
-        return wide
+        module = cls.__new__(cls)
+        vars(module).update(vars(linear))
+        return module
 
     def forward(self, input: Tensor) -> Tensor:
         """Return ``[..., N]`` in the dtype of ``input [..., K]``."""
