@@ -103,8 +103,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "gate and up swapped on writing", "commands/quantize.py",
         (Edit(
             "_encode",
-            "($encoded, ($lost / $whole) ** 0.5 if $whole else 0.0)",
-            "((*$encoded[-2::-1], $encoded[-1]), ($lost / $whole) ** 0.5 if $whole else 0.0)",
+            "($payloads, ($error / $norm) ** 0.5 if $norm else 0.0)",
+            "((*$payloads[-2::-1], $payloads[-1]), ($error / $norm) ** 0.5 if $norm else 0.0)",
         ),), _WRITE,
     ),
     # Identity, threads and refusals of a layer.
@@ -701,8 +701,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "experts rotated by one on writing", "commands/quantize.py",
         (Edit(
             "_expert_tensors",
-            "$names.projection($which).format(layer=$layer, expert=$expert)",
-            "$names.projection($which).format(layer=$layer, expert=($expert + 1) % job.spec.num_experts)",
+            "job.names.projection($which).format(layer=$layer, expert=$expert)",
+            "job.names.projection($which).format(layer=$layer, expert=($expert + 1) % job.spec.num_experts)",
         ),), _WRITE,
     ),
     Mutant(
@@ -1366,11 +1366,11 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "queries of Mixtral left in llama.cpp's order", "integrations/transformers/gguf.py",
-        (Edit("offered", "$model.interleaved", "False"),), _WHOLE_GGUF,
+        (Edit("transformers_tensor", "$model.interleaved", "False"),), _WHOLE_GGUF,
     ),
     Mutant(
         "keys of Mixtral turned by the heads of queries", "integrations/transformers/gguf.py",
-        (Edit("offered", "{'_kv' * (kind == 'attn_k')}", "", text=True),), _WHOLE_GGUF,
+        (Edit("transformers_tensor", "{'_kv' * (kind == 'attn_k')}", "", text=True),), _WHOLE_GGUF,
     ),
     Mutant(
         "YaRN's factor left out", "integrations/transformers/gguf.py",

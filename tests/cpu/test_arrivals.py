@@ -27,7 +27,7 @@ from collegium.errors import (
 )
 from collegium.parallel.placement import linear
 from collegium.placement import Placement
-from collegium.testing.compare import between, heavy_tailed
+from collegium.testing.compare import activate_float64, heavy_tailed
 from collegium.types import Routing
 from raising import raises_with
 from ranks import error_of, run_ranks
@@ -102,7 +102,8 @@ def truth(tiny: TinyCheckpoint, layer: int, x: torch.Tensor, routing: Routing) -
             row = x[token].double()
             inner = torch.stack((gate[expert] @ row, up[expert] @ row))
             out[token] += factor * (
-                down[expert] @ between(inner, CheckpointLayer.open(Checkpoint.open(tiny.path), layer).spec.activation)
+                down[expert]
+                @ activate_float64(inner, CheckpointLayer.open(Checkpoint.open(tiny.path), layer).spec.activation)
             )
     return out
 

@@ -230,4 +230,4 @@ def test_a_forced_kernel_that_cannot_run_lists_the_refusals(monkeypatch, capsys)
 def test_a_folder_that_is_not_there(command, tmp_path, monkeypatch, capsys):
     message = failing(monkeypatch, capsys, command, str(tmp_path / "nowhere"))
     assert "nowhere" in message
-    assert "no config.json there" in message or "no such folder" in message
+    assert "config.json is missing" in message or "no such folder" in message

@@ -72,7 +72,7 @@ def test_the_version_is_that_of_the_package() -> None:
 @pytest.mark.parametrize(
     ("words", "code", "kind", "text"),
     [
-        (("plan", "nowhere"), 1, "ConfigError", "nowhere: no config.json there"),
+        (("plan", "nowhere"), 1, "ConfigError", "nowhere: config.json is missing"),
         (("plan", "org/nothing"), 1, "CheckpointError", "hf download org/nothing"),
         (("plan", str(SHIPPED), "--format", "fp3"), 1, "SpecError", "weight format 'fp3' is not known"),
         (("plan", str(SHIPPED), "--nope"), 2, "UsageError", "No such option: --nope"),
@@ -111,7 +111,7 @@ def test_cached_models_are_found_by_id(tmp_path: Path) -> None:
     source = str(Path(__file__).resolve().parents[2] / "src")
     given = os.environ | {"HF_HUB_CACHE": str(tmp_path), "PYTHONPATH": source}
     here = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False, env=given)
-    assert "org/fables: no config.json there" in here.stderr
+    assert "org/fables: config.json is missing" in here.stderr
 
 
 @pytest.mark.parametrize(

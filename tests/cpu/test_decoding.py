@@ -99,7 +99,7 @@ def test_a_wait_for_the_device_is_seen(work, seen):
     x = torch.randn(4)
     with torch.inference_mode(), HostWatch("cpu") as watch:
         work(x)
-    assert (watch.seen or "").split(".")[1:2] == ([] if seen is None else [seen])
+    assert (watch.first_sync or "").split(".")[1:2] == ([] if seen is None else [seen])
 
 
 @pytest.mark.parametrize(

@@ -102,8 +102,8 @@ def test_down_in_another_format(tmp_path: Path, eight: str) -> None:
         x, routing = torch.randn(9, layer.spec.hidden_size).to(layer.input_dtype), routing_of(layer, 9)
         assert off(layer(x, routing=routing), truth_of(tmp_path, 1, x, routing)) < most
     report = verify_model(path, device="cpu", experts=None)
-    assert {proof.weight_format for proof in report.proofs} == {f"{pair[0]} (gate_up) and {pair[1]} (down)"}
-    assert all(proof.worst_error <= proof.tolerance for proof in report.proofs)
+    assert {proof.weight_format for proof in report.checks} == {f"{pair[0]} (gate_up) and {pair[1]} (down)"}
+    assert all(proof.worst_error <= proof.tolerance for proof in report.checks)
 
 
 def test_only_declared_mixtures_are_read(tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ def test_tile_file_name_and_key(tmp_path, monkeypatch):
 
 def test_tuning_measures_candidates_and_keeps_only_what_is_faster():
     problem, packed = packed_layer(what="64x64x2x1")
-    rows = measure_tiles(packed, problem, 1, most=2, rounds=1)
+    rows = measure_tiles(packed, problem, 1, candidates=2, rounds=1)
     assert [row.product for row in rows] == ["gate_up", "down"]
     for row in rows:
         possible = possible_tiles(packed, 1)[row.product]

@@ -26,9 +26,9 @@ IDS = torch.randint(0, 97, (2, 9), generator=torch.Generator().manual_seed(7))
 # What transformers reads wrongly: method, format, width of an expert, what the config alone gives away.
 MISREAD = {
     "compressed-tensors nvfp4": ("compressed-tensors", "nvfp4", 96, "drops the global scale"),
-    "modelopt fp8": ("modelopt", "fp8_tensor", 96, "no reader of this method"),
-    "modelopt fp8 per channel": ("modelopt", "fp8_channel", 96, "no reader of this method"),
-    "modelopt mxfp8": ("modelopt", "mxfp8", 96, "no reader of this method"),
+    "modelopt fp8": ("modelopt", "fp8_tensor", 96, "no reader for this method"),
+    "modelopt fp8 per channel": ("modelopt", "fp8_channel", 96, "no reader for this method"),
+    "modelopt mxfp8": ("modelopt", "mxfp8", 96, "no reader for this method"),
     "fp8 half a block": ("fp8", "fp8_block", 192, None),
     "fp8 quarter of a block": ("fp8", "fp8_block", 160, None),
 }
@@ -150,7 +150,7 @@ def test_later_switches_are_compared(folders: dict[str, Path], registered: bool)
         del module._collegium_origin
     model.set_experts_implementation("collegium")
     for candidate in (copy.deepcopy(model), model.half(), model.float()):
-        with pytest.raises(ConfigError, match="off those of the checkpoint"):
+        with pytest.raises(ConfigError, match="from the checkpoint"):
             logits(candidate)
 
 
@@ -161,7 +161,7 @@ def test_a_repository_in_the_local_cache_is_compared(folders: dict[str, Path], t
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(revision)
     model = load("someone/something", cache_dir=tmp_path, local_files_only=True)
-    with pytest.raises(ConfigError, match=rf"off those of the checkpoint .*{revision}"):
+    with pytest.raises(ConfigError, match=rf"from the checkpoint .*{revision}"):
         logits(model)
 
 
@@ -266,7 +266,7 @@ def test_a_model_compiled_before_its_first_call_is_compared(folders: dict[str, P
         assert relative_error(logits(compiled), logits(load(folders[name]))) < 0.02
         return
     for _ in range(2):
-        with pytest.raises(ConfigError, match="off those of the checkpoint"):
+        with pytest.raises(ConfigError, match="from the checkpoint"):
             logits(compiled)
 
 
@@ -311,7 +311,7 @@ def test_a_model_without_an_interface_says_so(tmp_path: Path, name: str) -> None
     config = NO_INTERFACE[name]()
     plain = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     plain.save_pretrained(tmp_path)
-    match = r"asked of \w+, which has no experts that transformers lets another implementation run.*load_model"
+    match = r"requested for \w+, which has no experts with an exchangeable implementation.*load_model"
     for asked in ("collegium", {"": "collegium"}):
         with pytest.raises(ConfigError, match=match):
             load(tmp_path, experts_implementation=asked)

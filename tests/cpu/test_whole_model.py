@@ -146,7 +146,7 @@ def test_the_experts_run_in_no_other_way(folder: Path, asked: Any) -> None:
 
 def test_it_is_not_saved_without_its_experts(folder: Path, tmp_path: Path) -> None:
     model = load_model(str(folder), device="cpu")
-    with pytest.raises(InputError, match=rf"copy them, or write .* collegium quantize {folder} --to"):
+    with pytest.raises(InputError, match=rf"Copy .*, or write it .* collegium quantize {folder} --to"):
         model.save_pretrained(tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
 
@@ -329,7 +329,7 @@ def test_a_replaced_block_returns_no_router_logits(tmp_path: Path, name: str) ->
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = load_model(str(tmp_path), device="cpu")
     assert torch.isfinite(logits(model)).all()
-    with pytest.raises(InputError, match="blocks are layers of Collegium, which return no router logits"):
+    with pytest.raises(InputError, match="blocks are Collegium layers, which return no router logits"):
         model(IDS, output_router_logits=True)
 
 

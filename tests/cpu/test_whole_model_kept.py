@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -51,7 +52,7 @@ def test_a_copy_has_experts_of_its_own(folder: Path) -> None:
     del model
     assert torch.equal(logits(made), wanted)
     assert torch.equal(logits(torch.compile(made, backend="aot_eager")), wanted)
-    with pytest.raises(InputError, match="was to be moved or converted"):
+    with pytest.raises(InputError, match="cannot be moved or converted"):
         made.half()
 
 
@@ -73,7 +74,7 @@ def test_a_saved_model_runs_in_another_process(folder: Path, tmp_path: Path) -> 
 def test_a_state_dict_is_not_saved_without_its_experts(folder: Path, tmp_path: Path) -> None:
     model: Any = load_model(folder, device="cpu")
     state = model.state_dict()
-    whole = "has their shapes alone. torch.save.model. keeps all of it"
+    whole = "has only their shapes. torch.save.model. saves all of it"
     for save in (
         lambda: torch.save(state, tmp_path / "state.pt"),
         lambda: torch.save(copy.deepcopy(state), tmp_path / "state.pt"),
@@ -180,11 +181,11 @@ def test_weights_may_be_loaded_into_a_model_by_keyword(folder: Path) -> None:
 
     from transformers import PreTrainedModel
 
-    from collegium.integrations.transformers import hooks
+    from collegium.integrations.transformers import hooks, patches
 
     model: Any = load_model(folder, device="cpu")
-    wrapped = hooks._wrapped(lambda *own, **named: given.append((own, named)), "collegium", hooks._load)
+    wrapped = patches.wrapper(lambda *own, **named: given.append((own, named)), partial(hooks._load, "collegium"))
     wrapped(model=model, state_dict={})
     wrapped(model, {})
     assert given == [((), {"model": model, "state_dict": {}}), ((model, {}), {})]
-    assert hasattr(PreTrainedModel._load_pretrained_model, hooks._MARK)
+    assert patches.is_wrapped(PreTrainedModel._load_pretrained_model)

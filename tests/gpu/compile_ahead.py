@@ -114,7 +114,7 @@ def noted_of_recipe(shape: str, recipe: str, tokens: list[int]) -> list[Noted]:
         return torch.zeros(layout.values_shape, dtype=layout.stored)
 
     # Which numbers there are does not matter: one expert is made, and no code is re-laid.
-    with pretending() as launches, patch.object(bench, "_DISTINCT", 1), patch.object(lanes, "_lanes", unpacked):
+    with pretending() as launches, patch.object(bench, "_DISTINCT_EXPERTS", 1), patch.object(lanes, "_lanes", unpacked):
         layer = layer_on(spec, activations, limit=max(tokens))
         for count in tokens:
             ids = torch.rand(count, spec.num_experts).topk(spec.routing.top_k).indices

@@ -40,7 +40,7 @@ COMMANDS = {
         "--json",
     },
     "bench-model": {"WHAT", "--format", "--batches", "--layers", "--parallel", "--device", "--download", "--json"},
-    "tune": {"WHAT", "--format", "--tokens", "--most", "--device", "--download", "--json"},
+    "tune": {"WHAT", "--format", "--tokens", "--candidates", "--device", "--download", "--json"},
     "quantize": {"MODEL", "--to", "--out", "--download", "--json"},
     "verify": {
         "MODEL",
