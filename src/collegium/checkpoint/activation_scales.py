@@ -141,5 +141,5 @@ def input_reach(
             f"{asked}: {found.missing[0]} has no {ACTIVATION_SCALES[0]}, and {len(found.missing) - 1} more of "
             f"{len(sources)} have none; all need one; {instead}"
         )
-    first, second = (activation_format(str(name)).most for name in names)
+    first, second = (activation_format(str(name)).max_value for name in names)
     return max(found.gate_up) * first, max(found.down) * second

@@ -41,8 +41,8 @@ def activate(x: Tensor, spec: ActivationSpec) -> Tensor:
 
 
 def _formula(x: Tensor, spec: ActivationSpec) -> Tensor:
-    wide = x.to(torch.float64)
-    value = _gated(wide[:, 0], wide[:, 1], spec) if spec.gated else _plain(wide[:, 0], spec)
+    exact = x.to(torch.float64)
+    value = _gated(exact[:, 0], exact[:, 1], spec) if spec.gated else _plain(exact[:, 0], spec)
     return value.to(torch.float32)
 
 

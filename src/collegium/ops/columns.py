@@ -11,13 +11,13 @@ from torch import Tensor
 from ..runtime.launch import launch, overlaps, power_at_least
 from ..runtime.memory import Memory, alloc
 
-__all__ = ["SUMS", "ZeroPointCorrection", "halves_and_sums", "in_columns"]
+__all__ = ["SUMS", "ZeroPointCorrection", "halves_and_sums", "gather_columns"]
 
 SUMS = 32  # halves beside each 128 columns of a row
 _BLOCK = 1024
 
 
-def in_columns(
+def gather_columns(
     x: Tensor, order: Tensor, owner: Tensor, source: Tensor | None, *, top_k: int = 0, memory: Memory | None = None
 ) -> Tensor:
     """Return ``[R, K]``: row r is its row of x at columns ``order[its expert]``; rows of no expert are not written.

@@ -13,17 +13,17 @@ from ..formats.unquantised import DTYPES
 from ..problem import Problem
 from ..runtime.launch import align_rows, launch, on_device, overlaps, power_at_least, row_contiguous
 from ..runtime.memory import Memory, Regions, elementwise_max, with_prefix
-from .buffers import Buffers, sizes, taken
+from .buffers import Buffers, allocate, sizes
 from .rms_norm import rms_norm_regions
 
-__all__ = ["gated", "linear", "linear_regions", "regions_of"]
+__all__ = ["sigmoid_gate", "linear", "linear_regions", "regions_of"]
 
 # K is cut into parts for as many programs, and into no more parts than that: numbers that stay when the GPU changes,
 # because they decide the order of sums.
 _PROGRAMS, _PARTS = 128, 32
 _BLOCK_N, _BLOCK_K = 64, 64
 # Values up to which parts are made side by side, in 32 MiB at most: beyond, the tiles of tokens are many enough.
-_APART = 1 << 18
+_SPLIT_LIMIT = 1 << 18
 # Rows of a block on a CPU. They are the lanes of the library's vectors, where all rows fare alike; with more, or as
 # rows of the left operand, float32 rows at the edge of a thread's share got other bits (Xeon, AVX2 and AVX-512).
 _LANES = {4: 16, 2: 32}
@@ -34,7 +34,7 @@ def linear_regions(tokens: int, k_in: int, n_out: int, out_dtype: torch.dtype | 
 
     On a CUDA device; on a CPU none.
     """
-    return sizes(_sums(_most_apart(tokens, n_out), k_in, n_out) | _result(tokens, n_out, out_dtype))
+    return sizes(_sums(_max_split_tokens(tokens, n_out), k_in, n_out) | _result(tokens, n_out, out_dtype))
 
 
 def regions_of(problem: Problem) -> Regions:
@@ -43,18 +43,18 @@ def regions_of(problem: Problem) -> Regions:
     hidden, inner = spec.hidden_size, spec.latent_size
     if problem.device.kind != "cuda":
         return {}
-    found = with_prefix("router", linear_regions(tokens, hidden, spec.num_experts, torch.float32))
+    regions = with_prefix("router", linear_regions(tokens, hidden, spec.num_experts, torch.float32))
     if spec.routing.input_norm_eps is not None:
-        found |= with_prefix("router", rms_norm_regions(tokens, hidden))
+        regions |= with_prefix("router", rms_norm_regions(tokens, hidden))
     if spec.latent_norm_eps is not None and inner is not None:
-        found |= with_prefix("latent", rms_norm_regions(tokens, inner))
+        regions |= with_prefix("latent", rms_norm_regions(tokens, inner))
     if inner is not None:
-        found |= with_prefix("latent/enter", linear_regions(tokens, hidden, inner, DTYPES[problem.dtype]))
-        found |= with_prefix("latent/leave", linear_regions(tokens, inner, hidden, None))
+        regions |= with_prefix("latent/enter", linear_regions(tokens, hidden, inner, DTYPES[problem.dtype]))
+        regions |= with_prefix("latent/leave", linear_regions(tokens, inner, hidden, None))
     if spec.shared is not None and spec.shared.gated:
-        sums = [sizes(_gate_sums(count, hidden)) for count in (_most_apart(tokens, 1), tokens)]
-        found |= with_prefix("gate", elementwise_max(*sums) | sizes(_gated_rows(tokens, hidden)))
-    return found
+        sums = [sizes(_gate_sums(count, hidden)) for count in (_max_split_tokens(tokens, 1), tokens)]
+        regions |= with_prefix("gate", elementwise_max(*sums) | sizes(_gated_rows(tokens, hidden)))
+    return regions
 
 
 def linear(
@@ -78,9 +78,9 @@ def linear(
     from ..kernels.linear import add_parts_kernel
 
     (tokens, k_in), n_out = x.shape, weight.shape[0]
-    apart = _made_apart(tokens, k_in, n_out)
+    apart = _split_k(tokens, k_in, n_out)
     asked = _result(tokens, n_out, weight.dtype if out is None else None)
-    room = taken(memory, asked | (_sums(tokens, k_in, n_out) if apart else {}), x.device)
+    room = allocate(memory, asked | (_sums(tokens, k_in, n_out) if apart else {}), x.device)
     out = room["out"] if out is None else out
     if tokens == 0:
         return out
@@ -96,7 +96,7 @@ def linear(
     return out
 
 
-def gated(x: Tensor, gate: Tensor, rows: Tensor, *, memory: Memory | None = None) -> Tensor:
+def sigmoid_gate(x: Tensor, gate: Tensor, rows: Tensor, *, memory: Memory | None = None) -> Tensor:
     """Return ``sigmoid(x @ gate.T) * rows``, ``[T, D]`` float32, for ``x [T, K]``, ``gate [1, K]`` and ``rows [T, D]``.
 
     The logit is that of ``linear``, in float32; the sigmoid is evaluated in float64 and rounded once, and the product
@@ -116,11 +116,11 @@ def gated(x: Tensor, gate: Tensor, rows: Tensor, *, memory: Memory | None = None
     from ..kernels.linear import gate_rows_kernel
 
     (tokens, k_in), width = x.shape, rows.shape[1]
-    room = taken(memory, _gate_sums(tokens, k_in) | _gated_rows(tokens, width), x.device)
+    room = allocate(memory, _gate_sums(tokens, k_in) | _gated_rows(tokens, width), x.device)
     sums, out = room["sums"], room["rows"]
     if tokens == 0:
         return out
-    _multiply(x, gate, None, sums, apart=_made_apart(tokens, k_in, 1))
+    _multiply(x, gate, None, sums, apart=_split_k(tokens, k_in, 1))
     rows = row_contiguous(rows)
     # Few tokens are spread over more programs; with many of them a program does the sigmoid for more columns.
     block = min(power_at_least(width, 32), 2048 if tokens >= 64 else 256)
@@ -136,7 +136,7 @@ def _multiply(x: Tensor, weight: Tensor, added: Tensor | None, out: Tensor, *, a
     from ..kernels.linear import linear_kernel
 
     (tokens, k_in), n_out = x.shape, weight.shape[0]
-    each, parts = _order(k_in, n_out)
+    each, parts = _split_sizes(k_in, n_out)
     x, weight = align_rows(x), weight.contiguous()
     more, step = _added_rows(added, weight, n_out)
     few, wide = tokens <= 16, x.element_size() == 4 or k_in % 16
@@ -164,37 +164,37 @@ def _in_blocks(x: Tensor, weight: Tensor) -> Tensor:
     # Copied: a library also looks at addresses.
     rows = weight.new_empty(count * lanes, k_in)
     rows[:tokens], rows[tokens:] = x, 0
-    made = weight.new_empty(count, weight.shape[0], lanes)
-    for block, product in zip(rows.view(count, lanes, k_in), made, strict=True):
+    products = weight.new_empty(count, weight.shape[0], lanes)
+    for block, product in zip(rows.view(count, lanes, k_in), products, strict=True):
         torch.mm(weight, block.t(), out=product)
-    return made.transpose(1, 2).reshape(-1, weight.shape[0])[:tokens]
+    return products.transpose(1, 2).reshape(-1, weight.shape[0])[:tokens]
 
 
-def _order(k_in: int, n_out: int) -> tuple[int, int]:
+def _split_sizes(k_in: int, n_out: int) -> tuple[int, int]:
     """Return how many blocks of K make a part, and how many parts there are: the order of every sum."""
     blocks, tiles = -(-k_in // _BLOCK_K), -(-n_out // _BLOCK_N)
     each = max(-(-blocks * tiles // _PROGRAMS), -(-blocks // _PARTS))
     return each, -(-blocks // each)
 
 
-def _made_apart(tokens: int, k_in: int, n_out: int) -> bool:
+def _split_k(tokens: int, k_in: int, n_out: int) -> bool:
     """Return whether the parts of each sum are made by programs side by side."""
-    return _order(k_in, n_out)[1] > 1 and power_at_least(tokens) * n_out <= _APART
+    return _split_sizes(k_in, n_out)[1] > 1 and power_at_least(tokens) * n_out <= _SPLIT_LIMIT
 
 
-def _most_apart(tokens: int, n_out: int) -> int:
+def _max_split_tokens(tokens: int, n_out: int) -> int:
     """Return the most tokens, up to ``tokens``, whose sums are made in parts."""
-    return min(tokens, 1 << (_APART // n_out).bit_length() - 1) if n_out <= _APART else 0
+    return min(tokens, 1 << (_SPLIT_LIMIT // n_out).bit_length() - 1) if n_out <= _SPLIT_LIMIT else 0
 
 
 def _sums(tokens: int, k_in: int, n_out: int) -> Buffers:
-    parts = _order(k_in, n_out)[1]
+    parts = _split_sizes(k_in, n_out)[1]
     return {"sums": ((parts, tokens, n_out), torch.float32)} if parts > 1 else {}
 
 
 def _gate_sums(tokens: int, k_in: int) -> Buffers:
     """Return the logits of a gate, in the parts that are added where they are read."""
-    parts = _order(k_in, 1)[1] if _made_apart(tokens, k_in, 1) else 1
+    parts = _split_sizes(k_in, 1)[1] if _split_k(tokens, k_in, 1) else 1
     return {"sums": ((parts, tokens, 1), torch.float32)}
 
 

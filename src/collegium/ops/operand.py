@@ -8,9 +8,9 @@ from torch import Tensor
 from ..runtime.launch import on_device
 from ..runtime.memory import Memory, Regions, alloc, part
 from .quantize import AS_IS, ActivationFormat, activation_format, cast_name, quantize_regions, quantize_rows
-from .rows import GivenRows, QuantizedRows
+from .rows import QuantizedRows, SourceRows
 
-__all__ = ["Operand", "across", "arrived", "operand", "operand_regions"]
+__all__ = ["Operand", "transpose_scales", "gather_codes", "operand", "operand_regions"]
 
 Operand = tuple[Tensor, Tensor | None]  # rows as a product reads them, and the scales of codes
 
@@ -65,17 +65,19 @@ def operand(
     return rows.codes, rows.scales
 
 
-def across(scale: Tensor, source: Tensor | None, used: Tensor | None = None, memory: Memory | None = None) -> Tensor:
+def transpose_scales(
+    scale: Tensor, source: Tensor | None, used: Tensor | None = None, memory: Memory | None = None
+) -> Tensor:
     """Return scales ``[R, G]`` of rows ``source [R]`` of ``[T, G]`` float32, those of a group beside each other.
 
     A tile of a product loads scales of neighbouring rows, and needs no address of each. used, memory: as ``operand``
     says.
     """
-    form = replace(activation_format("fp32"), across=True)
+    form = replace(activation_format("fp32"), transposed_scales=True)
     return quantize_rows(scale, form, source=source, used=used, memory=part(memory, "across")).codes
 
 
-def arrived(
+def gather_codes(
     codes: Tensor, scale: Tensor, source: Tensor, used: Tensor | None = None, memory: Memory | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the rows ``source [R]`` of E4M3 codes ``[T, K]`` that arrived with scale ``[T, G]`` float32, bit for bit.
@@ -91,5 +93,5 @@ def arrived(
         shape = (source.numel(), given.shape[1])
         found.append(alloc(memory, name, shape, torch.float32, codes.device))
         if shape[0]:
-            form.write(GivenRows(given, source, None, used=used), QuantizedRows(codes=found[-1], shape=shape))
+            form.write(SourceRows(given, source, None, used=used), QuantizedRows(codes=found[-1], shape=shape))
     return found[0].view(codes.dtype), found[1]

@@ -13,7 +13,7 @@ from ..kernels.enums import NOWHERE
 from ..runtime.launch import launch, on_device, overlaps, power_at_least, row_contiguous
 from ..runtime.memory import Memory, Regions, elementwise_max
 from ..types import TileRows
-from .buffers import Buffers, sizes, taken
+from .buffers import Buffers, allocate, sizes
 from .checks import require_input
 
 __all__ = ["Owners", "Permutation", "permute", "permute_regions", "tile_count"]
@@ -76,9 +76,9 @@ def permute_regions(
     ``input_weights`` and ``owners`` may be given.
     """
     # All sizes grow with the rows but the counts, which are largest where every program has one block.
-    most = min(rows, _BLOCK * _PROGRAMS)
+    max_counted = min(rows, _BLOCK * _PROGRAMS)
     return elementwise_max(
-        *(sizes(_buffers(count, experts, block_t, weights=weights, places=places)) for count in (rows, most))
+        *(sizes(_buffers(count, experts, block_t, weights=weights, places=places)) for count in (rows, max_counted))
     )
 
 
@@ -102,7 +102,7 @@ def permute(
     """
     _check(topk_ids, num_experts, input_weights, block_t)
     if not on_device(topk_ids):
-        return _sorted(topk_ids, num_experts, input_weights, block_t, owners)
+        return _reference(topk_ids, num_experts, input_weights, block_t, owners)
     # Imported here: Triton exists for Linux alone, and everything but a launch works without it.
     from ..kernels import permute as kernels
 
@@ -111,7 +111,7 @@ def permute(
     ids = row_contiguous(topk_ids)
     weights = ids if input_weights is None else row_contiguous(input_weights)
     asked = {"weights": carried, "places": owners is not None}
-    made, scratch = _taken(memory, ids, num_experts, block_t, asked)
+    made, scratch = _allocate(memory, ids, num_experts, block_t, asked)
     lists, listed, counts = [made.source] * 4, [0, 0], [0, 0]
     for index, tiles in enumerate(made.tiles):
         lists[2 * index : 2 * index + 2] = tiles.expert, tiles.row
@@ -139,7 +139,7 @@ def permute(
     return made
 
 
-def _sorted(
+def _reference(
     ids: Tensor, num_experts: int, input_weights: Tensor | None, block_t: tuple[int, ...], owners: Owners | None
 ) -> Permutation:
     """Return what the kernels write."""
@@ -169,17 +169,17 @@ def _sorted(
 def _buffers(rows: int, experts: int, block_t: tuple[int, ...], *, weights: bool, places: bool = False) -> Buffers:
     """Return what kernels write for ``rows`` assignments: their order and the tiles' rows, the tiles' experts, ..."""
     tiles = sum(tile_count(rows, experts, size) for size in block_t)
-    made: Buffers = {"order": (((2 + places) * rows + experts + 1 + tiles,), torch.int64)}
+    buffers: Buffers = {"order": (((2 + places) * rows + experts + 1 + tiles,), torch.int64)}
     if block_t:
-        made["owners"] = (tiles,), torch.int32
+        buffers["owners"] = (tiles,), torch.int32
     if weights:
-        made["weights_by_row"] = (rows,), torch.float32
+        buffers["weights_by_row"] = (rows,), torch.float32
     if rows > _ALONE:
-        made["counts"] = (_runs(rows)[1] * power_at_least(experts, 16),), torch.int32
-    return made
+        buffers["counts"] = (_runs(rows)[1] * power_at_least(experts, 16),), torch.int32
+    return buffers
 
 
-def _taken(
+def _allocate(
     memory: Memory | None, ids: Tensor, experts: int, block_t: tuple[int, ...], asked: dict[str, bool]
 ) -> tuple[Permutation, Tensor | None]:
     """Take what kernels write for ``ids [T, K]``, and what two of them pass counts in, or None.
@@ -187,7 +187,7 @@ def _taken(
     asked: weights and places, as ``_buffers`` says.
     """
     rows = ids.numel()
-    found = taken(memory, _buffers(rows, experts, block_t, **asked), ids.device)
+    found = allocate(memory, _buffers(rows, experts, block_t, **asked), ids.device)
     counts = [tile_count(rows, experts, size) for size in block_t]
     placed = rows if asked["places"] else 0
     source, slots, offsets, places, *firsts = found["order"].split([rows, rows, experts + 1, placed, *counts])
@@ -218,11 +218,11 @@ def _tiles(expert_offsets: Tensor, block_t: int, count: int) -> TileRows:
     last = needed.cumsum(0)
     tile = torch.arange(count, device=last.device)
     owner = torch.searchsorted(last, tile, right=True)
-    found = owner < last.numel()
+    used = owner < last.numel()
     safe = owner.clamp(max=last.numel() - 1)
     row = expert_offsets[safe] + (tile - (last - needed)[safe]) * block_t
-    owner = torch.where(found, owner, -1).to(torch.int32)
-    return TileRows(block_t=block_t, expert=owner, row=torch.where(found, row, 0))
+    owner = torch.where(used, owner, -1).to(torch.int32)
+    return TileRows(block_t=block_t, expert=owner, row=torch.where(used, row, 0))
 
 
 def _check(ids: Tensor, num_experts: int, weights: Tensor | None, block_t: tuple[int, ...]) -> None:

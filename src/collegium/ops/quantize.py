@@ -25,9 +25,19 @@ from ..formats.codecs import E2M1_MAX, E4M3_MAX, SMALLEST_SCALE, e2m1_codes, e4m
 from ..runtime.launch import launch, on_device, power_at_least, row_contiguous
 from ..runtime.memory import Memory, Regions
 from ..types import named
-from .buffers import Buffers, sizes, taken
+from .buffers import Buffers, allocate, sizes
 from .checks import require_input
-from .rows import GivenRows, QuantizedRows, across_rows, block_of, check_rows, present, warps_of, weighted, whole_rows
+from .rows import (
+    QuantizedRows,
+    SourceRows,
+    block_of,
+    check_rows,
+    gather_rows,
+    require_scales,
+    transposed_scale_stride,
+    warps_of,
+    whole_rows,
+)
 from .scales import e2m1_numbers, e8m0_numbers, power, quotient, spread
 
 __all__ = [
@@ -40,7 +50,7 @@ __all__ = [
     "activation_format",
     "cast_name",
     "formats_within",
-    "ordered",
+    "reorder_codes",
     "quantize_regions",
     "quantize_rows",
 ]
@@ -62,8 +72,8 @@ class ActivationFormat:
     """
 
     capability: ClassVar[tuple[int, int]] = (8, 9)  # FP8 conversions begin there
-    most: ClassVar[float] = E4M3_MAX
-    least: ClassVar[float] = SMALLEST_SCALE
+    max_value: ClassVar[float] = E4M3_MAX
+    min_scale: ClassVar[float] = SMALLEST_SCALE
 
     name: str
     bits: int
@@ -71,20 +81,20 @@ class ActivationFormat:
     power: bool = False
     static: bool = False
     scale: float | None = None
-    across: bool = False
+    transposed_scales: bool = False
 
     def within(self, reach: float) -> Self:
         """Return a static format with the scale at which ``reach`` is the largest number, rounded to float32.
 
         Larger numbers saturate. Raises InputError where the scale is not finite, or too small to divide by.
         """
-        scale = torch.tensor(reach / self.most).item()
-        found = f"scale {scale:g}, for numbers up to {reach:g}"
-        allowed = f"finite scales from {self.least:g} on; calibrate the checkpoint again"
-        require_input(self.least <= scale < math.inf, f"activation format {self.name}", found, allowed)
+        scale = torch.tensor(reach / self.max_value).item()
+        stated = f"scale {scale:g}, for numbers up to {reach:g}"
+        allowed = f"finite scales from {self.min_scale:g} on; calibrate the checkpoint again"
+        require_input(self.min_scale <= scale < math.inf, f"activation format {self.name}", stated, allowed)
         return replace(self, scale=scale)
 
-    def given_scale(self) -> float | None:
+    def calibrated_scale(self) -> float | None:
         """Return the scale of a static format, None for others; InputError where nothing gave it one."""
         if self.static and self.scale is None:
             raise InputError(
@@ -94,10 +104,10 @@ class ActivationFormat:
             )
         return self.scale
 
-    def given_or(self, found: Tensor) -> Tensor:
+    def calibrated_or(self, scales: Tensor) -> Tensor:
         """Return the scale of a static format in the shape of the scales ``found`` in rows, which others take."""
-        given = self.given_scale()
-        return found if given is None else torch.full_like(found, given)
+        scale = self.calibrated_scale()
+        return scales if scale is None else torch.full_like(scales, scale)
 
     @property
     def e4m3(self) -> bool:
@@ -116,7 +126,7 @@ class ActivationFormat:
         """Return what a multiplication sees of ``x [R, K]`` in this format, float32."""
         return self.dequantize(self.quantize(x))
 
-    def wide(self, columns: int, order: int) -> int:
+    def padded_columns(self, columns: int, order: int) -> int:
         """Return how many columns rows of codes have in ``order``; ``InputError`` for one they cannot have."""
         if order == AS_IS:
             return columns
@@ -128,7 +138,7 @@ class ActivationFormat:
         """Return what the kernel writes, by the names of ``QuantizedRows``; ``InputError`` where there is no kernel."""
         raise _no_kernel(self)
 
-    def write(self, given: GivenRows, made: QuantizedRows) -> None:
+    def write(self, source: SourceRows, out: QuantizedRows) -> None:
         """Launch the kernel that does ``quantize``, for one row or more; ``InputError`` where there is none."""
         raise _no_kernel(self)
 
@@ -150,17 +160,22 @@ class _Cast(ActivationFormat):
         return rows.codes.to(torch.float32)
 
     def buffers(self, rows: int, columns: int) -> Buffers:
-        return {"codes": ((columns, across_rows(rows)) if self.across else (rows, columns), self.dtype)}
+        return {
+            "codes": (
+                (columns, transposed_scale_stride(rows)) if self.transposed_scales else (rows, columns),
+                self.dtype,
+            )
+        }
 
-    def write(self, given: GivenRows, made: QuantizedRows) -> None:
+    def write(self, source: SourceRows, out: QuantizedRows) -> None:
         # Imported here: Triton exists for Linux alone, and everything but a launch works without it.
         from ..kernels.quantize import cast_kernel
 
-        rows, columns = given.shape
+        rows, columns = source.shape
         block_r, block_c = block_of(rows, columns)
         grid = (-(-rows // block_r), -(-columns // block_c))
-        constants = {"BLOCK_R": block_r, "BLOCK_C": block_c, **given.constants()}
-        args = (*given.arguments(made.codes), made.codes.stride(0) if self.across else None)
+        constants = {"BLOCK_R": block_r, "BLOCK_C": block_c, **source.constants()}
+        args = (*source.arguments(out.codes), out.codes.stride(0) if self.transposed_scales else None)
         launch(cast_kernel, grid, args, constants, num_warps=warps_of(block_r * block_c))
 
 
@@ -184,8 +199,8 @@ class _Fp8(ActivationFormat):
         amax = parts.abs().amax(dim=2)
         finite = amax.isfinite()
         amax = torch.where(finite, amax, 0.0)
-        found = power(amax) if self.power else quotient(amax, E4M3_MAX).clamp(min=SMALLEST_SCALE)
-        scale = self.given_or(found)
+        dynamic = power(amax) if self.power else quotient(amax, E4M3_MAX).clamp(min=SMALLEST_SCALE)
+        scale = self.calibrated_or(dynamic)
         scaled = torch.where(finite.unsqueeze(2), parts * scale.reciprocal().unsqueeze(2), 0.0)
         codes = e4m3_codes(scaled).flatten(1)
         scales = scale.masked_fill(~finite, torch.nan)
@@ -195,28 +210,28 @@ class _Fp8(ActivationFormat):
         return QuantizedRows(codes=codes[:, : x.shape[1]].contiguous(), shape=(x.shape[0], x.shape[1]), scales=scales)
 
     def dequantize(self, rows: QuantizedRows) -> Tensor:
-        scales = present(self.name, rows.scales)
+        scales = require_scales(self.name, rows.scales)
         scales = e8m0_numbers(scales) if self.e8m0 else scales
         return rows.codes.to(torch.float32) * spread(scales, self.group, rows.shape[1])
 
     def buffers(self, rows: int, columns: int) -> Buffers:
         groups = -(-columns // (self.group or columns))
-        scales = (groups, across_rows(rows)) if self.across else (rows, groups)
+        scales = (groups, transposed_scale_stride(rows)) if self.transposed_scales else (rows, groups)
         dtype = torch.uint8 if self.e8m0 else torch.float32
         return {"codes": ((rows, columns), torch.float8_e4m3fn), "scales": (scales, dtype)}
 
-    def write(self, given: GivenRows, made: QuantizedRows) -> None:
+    def write(self, source: SourceRows, out: QuantizedRows) -> None:
         from ..kernels.quantize import e4m3_kernel
 
-        (rows, columns), wide = given.shape, made.codes.shape[1]
-        scales, groups = present(self.name, made.scales), -(-wide // (self.group or wide))
-        block_r, block_c = block_of(rows, columns) if self.group else whole_rows(rows, wide)
-        grid = (-(-rows // block_r), -(-wide // block_c))
-        given_scale, step = self.given_scale(), scales.stride(0) if self.across else None
-        args = (*given.arguments(made.codes, scales), groups, wide, int(given.x_ready), given_scale, step)
-        constants = {"BLOCK_R": block_r, "BLOCK_C": block_c, **given.constants()}
+        (rows, columns), padded_cols = source.shape, out.codes.shape[1]
+        scales, groups = require_scales(self.name, out.scales), -(-padded_cols // (self.group or padded_cols))
+        block_r, block_c = block_of(rows, columns) if self.group else whole_rows(rows, padded_cols)
+        grid = (-(-rows // block_r), -(-padded_cols // block_c))
+        static_scale, step = self.calibrated_scale(), scales.stride(0) if self.transposed_scales else None
+        args = (*source.arguments(out.codes, scales), groups, padded_cols, int(source.x_ready), static_scale, step)
+        constants = {"BLOCK_R": block_r, "BLOCK_C": block_c, **source.constants()}
         constants |= {"GROUP": self.group or block_c, "POWER": self.power, "BYTE": self.e8m0}
-        constants |= {"ROUND": not given.x.is_cuda, "REORDER": given.order == REORDERED}
+        constants |= {"ROUND": not source.x.is_cuda, "REORDER": source.order == REORDERED}
         launch(e4m3_kernel, grid, args, constants, num_warps=warps_of(block_c * (block_r if self.group else 1)))
 
 
@@ -230,8 +245,8 @@ class _NvFp4(ActivationFormat):
     itself. Static, it is the calibrated one of the published recipe; groups have their own scales.
     """
 
-    most: ClassVar[float] = E2M1_MAX * E4M3_MAX
-    least: ClassVar[float] = _GLOBAL_FLOOR
+    max_value: ClassVar[float] = E2M1_MAX * E4M3_MAX
+    min_scale: ClassVar[float] = _GLOBAL_FLOOR
 
     def quantize(self, x: Tensor) -> QuantizedRows:
         check_rows(self.name, x)
@@ -242,7 +257,7 @@ class _NvFp4(ActivationFormat):
         finite = row_amax.isfinite()
         amax = torch.where(finite, amax, 0.0)
         row_amax = torch.where(finite, row_amax, 0.0)
-        global_scale = self.given_or(quotient(row_amax, self.most).clamp(min=self.least))
+        global_scale = self.calibrated_or(quotient(row_amax, self.max_value).clamp(min=self.min_scale))
         # Group scales are E4M3 numbers from the smallest, 2^-9, to the largest: never zero, never NaN here.
         scales = (amax / (global_scale * E2M1_MAX)).clamp(2.0**-9, E4M3_MAX).to(torch.float8_e4m3fn)
         multiplier = (scales.to(torch.float32) * global_scale).reciprocal()
@@ -254,7 +269,7 @@ class _NvFp4(ActivationFormat):
         )
 
     def dequantize(self, rows: QuantizedRows) -> Tensor:
-        scales = present(self.name, rows.scales).to(torch.float32) * present(self.name, rows.global_scale)
+        scales = require_scales(self.name, rows.scales).to(torch.float32) * require_scales(self.name, rows.global_scale)
         return e2m1_numbers(rows.codes)[:, : rows.shape[1]] * spread(scales, self.group, rows.shape[1])
 
     def buffers(self, rows: int, columns: int) -> Buffers:
@@ -264,14 +279,14 @@ class _NvFp4(ActivationFormat):
             "global_scale": ((rows, 1), torch.float32),
         }
 
-    def write(self, given: GivenRows, made: QuantizedRows) -> None:
+    def write(self, source: SourceRows, out: QuantizedRows) -> None:
         from ..kernels.quantize import nvfp4_kernel
 
-        rows, columns = given.shape
-        scales, block = present(self.name, made.scales), power_at_least(columns, 32)
-        written = (made.codes, scales, present(self.name, made.global_scale))
-        constants = {"BLOCK_C": block, **given.constants(), "ROUND": not given.x.is_cuda}
-        args = (*given.arguments(*written), scales.shape[1], self.given_scale())
+        rows, columns = source.shape
+        scales, block = require_scales(self.name, out.scales), power_at_least(columns, 32)
+        written = (out.codes, scales, require_scales(self.name, out.global_scale))
+        constants = {"BLOCK_C": block, **source.constants(), "ROUND": not source.x.is_cuda}
+        args = (*source.arguments(*written), scales.shape[1], self.calibrated_scale())
         launch(nvfp4_kernel, (rows,), args, constants, num_warps=warps_of(block))
 
 
@@ -310,7 +325,7 @@ def formats_within(name: str, reach: tuple[float, float] | None) -> tuple[Activa
     form = activation_format(name)
     if form.static and reach is not None:
         return form.within(reach[0]), form.within(reach[1])
-    form.given_scale()
+    form.calibrated_scale()
     return form, form
 
 
@@ -326,7 +341,7 @@ def cast_name(dtype: torch.dtype) -> str:
 def quantize_regions(rows: int, columns: int, name: str | ActivationFormat, *, order: int = AS_IS) -> Regions:
     """Return the most bytes ``quantize_rows`` takes for any count of rows up to ``rows``."""
     form = activation_format(name)
-    return sizes(form.buffers(rows, form.wide(columns, order)))
+    return sizes(form.buffers(rows, form.padded_columns(columns, order)))
 
 
 def quantize_rows(
@@ -350,24 +365,26 @@ def quantize_rows(
     """
     form = activation_format(name)
     check_rows(form.name, x)
-    wide = form.wide(x.shape[1], order)
+    wide = form.padded_columns(x.shape[1], order)
     laid = "scales" if form.group else "codes"
     if not on_device(x, form.capability):
-        made = form.quantize(weighted(x, source, weights))
+        made = form.quantize(gather_rows(x, source, weights))
         rows = made.shape[0]
-        made = replace(made, codes=ordered(made.codes, order), shape=(rows, wide))
-        if form.across:
-            made = replace(made, **{laid: functional.pad(getattr(made, laid).t(), (0, across_rows(rows) - rows))})
+        made = replace(made, codes=reorder_codes(made.codes, order), shape=(rows, wide))
+        if form.transposed_scales:
+            made = replace(
+                made, **{laid: functional.pad(getattr(made, laid).t(), (0, transposed_scale_stride(rows) - rows))}
+            )
     else:
-        given = GivenRows(row_contiguous(x), source, weights, order, x_ready, used)
+        given = SourceRows(row_contiguous(x), source, weights, order, x_ready, used)
         rows = given.shape[0]
-        made = QuantizedRows(shape=(rows, wide), **taken(memory, form.buffers(rows, wide), x.device))
+        made = QuantizedRows(shape=(rows, wide), **allocate(memory, form.buffers(rows, wide), x.device))
         if rows:
             form.write(given, made)
-    return replace(made, **{laid: getattr(made, laid)[:, :rows].t()}) if form.across else made
+    return replace(made, **{laid: getattr(made, laid)[:, :rows].t()}) if form.transposed_scales else made
 
 
-def ordered(codes: Tensor, order: int) -> Tensor:
+def reorder_codes(codes: Tensor, order: int) -> Tensor:
     """Return E4M3 codes ``[R, K]`` in ``order``; zeros beyond K.
 
     REORDERED is for four-bit weights: within 128 columns, column 32 t + 8 s + 4 h + i (t, s < 4, h < 2, i < 4) goes to

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from ..runtime.launch import launch, on_device, overlaps, power_at_least, row_contiguous
 from ..runtime.memory import Memory, Regions
-from .buffers import Buffers, sizes, taken
+from .buffers import Buffers, allocate, sizes
 from .checks import require_input
 
 __all__ = ["rms_norm", "rms_norm_regions"]
@@ -38,7 +38,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, memory: Memory | N
     # Imported here: Triton exists for Linux alone, and everything but a launch works without it.
     from ..kernels.rms_norm import rms_norm_kernel
 
-    out = taken(memory, _buffers(tokens, columns), x.device)["norm"]
+    out = allocate(memory, _buffers(tokens, columns), x.device)["norm"]
     if tokens == 0:
         return out
     x = row_contiguous(x)

@@ -17,7 +17,7 @@ from ..runtime.launch import on_device
 from ..runtime.memory import Memory
 from ..runtime.packed_module import refuse_gradient
 from ..types import Routing, RoutingSpec, ScoreFunction
-from .checks import described, require_input
+from .checks import describe, require_input
 from .route_device import ID_DTYPES, route_on_device, route_regions
 
 __all__ = ["given_routing", "route", "route_custom", "route_regions"]
@@ -64,7 +64,7 @@ def route(
         _check_ranking(logits, spec, bias, hash_table)
     experts = logits.shape[1]
     if (None if expert_scale is None else tuple(expert_scale.shape)) != ((experts,) if spec.expert_scale else None):
-        found = f"expert_scale is {described(expert_scale)}"
+        found = f"expert_scale is {describe(expert_scale)}"
         raise InputError(f"route: {found}, spec.expert_scale={spec.expert_scale} needs ({experts},)")
     if expert_scale is not None:
         _check_device("expert_scale", expert_scale, logits)
@@ -83,7 +83,7 @@ def route(
         judged, ids = scores if bias is None else choice, _select(choice, scores, spec)
     ids = ids.masked_fill(judged.isnan().any(dim=1, keepdim=True), _NO_EXPERT)
     weights = _weights(raw, scores, ids, spec)
-    chosen = _scaled(Routing(topk_ids=ids.to(ID_DTYPES[spec.id_dtype]), topk_weights=weights), expert_scale)
+    chosen = _apply_expert_scale(Routing(topk_ids=ids.to(ID_DTYPES[spec.id_dtype]), topk_weights=weights), expert_scale)
     if checked:
         _refuse_bad_rows(~chosen.topk_weights.isfinite().all(dim=1))
     return chosen
@@ -110,11 +110,11 @@ def route_custom(
         num_experts = logits.shape[1]
     rows = x.shape[0] if logits is None else logits.shape[0]
     if x.dim() != 2 or x.shape[0] != rows:
-        raise InputError(f"route_custom: x is {described(x)}, allowed: [{rows}, D], a row for each token")
+        raise InputError(f"route_custom: x is {describe(x)}, allowed: [{rows}, D], a row for each token")
     ids, weights = _pair(cast("Any", fn(x, logits, spec.top_k)))
     if ids.is_floating_point() and not weights.is_floating_point():
         raise InputError(
-            f"route_custom: the callable, choose returned ({described(ids)}, {described(weights)}), weights first; "
+            f"route_custom: the callable, choose returned ({describe(ids)}, {describe(weights)}), weights first; "
             "it must return (topk_ids, topk_weights) in this order, integers first"
         )
     source, what = (x, "the tokens") if logits is None else (logits, "the logits")
@@ -122,7 +122,7 @@ def route_custom(
     want = (rows, spec.top_k)
     if tuple(ids.shape) != want:
         raise InputError(
-            f"route_custom: the callable returned topk_ids {described(ids)}, allowed: shape {want} "
+            f"route_custom: the callable returned topk_ids {describe(ids)}, allowed: shape {want} "
             "(T, top_k); it must return (topk_ids, topk_weights) in this order"
         )
     refuse_gradient(topk_weights=weights)
@@ -133,13 +133,13 @@ def _pair(chosen: Any) -> tuple[Tensor, Tensor]:
     """Return ids and weights of what a callable returned; raises InputError for anything but two tensors."""
     if isinstance(chosen, Routing):
         return chosen.topk_ids, chosen.topk_weights
-    listed: Any = chosen if isinstance(chosen, tuple | list) else ()
-    if len(listed) != 2 or not all(isinstance(tensor, Tensor) for tensor in listed):
+    results: Any = chosen if isinstance(chosen, tuple | list) else ()
+    if len(results) != 2 or not all(isinstance(tensor, Tensor) for tensor in results):
         raise InputError(
             f"route_custom: the callable, choose returned a {type(chosen).__name__}; allowed: two tensors, "
             "(topk_ids, topk_weights), or a Routing"
         )
-    return listed[0], listed[1]
+    return results[0], results[1]
 
 
 def given_routing(topk_ids: Tensor, topk_weights: Tensor, num_experts: int, *, checked: bool = False) -> Routing:
@@ -153,7 +153,7 @@ def given_routing(topk_ids: Tensor, topk_weights: Tensor, num_experts: int, *, c
     """
     if topk_ids.is_floating_point() and not topk_weights.is_floating_point():
         raise InputError(
-            f"topk_ids is {described(topk_ids)} and topk_weights {described(topk_weights)}: they are swapped; the "
+            f"topk_ids is {describe(topk_ids)} and topk_weights {describe(topk_weights)}: they are swapped; the "
             "order is (topk_ids, topk_weights) everywhere, integers first"
         )
     _check_ids("topk_ids", topk_ids, 2)
@@ -170,7 +170,7 @@ def given_routing(topk_ids: Tensor, topk_weights: Tensor, num_experts: int, *, c
     return Routing(topk_ids=topk_ids, topk_weights=topk_weights)
 
 
-def _scaled(chosen: Routing, expert_scale: Tensor | None) -> Routing:
+def _apply_expert_scale(chosen: Routing, expert_scale: Tensor | None) -> Routing:
     """Multiply each weight by the factor of its expert, in place."""
     if expert_scale is not None:
         chosen.topk_weights.mul_(expert_scale.to(torch.float32)[chosen.topk_ids.clamp(min=0)])
@@ -181,13 +181,13 @@ def _scores(logits: Tensor, score: ScoreFunction) -> Tensor:
     """Score every expert, ``[T, E]`` float32; for topk_softmax the logits, normalised after top-k."""
     if score in ("topk_softmax", "sparsemixer"):
         return logits
-    wide = logits.to(torch.float64)
+    exact = logits.to(torch.float64)
     if score == "softmax":
-        return torch.softmax(wide, dim=1).to(torch.float32)
+        return torch.softmax(exact, dim=1).to(torch.float32)
     if score == "sigmoid":
-        return torch.sigmoid(wide).to(torch.float32)
+        return torch.sigmoid(exact).to(torch.float32)
     # softplus written so that neither exp nor log1p overflows or cancels for any finite x.
-    softplus = wide.clamp(min=0.0) + torch.log1p(torch.exp(-wide.abs()))
+    softplus = exact.clamp(min=0.0) + torch.log1p(torch.exp(-exact.abs()))
     return softplus.sqrt().to(torch.float32)
 
 
@@ -200,19 +200,19 @@ def _choice(logits: Tensor, scores: Tensor, bias: Tensor | None, *, checked: boo
     # The clamp keeps -inf above the -inf of a masked group.
     if bias is None:
         return logits.clamp(-_LARGEST, _LARGEST)
-    wide = bias.to(torch.float32)
-    if checked and bool(wide.isnan().any()):
-        first = int(wide.isnan().nonzero()[0, 0])
+    correction = bias.to(torch.float32)
+    if checked and bool(correction.isnan().any()):
+        first = int(correction.isnan().nonzero()[0, 0])
         experts = logits.shape[1]
         raise RoutingError(f"correction bias: expert {first} of {experts} is NaN, allowed: numbers; reload the router")
-    return (scores + wide).clamp(-_LARGEST, _LARGEST)
+    return (scores + correction).clamp(-_LARGEST, _LARGEST)
 
 
 def _check_ranking(logits: Tensor, spec: RoutingSpec, bias: Tensor | None, hash_table: Tensor | None) -> None:
-    for name, given, option in (("hash_table", hash_table, "hash_routing"), ("bias", bias, "correction_bias")):
-        if given is not None and not getattr(spec, option):
+    for name, tensor, option in (("hash_table", hash_table, "hash_routing"), ("bias", bias, "correction_bias")):
+        if tensor is not None and not getattr(spec, option):
             raise InputError(
-                f"route: found a {name} {described(given)}, but spec.{option} is False; pass {name}=None or a "
+                f"route: found a {name} {describe(tensor)}, but spec.{option} is False; pass {name}=None or a "
                 f"RoutingSpec with {option}=True"
             )
     if not spec.correction_bias:
@@ -220,7 +220,7 @@ def _check_ranking(logits: Tensor, spec: RoutingSpec, bias: Tensor | None, hash_
     experts = logits.shape[1]
     if bias is None or tuple(bias.shape) != (experts,) or not bias.is_floating_point():
         raise InputError(
-            f"route: spec.correction_bias needs a floating bias of shape ({experts},) [E], found {described(bias)}; "
+            f"route: spec.correction_bias needs a floating bias of shape ({experts},) [E], found {describe(bias)}; "
             "pass the router's correction bias"
         )
     _check_device("bias", bias, logits)
@@ -236,8 +236,8 @@ def _select(choice: Tensor, scores: Tensor, spec: RoutingSpec) -> Tensor:
         basis = scores if summed and not spec.correction_bias else choice
         grouped = basis.view(tokens, spec.groups, size)
         best = grouped.topk(min(2, size) if summed else 1, dim=2).values.sum(dim=2)
-        kept = _top(best, spec.topk_groups)
-        masked = torch.ones_like(best, dtype=torch.bool).scatter(1, kept, False)
+        best_groups = _top(best, spec.topk_groups)
+        masked = torch.ones_like(best, dtype=torch.bool).scatter(1, best_groups, False)
         choice = choice.view(tokens, spec.groups, size).masked_fill(masked.unsqueeze(2), -torch.inf)
         choice = choice.view(tokens, experts)
     return _top(choice, spec.top_k)
@@ -302,7 +302,7 @@ def _check_look_up(
 ) -> None:
     if bias is not None:
         raise InputError(
-            f"route: found a bias {described(bias)} with hash routing, which looks experts up and ranks "
+            f"route: found a bias {describe(bias)} with hash routing, which looks experts up and ranks "
             "nothing; pass bias=None"
         )
     if token_ids is None or hash_table is None:
@@ -371,8 +371,8 @@ def _check_logits(logits: Tensor, spec: RoutingSpec) -> None:
     require_input(fits, "router logits", logits, "[T, E] of a floating dtype")
     experts = logits.shape[1]
     if not spec.top_k <= experts < 1 << _ID_BITS:
-        most = (1 << _ID_BITS) - 1
-        raise InputError(f"router logits: found {experts} experts, allowed: top_k={spec.top_k} to {most}")
+        max_experts = (1 << _ID_BITS) - 1
+        raise InputError(f"router logits: found {experts} experts, allowed: top_k={spec.top_k} to {max_experts}")
     if experts % spec.groups or spec.top_k > spec.topk_groups * (experts // spec.groups):
         raise InputError(
             f"router logits: found {experts} experts, allowed: a multiple of groups={spec.groups} whose "

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..runtime.launch import align_rows, launch, overlaps, power_at_least
 from ..runtime.memory import Memory, Regions
 from ..types import SCORE_FUNCTIONS, Routing, RoutingSpec
-from .buffers import Buffers, sizes, taken
+from .buffers import Buffers, allocate, sizes
 
 __all__ = ["ID_DTYPES", "route_on_device", "route_regions"]
 
@@ -36,7 +36,7 @@ def route_on_device(
     from ..kernels.route import route_kernel
 
     tokens, experts = logits.shape
-    made = Routing(**taken(memory, _buffers(tokens, spec.top_k, ID_DTYPES[spec.id_dtype]), logits.device))
+    made = Routing(**allocate(memory, _buffers(tokens, spec.top_k, ID_DTYPES[spec.id_dtype]), logits.device))
     if tokens == 0:
         return made
     logits = align_rows(logits)

@@ -12,14 +12,14 @@ from ..runtime.launch import overlaps, power_at_least
 from .checks import require_input
 
 __all__ = [
-    "GivenRows",
+    "SourceRows",
     "QuantizedRows",
-    "across_rows",
+    "transposed_scale_stride",
     "block_of",
     "check_rows",
-    "present",
+    "require_scales",
     "warps_of",
-    "weighted",
+    "gather_rows",
     "whole_rows",
 ]
 
@@ -51,14 +51,14 @@ class QuantizedRows:
         Raises InputError for scales that are no bytes.
         """
         if self.scales is None or self.scales.dtype != torch.uint8:
-            found = "none" if self.scales is None else self.scales.dtype
-            raise InputError(f"packed scales: found {found}, allowed: E8M0 bytes; take mxfp8 or fp8_group128_e8m0")
+            dtype = "none" if self.scales is None else self.scales.dtype
+            raise InputError(f"packed scales: found {dtype}, allowed: E8M0 bytes; take mxfp8 or fp8_group128_e8m0")
         rows, groups = self.scales.shape
         words = functional.pad(self.scales, (0, -groups % 4, 0, -rows % 4)).view(torch.int32)
         return words.t().contiguous().t()[:rows]
 
 
-class GivenRows(NamedTuple):
+class SourceRows(NamedTuple):
     """Rows that a kernel reads: those of ``x [T, K]``, through ``source`` and times ``weights`` where given.
 
     order, x_ready: as ``operand`` says; for E4M3 codes alone. used: ``[1]`` int64, the first rows that anybody reads.
@@ -91,14 +91,14 @@ class GivenRows(NamedTuple):
 def block_of(rows: int, columns: int) -> tuple[int, int]:
     """Return the rows and columns one program takes; few rows are spread over more programs."""
     few = rows < _FEW_ROWS
-    wide = min(256 if few else 1024, power_at_least(columns, 128))
-    return 1 if few else 4096 // wide if rows >= _MANY_ROWS else 2, wide
+    block_c = min(256 if few else 1024, power_at_least(columns, 128))
+    return 1 if few else 4096 // block_c if rows >= _MANY_ROWS else 2, block_c
 
 
 def whole_rows(rows: int, columns: int) -> tuple[int, int]:
     """Return what ``block_of`` does where one scale belongs to a row."""
-    wide = power_at_least(columns, 32)
-    return max(1, 4096 // wide) if rows >= _MANY_ROWS else 1, wide
+    block_c = power_at_least(columns, 32)
+    return max(1, 4096 // block_c) if rows >= _MANY_ROWS else 1, block_c
 
 
 def warps_of(elements: int) -> int:
@@ -106,7 +106,7 @@ def warps_of(elements: int) -> int:
     return max(1, min(16, elements // 512))
 
 
-def across_rows(rows: int) -> int:
+def transposed_scale_stride(rows: int) -> int:
     """Return how far the scales of a group of columns are from those of the next where ``across`` lays them out.
 
     A tile of up to 256 rows reads that many of any row on.
@@ -114,7 +114,7 @@ def across_rows(rows: int) -> int:
     return -(-rows // 16) * 16 + 256
 
 
-def weighted(x: Tensor, source: Tensor | None, weights: Tensor | None) -> Tensor:
+def gather_rows(x: Tensor, source: Tensor | None, weights: Tensor | None) -> Tensor:
     """Return the rows of ``x`` that ``GivenRows`` names."""
     rows = x if source is None else x.index_select(0, source)
     return rows if weights is None else (rows.float() * weights[:, None]).to(x.dtype)
@@ -126,7 +126,7 @@ def check_rows(name: str, x: Tensor) -> None:
     require_input(fits, f"quantize to {name}", x, "floating [R, K >= 1]")
 
 
-def present(name: str, scales: Tensor | None) -> Tensor:
+def require_scales(name: str, scales: Tensor | None) -> Tensor:
     """Return scales that are there; raises InputError where there are none."""
     if scales is None:
         raise InputError(f"dequantize from {name}: found no scale, allowed: rows quantised to {name}")

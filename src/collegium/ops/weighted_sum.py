@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..runtime.launch import launch, on_device, overlaps, power_at_least, row_contiguous
 from ..runtime.memory import Memory, Regions
-from .buffers import Buffers, sizes, taken
+from .buffers import Buffers, allocate, sizes
 from .checks import require_input
 
 __all__ = ["weighted_sum", "weighted_sum_regions"]
@@ -46,7 +46,7 @@ def weighted_sum(
     _check(rows, slots, weights, out_dtype, experts)
     _check_like((slots.shape[0], rows.shape[1]), out_dtype, shared, out)
     if not on_device(rows):
-        total = _summed(rows, slots, weights, experts)
+        total = _reference(rows, slots, weights, experts)
         if shared is not None:
             total.add_(shared)
         return total.to(out_dtype) if out is None else out.copy_(total)
@@ -56,22 +56,22 @@ def weighted_sum(
     (count, width), (tokens, top_k) = rows.shape, slots.shape
     rows, slots = row_contiguous(rows), slots.contiguous()
     factors = slots if weights is None else row_contiguous(weights)
-    made = taken(memory, _buffers(tokens, width, out_dtype), rows.device)["sum"] if out is None else out
+    result = allocate(memory, _buffers(tokens, width, out_dtype), rows.device)["sum"] if out is None else out
     if tokens == 0:
-        return made
+        return result
     # Small batches spread a token over more programs.
     block = min(power_at_least(width, 32), 1024 if tokens >= 64 else 256)
     added = rows if shared is None else row_contiguous(shared)
     strides = (rows.stride(0), factors.stride(0), 0 if shared is None else added.stride(0))
-    args = (rows, slots, factors, added, made, count, width, *strides, experts)
+    args = (rows, slots, factors, added, result, count, width, *strides, experts)
     constants = {"TOP_K": top_k, "BLOCK": block, "WEIGHTS": weights is not None, "SHARED": shared is not None}
     constants |= {"IDS": experts > 0, "PDL": overlaps(rows)}
     warps = max(1, min(4, block // 256))
     launch(weighted_sum_kernel, (-(-width // block), tokens), args, constants, num_warps=warps, enable_fp_fusion=False)
-    return made
+    return result
 
 
-def _summed(rows: Tensor, slots: Tensor, weights: Tensor | None, experts: int) -> Tensor:
+def _reference(rows: Tensor, slots: Tensor, weights: Tensor | None, experts: int) -> Tensor:
     """Return the float32 sum that the kernel makes too, ``[T, H]``."""
     count, width = rows.shape
     slots = slots.to(torch.int64)
@@ -97,8 +97,8 @@ def _summed(rows: Tensor, slots: Tensor, weights: Tensor | None, experts: int) -
             torch.mul(gathered, 1.0 if weights is None else weights.float().t()[span].reshape(-1, 1), out=product)
             # The sum is never -0: adding +0 leaves its bits alone.
             product.masked_fill_(dropped.t()[span].reshape(-1, 1), 0.0)
-            for own in product.view(step, *total.shape).unbind():
-                total.add_(own)
+            for slot_product in product.view(step, *total.shape).unbind():
+                total.add_(slot_product)
     return total
 
 

@@ -113,7 +113,7 @@ class SymmMem:
         name, order = (cast_name(x.dtype), AS_IS) if codes is None or carried else codes
         form = activation_format(name)
         own = part(memory, "sent")
-        wide = form.wide(x.shape[1], order)
+        wide = form.padded_columns(x.shape[1], order)
         # Room for the most tokens of a rank, since every rank finds its peers' by its own.
         made = {
             key: alloc(own, key, shape, dtype, x.device) for key, (shape, dtype) in form.buffers(bound, wide).items()

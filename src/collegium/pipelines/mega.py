@@ -18,7 +18,7 @@ from ..experts.triton.grouped import bounds_of, kind_of
 from ..experts.triton.packed import PackedExperts
 from ..formats.unquantised import DTYPES
 from ..kernels.enums import E2M1_E4M3, E2M1_E8M0, E4M3_E4M3
-from ..ops.buffers import sizes, taken
+from ..ops.buffers import allocate, sizes
 from ..ops.permute import tile_count
 from ..ops.quantize import AS_IS, REORDERED, activation_format
 from ..ops.weighted_sum import weighted_sum_regions
@@ -190,7 +190,7 @@ class Mega:
         block_t, block_n = self._block_t(shape), self._block_n(shape)
         cut = CUTS[self.weight, block_t, block_n]
         _, rows_dtype = experts.output_spec(x.dtype)
-        own = taken(memory, shape.buffers(block_t, rows_dtype), x.device)
+        own = allocate(memory, shape.buffers(block_t, rows_dtype), x.device)
         x, added = row_contiguous(x), out if shared is None else row_contiguous(shared)
         words = (own["sent/codes"].view(torch.int32), own["x"].view(torch.int32))
         up, down, act, table = experts.gate_up, experts.down, experts.activation, reach.map
@@ -304,7 +304,7 @@ def _shape_of(form: ActivationFormat, order: int, counts: tuple[int, int, int, i
     """Return the sizes of a pass; counts: W, B, K and slots. order: of the columns of codes."""
 
     def wide(columns: int) -> tuple[int, int]:
-        most = form.wide(columns, order)
+        most = form.padded_columns(columns, order)
         return most, -(-most // (form.group or most))
 
     return _Shape(*counts, *wide(hidden), inner, *wide(inner), hidden)

@@ -35,7 +35,9 @@ def dequantized_groups(
         here = slice(start, min(start + turn, experts))
         own = offsets[start : here.stop + 1]
         listed = tiles if turn == experts else tile_list(own, rows, tiles.tile, memory)
-        made = matrix if room is None else dequantize_experts(matrix.each(lambda tensor, at=here: tensor[at]), room)
+        made = (
+            matrix if room is None else dequantize_experts(matrix.map_tensors(lambda tensor, at=here: tensor[at]), room)
+        )
         yield made, own, listed
 
 

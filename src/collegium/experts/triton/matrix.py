@@ -60,7 +60,7 @@ class PackedMatrix:
         scale, rows, bias = (self.values if t is None else t for t in (self.scale, self.row_scale, self.bias))
         return self.values, scale, rows, bias
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> PackedMatrix:
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> PackedMatrix:
         """Return the matrix with ``change(tensor)`` for each tensor, all of which have a row for each expert."""
         made = map_tensors(self, change, "values", "scale", "row_scale", "bias", "order")
         count = made.values.shape[0]

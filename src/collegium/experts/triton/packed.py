@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ...errors import InputError
 from ...formats.int_affine import Int4Ordered, Int8Ordered
-from ...ops.columns import ZeroPointCorrection, halves_and_sums, in_columns
-from ...ops.operand import Operand, across, arrived, operand
-from ...ops.quantize import AS_IS, ActivationFormat, formats_within, ordered
+from ...ops.columns import ZeroPointCorrection, gather_columns, halves_and_sums
+from ...ops.operand import Operand, gather_codes, operand, transpose_scales
+from ...ops.quantize import AS_IS, ActivationFormat, formats_within, reorder_codes
 from ...problem import ExpertsProblem
 from ...runtime.launch import align_rows
 from ...runtime.machine import Machine, machine_at
@@ -31,7 +31,7 @@ from .matrix import PackedMatrix, RangeReport
 from .prefill import CodeScales, prefill_gemm
 from .tile_choice import TileChoice, TunedTiles
 from .tiles import BAND, candidates, choose, score
-from .tiling import ProductTiling, codes_of, inner_format, lies_across
+from .tiling import ProductTiling, e4m3_format, middle_format, reads_transposed_scales
 
 __all__ = ["PackedExperts", "pack_both"]
 
@@ -148,7 +148,7 @@ class PackedExperts(PackedWeights):
         return replace(self, measured=(tables["gate_up"], tables["down"]))
 
     def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> PackedExperts:
-        return replace(self, gate_up=self.gate_up.each(change), down=self.down.each(change))
+        return replace(self, gate_up=self.gate_up.map_tensors(change), down=self.down.map_tensors(change))
 
     @property
     def input_codes(self) -> tuple[str, int] | None:
@@ -178,10 +178,10 @@ class PackedExperts(PackedWeights):
         if batch.scale is not None:
             codes, scale = batch.x, batch.scale
             if gathered:
-                codes, scale = arrived(codes, scale, batch.source, _used(batch), part(memory, "x"))
+                codes, scale = gather_codes(codes, scale, batch.source, _used(batch), part(memory, "x"))
             if batch.order not in (AS_IS, order):
                 raise InputError(f"the batch is codes in order {batch.order}, this product reads order {order}")
-            return (codes if batch.order == order else ordered(codes, order)), scale
+            return (codes if batch.order == order else reorder_codes(codes, order)), scale
         return operand(
             batch.x,
             self.forms[0],
@@ -200,7 +200,7 @@ class PackedExperts(PackedWeights):
         order = self.gate_up.order
         if order is None:
             return rows_in, source
-        return (in_columns(rows_in[0], order, owner, source, top_k=top_k, memory=part(memory, "x")), None), None
+        return (gather_columns(rows_in[0], order, owner, source, top_k=top_k, memory=part(memory, "x")), None), None
 
     def _both(
         self,
@@ -215,15 +215,17 @@ class PackedExperts(PackedWeights):
     ) -> Tensor:
         """Write ``out`` and return it: both products of ``rows_in``, which are codes and scales or rows and None."""
         x, x_scale = _summed(rows_in, self.gate_up, None, part(memory, "x"))
-        if isinstance(x_scale, Tensor) and lies_across(self.activations, self.gate_up.layout, tiles[0].tile):
-            x_scale = across(x_scale, source, used=used, memory=part(memory, "x"))
+        if isinstance(x_scale, Tensor) and reads_transposed_scales(
+            self.activations, self.gate_up.layout, tiles[0].tile
+        ):
+            x_scale = transpose_scales(x_scale, source, used=used, memory=part(memory, "x"))
         places = tiles[1].places
         count = out.shape[0] if places is None else places.shape[0]
         middle = alloc(memory, "middle", (count, self.gate_up.layout.shape[2]), out.dtype, out.device)
         grouped_gemm(
             x, self.gate_up, offsets, tiles[0], middle, source=source, x_scale=x_scale, activation=self.activation
         )
-        form = inner_format(self.forms[1], self.down.layout, tiles[1].tile)
+        form = middle_format(self.forms[1], self.down.layout, tiles[1].tile)
         made = operand(middle, form, order=self.down.layout.row_order, used=used, memory=part(memory, "h"))
         codes, scale = _summed(made, self.down, used, part(memory, "h"))
         # The tile lists were complete before the first product started.
@@ -276,7 +278,7 @@ def pack_both(packers: tuple[_Packer, _Packer], weights: ExpertWeights[Any], pro
 
     gate_up = packed(packers[0], weights.gate_up, weights.gate_up_bias)
     down = packed(packers[1], add_projection_dim(weights.down), weights.down_bias)
-    form = codes_of(problem.activation_format)
+    form = e4m3_format(problem.activation_format)
     return PackedExperts(
         gate_up=gate_up,
         down=replace(down, order=None),
@@ -343,7 +345,7 @@ class _Product:
     def _matrix(self) -> PackedMatrix:
         return self.packed.down if self.place else self.packed.gate_up
 
-    def chosen(self, rows: int) -> TileChoice:
+    def default_tile(self, rows: int) -> TileChoice:
         """Return the tile chosen from the sizes alone."""
         return choose(self.packed.tiling.problem_of(self._matrix.layout, rows), self.packed.machine)
 
@@ -364,15 +366,15 @@ class _Product:
         more: dict[str, Any] = {"source": batch.source, "activation": packed.activation} if first else {}
         lists: dict[TileChoice, TileList] = {}
         # What quantises the second product's rows writes their scales so, at no cost.
-        ever = not first and lies_across(packed.activations, matrix.layout)
-        beside = across(scale, None) if ever and isinstance(scale, Tensor) else None
+        ever = not first and reads_transposed_scales(packed.activations, matrix.layout)
+        beside = transpose_scales(scale, None) if ever and isinstance(scale, Tensor) else None
 
         def run(tile: TileChoice) -> Tensor:
             if tile not in lists:
                 lists[tile] = tile_list(batch.expert_offsets, count, tile)
             laid = scale
-            if isinstance(scale, Tensor) and lies_across(packed.activations, matrix.layout, tile):
-                laid = across(scale, batch.source) if first else beside
+            if isinstance(scale, Tensor) and reads_transposed_scales(packed.activations, matrix.layout, tile):
+                laid = transpose_scales(scale, batch.source) if first else beside
             return grouped_gemm(codes, matrix, batch.expert_offsets, lists[tile], out, x_scale=laid, **more)
 
         return run

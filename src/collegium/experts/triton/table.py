@@ -15,7 +15,7 @@ from .lanes import pack_bnb4, pack_fp8_block, pack_fp8_rows, pack_gguf, pack_int
 from .layout import LANES, ROWS, WORDS, Layout
 from .matrix import PackedMatrix
 from .packed import PackedExperts, pack_both
-from .tiling import CODES, ProductTiling, codes_of, product_regions, refuse_machine
+from .tiling import CODES, ProductTiling, e4m3_format, product_regions, refuse_machine
 from .words import pack_w4a8
 
 __all__ = ["TABLE", "TritonBf16", "TritonFp8", "TritonKernel", "TritonW4A8", "TritonW4A16", "TritonW8A16"]
@@ -138,7 +138,7 @@ class TritonKernel:
         """Return how batches of ``problem`` will be cut."""
         machine = machine_for(problem.device)
         gate_up, down = self.layouts(problem, machine)
-        activations = codes_of(problem.activation_format)
+        activations = e4m3_format(problem.activation_format)
         return ProductTiling(gate_up=gate_up, down=down, machine=machine, activations=activations)
 
     def regions(self, problem: ExpertsProblem) -> Regions:

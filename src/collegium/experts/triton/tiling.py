@@ -11,7 +11,7 @@ from ...ops.columns import SUMS
 from ...ops.operand import operand_regions
 from ...ops.permute import tile_count
 from ...ops.quantize import ACTIVATION_FORMATS, AS_IS, ActivationFormat, activation_format
-from ...ops.rows import across_rows
+from ...ops.rows import transposed_scale_stride
 from ...problem import ExpertsProblem
 from ...runtime.launch import power_at_least
 from ...runtime.machine import Machine
@@ -22,7 +22,15 @@ from .layout import Layout
 from .tile_choice import TileChoice, TileProblem, TunedTiles
 from .tiles import BAND, choose, nearest, prefill_tile
 
-__all__ = ["CODES", "ProductTiling", "codes_of", "inner_format", "lies_across", "product_regions", "refuse_machine"]
+__all__ = [
+    "CODES",
+    "ProductTiling",
+    "e4m3_format",
+    "middle_format",
+    "reads_transposed_scales",
+    "product_regions",
+    "refuse_machine",
+]
 
 CODES = tuple(form.name for form in ACTIVATION_FORMATS if form.e4m3)  # multiplied as E4M3 codes
 
@@ -33,7 +41,7 @@ _ORDERED = 4.0  # microseconds that ordering a small batch takes
 Pair = tuple[TileChoice, TileChoice]
 
 
-def codes_of(name: str) -> ActivationFormat | None:
+def e4m3_format(name: str) -> ActivationFormat | None:
     """Return the activation format whose E4M3 codes are multiplied, or None where rows keep their dtype."""
     form = activation_format(name)
     return form if form.e4m3 else None
@@ -136,7 +144,7 @@ class ProductTiling(Tiling):
         return found
 
 
-def lies_across(form: ActivationFormat | None, layout: Layout, tile: TileChoice | None = None) -> bool:
+def reads_transposed_scales(form: ActivationFormat | None, layout: Layout, tile: TileChoice | None = None) -> bool:
     """Return whether a product reads the scales of its rows' groups as ``across`` lays them out: with ``tile``, or any.
 
     Tall tiles of four-bit weights load them while those are decoded. Weights of eight bits would wait for them.
@@ -145,11 +153,11 @@ def lies_across(form: ActivationFormat | None, layout: Layout, tile: TileChoice 
     return grouped and layout.decoded and (tile is None or tile.block_t >= TALL)
 
 
-def inner_format(
+def middle_format(
     form: ActivationFormat | None, down: Layout, tile: TileChoice | None = None
 ) -> ActivationFormat | None:
     """Return the format of the second product's rows, with their scales where ``lies_across`` says."""
-    return replace(form, across=True) if form is not None and lies_across(form, down, tile) else form
+    return replace(form, transposed_scales=True) if form is not None and reads_transposed_scales(form, down, tile) else form
 
 
 def product_regions(problem: ExpertsProblem, tiling: ProductTiling) -> Regions:
@@ -161,15 +169,15 @@ def product_regions(problem: ExpertsProblem, tiling: ProductTiling) -> Regions:
     order, second = tiling.gate_up.row_order, tiling.down.row_order
     taken = rows if problem.weighted else problem.tokens
     x = operand_regions(taken, hidden, name, order=order, gathered=problem.weighted, dtype=dtype)
-    h = operand_regions(rows, wide, inner_format(form, tiling.down), order=second, dtype=dtype)
+    h = operand_regions(rows, wide, middle_format(form, tiling.down), order=second, dtype=dtype)
     if problem.weight_format.endswith("_ordered"):
         x["ordered"] = rows * hidden * dtype.itemsize
     for own, layout, count, columns in ((x, tiling.gate_up, taken, hidden), (h, tiling.down, rows, wide)):
         if layout.rescaled:
             count = rows if tiling.large(rows) else count
             own |= {"halves": 2 * count * columns, "scales": 4 * count, "sums": 2 * SUMS * count * -(-columns // 128)}
-    if form is not None and lies_across(form, tiling.gate_up):
-        x["across/codes"] = 4 * across_rows(rows) * -(-hidden // form.group)
+    if form is not None and reads_transposed_scales(form, tiling.gate_up):
+        x["across/codes"] = 4 * transposed_scale_stride(rows) * -(-hidden // form.group)
     regions: Regions = {"rows": rows * hidden * result, "middle": rows * wide * result}
     count = tile_count(rows, problem.experts, 16)
     lists = {"expert": 4 * count, "row": 8 * count, "used": 12}
