@@ -14,11 +14,12 @@ if torch.cuda.is_available():
     pytest.skip("tests/gpu makes these comparisons on the device", allow_module_level=True)
 
 from collegium.commands.integers import nf4
-from collegium.experts.triton import layout, tiles
+from collegium.experts.triton import layout
 from collegium.experts.triton.dequantized import dequantize_experts
-from collegium.experts.triton.lanes import pack_bnb4, pack_gguf, pack_int, pack_mx
-from collegium.experts.triton.tile_choice import TileProblem
-from collegium.experts.triton.tiles import prefill_tile
+from collegium.experts.triton.packing import pack_bnb4, pack_gguf, pack_int, pack_mx
+from collegium.experts.triton.tiles import choice as tiles
+from collegium.experts.triton.tiles.choice import prefill_tile
+from collegium.experts.triton.tiles.problem import TileProblem
 from collegium.formats import MxFp8
 from collegium.planning import plan
 from collegium.problem import DeviceFacts, Limits, Problem
@@ -106,7 +107,7 @@ def test_a_large_batch_gives_the_rows_of_the_small_tiles(
     name: str, act: str, group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tiles, "dequantize_threshold", lambda *_: 1)
-    monkeypatch.setattr(tiles, "_LONG", 8)
+    monkeypatch.setattr(tiles, "_MIN_K", 8)
     device = DeviceFacts(kind="cuda", capability=(9, 0))
     packed, batch, truth = decoded_layer(name, act, group, device, tokens=6, sizes=(3, 72, 136))
     stop = int(batch.expert_offsets[-1])

@@ -12,10 +12,12 @@ import torch
 from collegium.encoding import encode_experts
 from collegium.errors import InputError, PlanError
 from collegium.experts.reference import Reference
-from collegium.experts.triton import grouped as ops, lanes as pack
+from collegium.experts.triton import grouped as ops, packing as pack
 from collegium.experts.triton.table import TritonBf16, TritonFp8, TritonW4A8, TritonW4A16, TritonW8A16
-from collegium.experts.triton.tile_choice import TileChoice, TileProblem
-from collegium.experts.triton.tiles import candidates, choose, score
+from collegium.experts.triton.tiles.candidates import candidates
+from collegium.experts.triton.tiles.choice import choose
+from collegium.experts.triton.tiles.problem import TileChoice, TileProblem
+from collegium.experts.triton.tiles.score import score
 from collegium.formats import (
     Bf16,
     Bnb4,

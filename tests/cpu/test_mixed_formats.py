@@ -28,7 +28,7 @@ from collegium import (
     plan,
 )
 from collegium.errors import InputError
-from collegium.experts.triton import tiles
+from collegium.experts.triton.tiles import choice as tiles
 from collegium.formats.unquantised import DTYPES
 from collegium.parallel.local import Local
 from collegium.planning import kernel_named
@@ -176,7 +176,7 @@ def test_tiles_of_large_batches(first: str, second: str, monkeypatch: pytest.Mon
         pytest.skip("the kernel of large batches runs in C++ on the CPU here")
     for name in ("dequantize_threshold", "large_from"):
         monkeypatch.setattr(tiles, name, lambda *_: 1)
-    monkeypatch.setattr(tiles, "_LONG", 8)
+    monkeypatch.setattr(tiles, "_MIN_K", 8)
     weights = weights_in(first, second)
     problem = problem_of(weights, HOPPER)
     small: Any = kernel_named(plan(problem).kernel).pack(

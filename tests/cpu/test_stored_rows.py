@@ -10,9 +10,9 @@ import torch
 
 from by_kernel import by_kernel
 from collegium.experts.triton import grouped as ops
-from collegium.experts.triton.lanes import pack_plain
+from collegium.experts.triton.packing import pack_plain
 from collegium.experts.triton.prefill import prefill_gemm
-from collegium.experts.triton.tile_choice import TileChoice
+from collegium.experts.triton.tiles.problem import TileChoice
 from collegium.formats import Bf16
 from collegium.kernels.enums import NOWHERE
 from collegium.ops.permute import Owners, permute

@@ -13,9 +13,9 @@ from collegium.errors import InputError
 from collegium.experts import KERNELS
 from collegium.experts.reference import Reference
 from collegium.experts.triton import grouped as ops
+from collegium.experts.triton.packing import pack_w4a8
 from collegium.experts.triton.table import TritonW4A8
-from collegium.experts.triton.tile_choice import TileChoice
-from collegium.experts.triton.words import pack_w4a8
+from collegium.experts.triton.tiles.problem import TileChoice
 from collegium.formats import Int4Group, MxFp4, NvFp4
 from collegium.formats.unquantised import Fp32
 from collegium.ops.operand import operand

@@ -10,7 +10,8 @@ import torch
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from collegium.experts.triton import layout, tiles
+from collegium.experts.triton import layout
+from collegium.experts.triton.tiles import choice as tiles
 from collegium.runtime.devices import probe
 from collegium.runtime.machine import machine_at, machine_for
 from collegium.testing.compare import relative_error
@@ -20,7 +21,7 @@ from decoded_layers import DECODED, decoded_layer
 @pytest.fixture(autouse=True)
 def _always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "dequantize_threshold", lambda *_: 8)
-    monkeypatch.setattr(tiles, "_LONG", 8)
+    monkeypatch.setattr(tiles, "_MIN_K", 8)
 
 
 @pytest.mark.parametrize(("name", "act", "group"), DECODED)

@@ -15,10 +15,10 @@ if torch.cuda.get_device_capability() < (8, 9):
 
 from collegium.experts.reference import Reference
 from collegium.experts.triton import grouped as ops
+from collegium.experts.triton.packing import pack_w4a8
 from collegium.experts.triton.table import TritonW4A8
-from collegium.experts.triton.tile_choice import TileChoice
-from collegium.experts.triton.tiles import candidates
-from collegium.experts.triton.words import pack_w4a8
+from collegium.experts.triton.tiles.candidates import candidates
+from collegium.experts.triton.tiles.problem import TileChoice
 from collegium.formats import Int4Group, MxFp4, NvFp4, by_name
 from collegium.ops.operand import operand
 from collegium.ops.quantize import activation_format, reorder_codes

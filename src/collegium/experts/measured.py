@@ -112,5 +112,9 @@ def _source_hash() -> str:
     """Return a digest of the kernels' source and of the tile choice: another kernel needs another measurement."""
     here = Path(__file__).resolve()
     kernels = here.parents[1] / "kernels"
-    sources = [*sorted(kernels.glob("*.py")), *sorted(kernels.glob("*.cu")), *sorted(here.parent.rglob("tiles.py"))]
+    sources = [
+        *sorted(kernels.glob("*.py")),
+        *sorted(kernels.glob("*.cu")),
+        *sorted(here.parent.glob("triton/tiles/*.py")),
+    ]
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..runtime.memory import Memory, Regions, alloc
 
-__all__ = ["Buffers", "sizes", "allocate"]
+__all__ = ["Buffers", "allocate", "sizes"]
 
 Buffers = dict[str, "tuple[tuple[int, ...], torch.dtype]"]  # shape and dtype under each name
 

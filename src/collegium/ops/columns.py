@@ -11,7 +11,7 @@ from torch import Tensor
 from ..runtime.launch import launch, overlaps, power_at_least
 from ..runtime.memory import Memory, alloc
 
-__all__ = ["SUMS", "ZeroPointCorrection", "halves_and_sums", "gather_columns"]
+__all__ = ["SUMS", "ZeroPointCorrection", "gather_columns", "halves_and_sums"]
 
 SUMS = 32  # halves beside each 128 columns of a row
 _BLOCK = 1024

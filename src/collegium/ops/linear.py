@@ -16,7 +16,7 @@ from ..runtime.memory import Memory, Regions, elementwise_max, with_prefix
 from .buffers import Buffers, allocate, sizes
 from .rms_norm import rms_norm_regions
 
-__all__ = ["sigmoid_gate", "linear", "linear_regions", "regions_of"]
+__all__ = ["linear", "linear_regions", "regions_of", "sigmoid_gate"]
 
 # K is cut into parts for as many programs, and into no more parts than that: numbers that stay when the GPU changes,
 # because they decide the order of sums.

@@ -10,7 +10,7 @@ from ..runtime.memory import Memory, Regions, alloc, part
 from .quantize import AS_IS, ActivationFormat, activation_format, cast_name, quantize_regions, quantize_rows
 from .rows import QuantizedRows, SourceRows
 
-__all__ = ["Operand", "transpose_scales", "gather_codes", "operand", "operand_regions"]
+__all__ = ["Operand", "gather_codes", "operand", "operand_regions", "transpose_scales"]
 
 Operand = tuple[Tensor, Tensor | None]  # rows as a product reads them, and the scales of codes
 

@@ -50,9 +50,9 @@ __all__ = [
     "activation_format",
     "cast_name",
     "formats_within",
-    "reorder_codes",
     "quantize_regions",
     "quantize_rows",
+    "reorder_codes",
 ]
 
 # How a product reads the codes of a row: K of them; up to whole 128; the same in the order of ``ordered``.

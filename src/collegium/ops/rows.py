@@ -12,14 +12,14 @@ from ..runtime.launch import overlaps, power_at_least
 from .checks import require_input
 
 __all__ = [
-    "SourceRows",
     "QuantizedRows",
-    "transposed_scale_stride",
+    "SourceRows",
     "block_of",
     "check_rows",
-    "require_scales",
-    "warps_of",
     "gather_rows",
+    "require_scales",
+    "transposed_scale_stride",
+    "warps_of",
     "whole_rows",
 ]
 

@@ -18,7 +18,7 @@ from ...runtime.memory import Memory, alloc
 from ...types import ACTIVATION_KINDS, ActivationSpec
 from .layout import Words
 from .matrix import PackedMatrix
-from .tile_choice import TileChoice
+from .tiles.problem import TileChoice
 
 __all__ = ["TileList", "bounds_of", "constants_of", "grouped_gemm", "kind_of", "scales_of", "tile_list"]
 
@@ -59,7 +59,7 @@ def tile_list(expert_offsets: Tensor, rows: int, tile: TileChoice, memory: Memor
     experts, device = expert_offsets.numel() - 1, expert_offsets.device
     count = tile_count(rows, experts, tile.block_t)
     # Imported here: Triton exists for Linux alone, and everything but a launch works without it.
-    from ...kernels.tiles import tile_list_kernel
+    from ...kernels.tiles.choice import tile_list_kernel
 
     expert = alloc(memory, "expert", (count,), torch.int32, device)
     used = alloc(memory, "used", (3,), torch.int32, device)

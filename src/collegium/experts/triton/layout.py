@@ -17,7 +17,7 @@ import torch
 
 from ...kernels import enums
 from ...ops.quantize import AS_IS, PADDED, REORDERED
-from .tile_choice import TileProblem
+from .tiles.problem import TileProblem
 
 __all__ = ["LANES", "ROWS", "WORDS", "Lanes", "Layout", "Rows", "Words"]
 
@@ -194,7 +194,7 @@ class Rows(Layout):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lanes(Layout):
-    """values int16 ``[E, P, B, N, width]``, decoded to 16 bits, see ``lanes.py``.
+    """values int16 ``[E, P, B, N, width]``, decoded to 16 bits, see ``packing/interleave.py``.
 
     scale: 32-bit ``[E, P, B, words, N]``, or as ``Rows`` says. row_scale: float32 ``[E, P, N]``, None for integers, and
     int32 ``[E, P, 16]`` for codes that look numbers up: two operands, whose sum is the number.
@@ -218,7 +218,7 @@ class Lanes(Layout):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Words(Layout):
-    """values uint8 ``[E, R, B, 64, 64]`` for E4M3 rows, see ``words.py``; gate and up take turns in a row tile.
+    """values uint8 ``[E, R, B, 64, 64]`` for E4M3 rows, see ``packing/w4a8.py``; gate and up take turns in a row tile.
 
     scale: 32-bit ``[E, R, B, words, 64]`` of scale_dtype. row_scale: float32 ``[E, R * 64]`` if row_scaled, or None.
     """

@@ -26,11 +26,13 @@ from ...types import ActivationSpec, ContiguousBatch, ExpertWeights, RemoteOutpu
 from ..base import PackedWeights, refuse_codes
 from .dequantized import dequantized_groups
 from .grouped import TileList, grouped_gemm, tile_list
-from .lanes import add_projection_dim, column_order
 from .matrix import PackedMatrix, RangeReport
+from .packing import add_projection_dim, column_order
 from .prefill import CodeScales, prefill_gemm
-from .tile_choice import TileChoice, TunedTiles
-from .tiles import BAND, candidates, choose, score
+from .tiles.candidates import candidates
+from .tiles.choice import LARGE_BLOCK_N, choose
+from .tiles.problem import TileChoice, TunedTiles
+from .tiles.score import score
 from .tiling import ProductTiling, e4m3_format, middle_format, reads_transposed_scales
 
 __all__ = ["PackedExperts", "pack_both"]
@@ -238,8 +240,8 @@ class PackedExperts(PackedWeights):
         rows_in = self._rows_in(batch, memory, AS_IS, gathered=True)
         rows, x_scale = _summed(rows_in, self.gate_up, _used(batch), part(memory, "x"))
         codes, dtype = None, out.dtype
-        if form is not None and form.group == BAND:
-            scale = alloc(memory, "scales", (count, -(-wide // BAND)), torch.float32, device)
+        if form is not None and form.group == LARGE_BLOCK_N:
+            scale = alloc(memory, "scales", (count, -(-wide // LARGE_BLOCK_N)), torch.float32, device)
             codes = CodeScales(scale=scale, power=form.power, rounded=out.dtype == torch.bfloat16)
             dtype = torch.float8_e4m3fn
         middle = alloc(memory, "middle", (count, wide), dtype, device)

@@ -11,12 +11,21 @@ from ...problem import ExpertsProblem
 from ...runtime.machine import Machine, machine_at, machine_for
 from ...runtime.memory import Regions
 from ...types import ExpertWeights
-from .lanes import pack_bnb4, pack_fp8_block, pack_fp8_rows, pack_gguf, pack_int, pack_mx, pack_nvfp4, pack_plain
 from .layout import LANES, ROWS, WORDS, Layout
 from .matrix import PackedMatrix
 from .packed import PackedExperts, pack_both
+from .packing import (
+    pack_bnb4,
+    pack_fp8_block,
+    pack_fp8_rows,
+    pack_gguf,
+    pack_int,
+    pack_mx,
+    pack_nvfp4,
+    pack_plain,
+    pack_w4a8,
+)
 from .tiling import CODES, ProductTiling, e4m3_format, product_regions, refuse_machine
-from .words import pack_w4a8
 
 __all__ = ["TABLE", "TritonBf16", "TritonFp8", "TritonKernel", "TritonW4A8", "TritonW4A16", "TritonW8A16"]
 

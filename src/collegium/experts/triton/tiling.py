@@ -17,18 +17,18 @@ from ...runtime.launch import power_at_least
 from ...runtime.machine import Machine
 from ...runtime.memory import Regions, elementwise_max, with_prefix
 from ..base import Tiling
-from .four_bit_tiles import TALL
 from .layout import Layout
-from .tile_choice import TileChoice, TileProblem, TunedTiles
-from .tiles import BAND, choose, nearest, prefill_tile
+from .tiles.candidates import TALL
+from .tiles.choice import LARGE_BLOCK_N, choose, nearest, prefill_tile
+from .tiles.problem import TileChoice, TileProblem, TunedTiles
 
 __all__ = [
     "CODES",
     "ProductTiling",
     "e4m3_format",
     "middle_format",
-    "reads_transposed_scales",
     "product_regions",
+    "reads_transposed_scales",
     "refuse_machine",
 ]
 
@@ -157,7 +157,11 @@ def middle_format(
     form: ActivationFormat | None, down: Layout, tile: TileChoice | None = None
 ) -> ActivationFormat | None:
     """Return the format of the second product's rows, with their scales where ``lies_across`` says."""
-    return replace(form, transposed_scales=True) if form is not None and reads_transposed_scales(form, down, tile) else form
+    return (
+        replace(form, transposed_scales=True)
+        if form is not None and reads_transposed_scales(form, down, tile)
+        else form
+    )
 
 
 def product_regions(problem: ExpertsProblem, tiling: ProductTiling) -> Regions:
@@ -185,6 +189,6 @@ def product_regions(problem: ExpertsProblem, tiling: ProductTiling) -> Regions:
     if tiling.large(rows) is not None:
         # Rows are put in order first.
         x = elementwise_max(x, operand_regions(rows, hidden, name, order=AS_IS, gathered=True, dtype=dtype))
-        regions["scales"] = 4 * rows * -(-wide // BAND)
+        regions["scales"] = 4 * rows * -(-wide // LARGE_BLOCK_N)
         regions["expanded"] = max(tiling.gate_up.expanded_bytes, tiling.down.expanded_bytes)
     return regions | with_prefix("x", x) | with_prefix("h", h)
