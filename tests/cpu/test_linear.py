@@ -154,7 +154,7 @@ def test_refusals() -> None:
     for given, text in (
         (
             (x, weight.bfloat16()),
-            r"weight is \(3, 8\) torch.bfloat16, allowed beside x of .*: \[N, K\] of torch.float32",
+            r"weight is \(3, 8\) torch.bfloat16, allowed with x of .*: \[N, K\] of torch.float32",
         ),
         ((x.half(), weight.bfloat16()), "torch.bfloat16, allowed .* of torch.float16 or torch.float32"),
         ((x.double(), weight.double()), "torch.float64, allowed .* of torch.float32"),

@@ -213,7 +213,7 @@ def test_a_plan_counts_both_formats() -> None:
     [
         ("nvfp4", "gguf", "fp8_token", "asked for fp8_token activations between the products; down is gguf"),
         ("gguf", "nvfp4", "fp8_token", "with gguf it takes bf16 or fp16"),
-        ("int4_group", "int4_ordered", "bf16", "columns in an order of their own need that format in both"),
+        ("int4_group", "int4_ordered", "bf16", "an index of columns needs that format in both"),
         ("bf16", "fp32", "bf16", "down is fp32: no kernel in Triton takes those weights"),
     ],
 )

@@ -117,7 +117,7 @@ def test_rows_go_to_their_places(n_out: int) -> None:
     places = torch.randperm(ROWS)
     at = torch.where(places == 3, NOWHERE, places * n_out)
     out = torch.full((ROWS, n_out), 7.0, dtype=torch.bfloat16)
-    prefill_gemm(x, packed, OFFSETS, replace(tile_list(OFFSETS, ROWS, TILE), places=at), out)
+    prefill_gemm(x, packed, OFFSETS, replace(tile_list(OFFSETS, ROWS, TILE), row_offsets=at), out)
     written = places[:OWNED][places[:OWNED] != 3]
     assert torch.equal(out[written], wanted[:OWNED][places[:OWNED] != 3])
     kept = torch.ones(ROWS, dtype=torch.bool)

@@ -32,7 +32,7 @@ def test_bits_of_the_small_tiles(
     packed, batch, truth = decoded_layer(name, act, group, probe("cuda"), tokens=1100, sizes=sizes, where="cuda")
     rows, stop = batch.source.numel(), int(batch.expert_offsets[-1])
     small = replace(packed, machine=replace(packed.machine, compiles=False))
-    if not (packed.gate_up.layout.expands and packed.down.layout.expands):
+    if not (packed.gate_up.layout.runs_large and packed.down.layout.runs_large):
         assert packed.tiling.large(rows) is None
         return
     assert packed.tiling.large(rows) is not None
@@ -46,7 +46,7 @@ def test_bits_of_the_small_tiles(
             assert relative_error(wanted, truth[:stop]) < 0.01
     with monkeypatch.context() as patch:
         # Two experts or so at a time.
-        patch.setattr(layout, "_MOST", 5 * 2 * sizes[1] * sizes[2])
+        patch.setattr(layout, "_MAX_DEQUANTIZED_BYTES", 5 * 2 * sizes[1] * sizes[2])
         assert torch.equal(packed.run(replace(batch, input_weights=None))[:stop], small.run(batch)[:stop])
 
 

@@ -91,7 +91,7 @@ class Payload:
     row_block: output rows that share a scale (1 for row-wise formats). tolerance: bound on the relative L2 error of
     encode followed by decode for Gaussian weights. storages: the published layouts ``from_parts`` understands.
     read_only: the format is read from checkpoints and run, but never written. by_row: the tensors whose axis after the
-    leading dimensions are output rows.
+    leading dimensions are output rows. ordered_columns: an index assigns columns to groups, in any order.
     """
 
     shape: tuple[int, ...]
@@ -103,6 +103,7 @@ class Payload:
     storages: ClassVar[tuple[Storage, ...]]
     read_only: ClassVar[bool] = False
     by_row: ClassVar[tuple[str, ...]] = ("codes", "scales")
+    ordered_columns: ClassVar[bool] = False
 
     @classmethod
     def encode(cls, weight: Tensor) -> Self:

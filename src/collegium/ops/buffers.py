@@ -1,4 +1,4 @@
-"""Tables of what an operation writes: what it takes of a pass's memory and what it declares come from one place."""
+"""Tables of the buffers of an operation: its allocations and the regions it declares come from one place."""
 
 from math import prod
 
@@ -18,5 +18,5 @@ def sizes(buffers: Buffers) -> Regions:
 
 
 def allocate(memory: Memory | None, buffers: Buffers, device: torch.device) -> dict[str, Tensor]:
-    """Take ``buffers`` from ``memory``, or as fresh memory of ``device`` where it is None."""
+    """Return ``buffers`` from ``memory``, or fresh ones on ``device`` where it is None."""
     return {name: alloc(memory, name, shape, dtype, device) for name, (shape, dtype) in buffers.items()}

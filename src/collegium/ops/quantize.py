@@ -1,4 +1,4 @@
-"""Formats activations may take before a multiplication; every row is quantised by itself.
+"""Formats of activations before a multiplication; each row is quantised separately.
 
 Shape letters: R rows, K columns, G groups of columns in a row.
 
@@ -9,7 +9,7 @@ finite and nothing depends on subnormals; all-zero groups get the floor and zero
 infinity gets a NaN scale and zero codes, hence decodes to NaN throughout: visible, and contained in its group
 (in its row for ``nvfp4``, whose global scale belongs to the row). A partial last group is a group.
 
-Static formats have one scale for all rows, which a calibration found: ``within`` gives it to them.
+Static formats have one calibrated scale for all rows, which ``within`` sets.
 """
 
 import math
@@ -55,7 +55,7 @@ __all__ = [
     "reorder_codes",
 ]
 
-# How a product reads the codes of a row: K of them; up to whole 128; the same in the order of ``ordered``.
+# How a product reads the codes of a row: K of them; padded to a multiple of 128; padded and in ``reorder_codes`` order.
 AS_IS, PADDED, REORDERED = range(3)
 
 _GLOBAL_FLOOR = 2.0**-117  # times the smallest E4M3 number, 2^-9, this is SMALLEST_SCALE
@@ -66,9 +66,10 @@ class ActivationFormat:
     """One activation format: its reference, and the launch of its kernel.
 
     bits: width of a code. group: columns that share a scale; 0: the whole row, or no scale at all. power: scales are
-    powers of two. static: scales are those of a calibration, never found in the rows; scale: the one that ``within``
-    gave. across: a kernel lays scales of groups, or what has none, out as ``across`` says. most, least: the largest
-    number at a scale of 1, and the smallest scale. capability: of the first GPUs that its kernel can serve.
+    powers of two. static: scales are calibrated, not computed from the rows; scale: the one that ``within`` set.
+    transposed_scales: the kernel stores scales of groups, or codes of formats without scales, as ``transpose_scales``
+    does. max_value, min_scale: the largest number at a scale of 1, and the smallest scale. capability: of the first
+    GPUs with a kernel for the format.
     """
 
     capability: ClassVar[tuple[int, int]] = (8, 9)  # FP8 conversions begin there
@@ -95,7 +96,7 @@ class ActivationFormat:
         return replace(self, scale=scale)
 
     def calibrated_scale(self) -> float | None:
-        """Return the scale of a static format, None for others; InputError where nothing gave it one."""
+        """Return the scale of a static format, None for others; raises InputError where none was set."""
         if self.static and self.scale is None:
             raise InputError(
                 f"activation format {self.name}: found no calibrated scales, allowed: weights read from a checkpoint "
@@ -105,7 +106,7 @@ class ActivationFormat:
         return self.scale
 
     def calibrated_or(self, scales: Tensor) -> Tensor:
-        """Return the scale of a static format in the shape of the scales ``found`` in rows, which others take."""
+        """Return ``scales`` computed from rows, replaced by the scale of a static format."""
         scale = self.calibrated_scale()
         return scales if scale is None else torch.full_like(scales, scale)
 
@@ -123,11 +124,11 @@ class ActivationFormat:
         raise NotImplementedError
 
     def round_trip(self, x: Tensor) -> Tensor:
-        """Return what a multiplication sees of ``x [R, K]`` in this format, float32."""
+        """Return ``x [R, K]`` quantised to this format and back, float32."""
         return self.dequantize(self.quantize(x))
 
     def padded_columns(self, columns: int, order: int) -> int:
-        """Return how many columns rows of codes have in ``order``; ``InputError`` for one they cannot have."""
+        """Return the columns of rows of codes in ``order``; raises InputError where the format lacks it."""
         if order == AS_IS:
             return columns
         allowed = f"{AS_IS} (as they are); only operands of FP8 tensor cores have others"
@@ -135,11 +136,11 @@ class ActivationFormat:
         return -(-columns // 128) * 128
 
     def buffers(self, rows: int, columns: int) -> Buffers:
-        """Return what the kernel writes, by the names of ``QuantizedRows``; ``InputError`` where there is no kernel."""
+        """Return the buffers of the kernel, by the names of ``QuantizedRows``; InputError if there is no kernel."""
         raise _no_kernel(self)
 
     def write(self, source: SourceRows, out: QuantizedRows) -> None:
-        """Launch the kernel that does ``quantize``, for one row or more; ``InputError`` where there is none."""
+        """Launch the kernel of ``quantize`` for one row or more; raises InputError if there is none."""
         raise _no_kernel(self)
 
 
@@ -168,7 +169,7 @@ class _Cast(ActivationFormat):
         }
 
     def write(self, source: SourceRows, out: QuantizedRows) -> None:
-        # Imported here: Triton exists for Linux alone, and everything but a launch works without it.
+        # Imported here: Triton exists for Linux only, and everything except launches works without it.
         from ..kernels.quantize import cast_kernel
 
         rows, columns = source.shape
@@ -195,13 +196,13 @@ class _Fp8(ActivationFormat):
 
     def quantize(self, x: Tensor) -> QuantizedRows:
         check_rows(self.name, x)
-        parts = in_groups(x.to(torch.float32), self.group or x.shape[1])
-        amax = parts.abs().amax(dim=2)
+        groups = in_groups(x.to(torch.float32), self.group or x.shape[1])
+        amax = groups.abs().amax(dim=2)
         finite = amax.isfinite()
         amax = torch.where(finite, amax, 0.0)
         dynamic = power(amax) if self.power else quotient(amax, E4M3_MAX).clamp(min=SMALLEST_SCALE)
         scale = self.calibrated_or(dynamic)
-        scaled = torch.where(finite.unsqueeze(2), parts * scale.reciprocal().unsqueeze(2), 0.0)
+        scaled = torch.where(finite.unsqueeze(2), groups * scale.reciprocal().unsqueeze(2), 0.0)
         codes = e4m3_codes(scaled).flatten(1)
         scales = scale.masked_fill(~finite, torch.nan)
         if self.e8m0:
@@ -223,15 +224,29 @@ class _Fp8(ActivationFormat):
     def write(self, source: SourceRows, out: QuantizedRows) -> None:
         from ..kernels.quantize import e4m3_kernel
 
-        (rows, columns), padded_cols = source.shape, out.codes.shape[1]
-        scales, groups = require_scales(self.name, out.scales), -(-padded_cols // (self.group or padded_cols))
+        rows, columns = source.shape
+        padded_cols = out.codes.shape[1]
+        scales = require_scales(self.name, out.scales)
         block_r, block_c = block_of(rows, columns) if self.group else whole_rows(rows, padded_cols)
         grid = (-(-rows // block_r), -(-padded_cols // block_c))
-        static_scale, step = self.calibrated_scale(), scales.stride(0) if self.transposed_scales else None
-        args = (*source.arguments(out.codes, scales), groups, padded_cols, int(source.x_ready), static_scale, step)
-        constants = {"BLOCK_R": block_r, "BLOCK_C": block_c, **source.constants()}
-        constants |= {"GROUP": self.group or block_c, "POWER": self.power, "BYTE": self.e8m0}
-        constants |= {"ROUND": not source.x.is_cuda, "REORDER": source.order == REORDERED}
+        args = (
+            *source.arguments(out.codes, scales),
+            -(-padded_cols // (self.group or padded_cols)),
+            padded_cols,
+            int(source.x_ready),
+            self.calibrated_scale(),
+            scales.stride(0) if self.transposed_scales else None,
+        )
+        constants = {
+            "BLOCK_R": block_r,
+            "BLOCK_C": block_c,
+            **source.constants(),
+            "GROUP": self.group or block_c,
+            "POWER": self.power,
+            "BYTE": self.e8m0,
+            "ROUND": not source.x.is_cuda,
+            "REORDER": source.order == REORDERED,
+        }
         launch(e4m3_kernel, grid, args, constants, num_warps=warps_of(block_c * (block_r if self.group else 1)))
 
 
@@ -250,9 +265,9 @@ class _NvFp4(ActivationFormat):
 
     def quantize(self, x: Tensor) -> QuantizedRows:
         check_rows(self.name, x)
-        parts = in_groups(x.to(torch.float32), self.group)
+        groups = in_groups(x.to(torch.float32), self.group)
         rows, columns = x.shape
-        amax = parts.abs().amax(dim=2)
+        amax = groups.abs().amax(dim=2)
         row_amax = amax.amax(dim=1, keepdim=True)
         finite = row_amax.isfinite()
         amax = torch.where(finite, amax, 0.0)
@@ -261,7 +276,7 @@ class _NvFp4(ActivationFormat):
         # Group scales are E4M3 numbers from the smallest, 2^-9, to the largest: never zero, never NaN here.
         scales = (amax / (global_scale * E2M1_MAX)).clamp(2.0**-9, E4M3_MAX).to(torch.float8_e4m3fn)
         multiplier = (scales.to(torch.float32) * global_scale).reciprocal()
-        scaled = torch.where(finite.unsqueeze(2), parts * multiplier.unsqueeze(2), 0.0)
+        scaled = torch.where(finite.unsqueeze(2), groups * multiplier.unsqueeze(2), 0.0)
         nibbles = e2m1_codes(scaled).flatten(1)[:, :columns]
         codes = pack_nibbles(functional.pad(nibbles, (0, columns % 2)))
         return QuantizedRows(
@@ -311,16 +326,16 @@ ACTIVATION_FORMATS: tuple[ActivationFormat, ...] = (
 
 
 def activation_format(name: str | ActivationFormat) -> ActivationFormat:
-    """Return the format called ``name``, or the one given; raises ``InputError`` naming the allowed ones."""
+    """Return the format called ``name``, or ``name`` if it is a format; InputError lists the allowed names."""
     if isinstance(name, ActivationFormat):
         return name
     return named(ACTIVATION_FORMATS, name, f"activation format: found {name!r}, allowed: ", InputError)
 
 
 def formats_within(name: str, reach: tuple[float, float] | None) -> tuple[ActivationFormat, ActivationFormat]:
-    """Return what rows are before each of two products: the format ``name``, with the scales of ``reach`` if static.
+    """Return the formats of the rows of two products: the format ``name``, with the scales of ``reach`` if static.
 
-    reach: as ``ExpertWeights`` says. Raises InputError for a static format without it.
+    reach: as in ``ExpertWeights``. Raises InputError for a static format without it.
     """
     form = activation_format(name)
     if form.static and reach is not None:
@@ -358,34 +373,49 @@ def quantize_rows(
     """Quantise rows of ``x [T, K]`` (floating) to a format, or to the one called ``name``.
 
     source: ``[R]`` int64, row r is ``x[source[r]]``; without it rows are those of x. weights: ``[R]`` float32 that
-    multiply the rows first, rounded to x's dtype. order, x_ready and used: as ``operand`` says. On a GPU all of it is
+    multiply the rows first, rounded to x's dtype. order, x_ready and used: as in ``operand``. On a GPU all of it is
     one kernel, with the bits of ``ActivationFormat.quantize``. memory: where that kernel takes "codes", "scales" and
     "global_scale".
     Raises ``InputError`` for wrong shapes or dtypes.
     """
     form = activation_format(name)
     check_rows(form.name, x)
-    wide = form.padded_columns(x.shape[1], order)
-    laid = "scales" if form.group else "codes"
-    if not on_device(x, form.capability):
-        made = form.quantize(gather_rows(x, source, weights))
-        rows = made.shape[0]
-        made = replace(made, codes=reorder_codes(made.codes, order), shape=(rows, wide))
-        if form.transposed_scales:
-            made = replace(
-                made, **{laid: functional.pad(getattr(made, laid).t(), (0, transposed_scale_stride(rows) - rows))}
-            )
+    padded_cols = form.padded_columns(x.shape[1], order)
+    on_kernel = on_device(x, form.capability)
+    if on_kernel:
+        rows = SourceRows(row_contiguous(x), source, weights, order, x_ready, used)
+        quantized = _run_kernel(form, rows, padded_cols, memory)
     else:
-        given = SourceRows(row_contiguous(x), source, weights, order, x_ready, used)
-        rows = given.shape[0]
-        made = QuantizedRows(shape=(rows, wide), **allocate(memory, form.buffers(rows, wide), x.device))
-        if rows:
-            form.write(given, made)
-    return replace(made, **{laid: getattr(made, laid)[:, :rows].t()}) if form.transposed_scales else made
+        quantized = form.quantize(gather_rows(x, source, weights))
+        codes = reorder_codes(quantized.codes, order)
+        quantized = replace(quantized, codes=codes, shape=(codes.shape[0], padded_cols))
+    return _view_by_row(form, quantized, stored=on_kernel) if form.transposed_scales else quantized
+
+
+def _run_kernel(form: ActivationFormat, rows: SourceRows, padded_cols: int, memory: Memory | None) -> QuantizedRows:
+    count = rows.shape[0]
+    buffers = allocate(memory, form.buffers(count, padded_cols), rows.x.device)
+    quantized = QuantizedRows(shape=(count, padded_cols), **buffers)
+    if count:
+        form.write(rows, quantized)
+    return quantized
+
+
+def _view_by_row(form: ActivationFormat, rows: QuantizedRows, *, stored: bool) -> QuantizedRows:
+    """Return a view ``[R, G]`` of transposed scales, or of codes without scales.
+
+    stored: they are transposed in memory; otherwise they are copied to that layout first.
+    """
+    name = "scales" if form.group else "codes"
+    values: Tensor = getattr(rows, name)
+    count = rows.shape[0]
+    if not stored:
+        values = functional.pad(values.t(), (0, transposed_scale_stride(count) - count))
+    return replace(rows, **{name: values[:, :count].t()})
 
 
 def reorder_codes(codes: Tensor, order: int) -> Tensor:
-    """Return E4M3 codes ``[R, K]`` in ``order``; zeros beyond K.
+    """Return E4M3 codes ``[R, K]`` in ``order``, with zeros beyond K.
 
     REORDERED is for four-bit weights: within 128 columns, column 32 t + 8 s + 4 h + i (t, s < 4, h < 2, i < 4) goes to
     place 64 h + 16 s + 4 t + i, so a thread of the tensor core needs 32 neighbours of a row of weights.
@@ -401,8 +431,9 @@ def reorder_codes(codes: Tensor, order: int) -> Tensor:
 
 
 def _no_kernel(form: ActivationFormat) -> InputError:
-    kinds = ", ".join(known.name for known in ACTIVATION_FORMATS if type(known).write is not ActivationFormat.write)
+    written = (known for known in ACTIVATION_FORMATS if type(known).write is not ActivationFormat.write)
+    allowed = ", ".join(known.name for known in written)
     return InputError(
-        f"activation format {form.name}: found {type(form).__name__}, which no kernel writes, allowed: {kinds}; write "
-        "one, and give the class its buffers and its launch (buffers, write)"
+        f"activation format {form.name}: found {type(form).__name__}, which no kernel writes, allowed: {allowed}; "
+        "write one, and give the class its buffers and its launch (buffers, write)"
     )

@@ -63,30 +63,29 @@ def route(
     else:
         _check_ranking(logits, spec, bias, hash_table)
     experts = logits.shape[1]
-    if (None if expert_scale is None else tuple(expert_scale.shape)) != ((experts,) if spec.expert_scale else None):
-        found = f"expert_scale is {describe(expert_scale)}"
-        raise InputError(f"route: {found}, spec.expert_scale={spec.expert_scale} needs ({experts},)")
-    if expert_scale is not None:
-        _check_device("expert_scale", expert_scale, logits)
+    _check_expert_scale(logits, spec, expert_scale)
     if not checked and on_device(logits):
-        parts = {"bias": bias, "token_ids": token_ids, "hash_table": hash_table, "expert_scale": expert_scale}
-        return route_on_device(logits, spec, **parts, memory=memory)
+        tensors = {"bias": bias, "token_ids": token_ids, "hash_table": hash_table, "expert_scale": expert_scale}
+        return route_on_device(logits, spec, **tensors, memory=memory)
     raw = logits.to(torch.float32)
     scores = _scores(raw, spec.score)
     if spec.hash_routing and token_ids is not None and hash_table is not None:
-        judged, ids = scores, _look_up(token_ids, hash_table, checked=checked)
+        ids = _look_up(token_ids, hash_table, checked=checked)
+        ranked = scores
         if checked:
             _refuse_bad_ids(ids, experts)
         ids = ids.masked_fill((ids < -1) | (ids >= experts), _NO_EXPERT)
     else:
         choice = _choice(raw, scores, bias, checked=checked)
-        judged, ids = scores if bias is None else choice, _select(choice, scores, spec)
-    ids = ids.masked_fill(judged.isnan().any(dim=1, keepdim=True), _NO_EXPERT)
+        ids = _select(choice, scores, spec)
+        ranked = scores if bias is None else choice
+    ids = ids.masked_fill(ranked.isnan().any(dim=1, keepdim=True), _NO_EXPERT)
     weights = _weights(raw, scores, ids, spec)
-    chosen = _apply_expert_scale(Routing(topk_ids=ids.to(ID_DTYPES[spec.id_dtype]), topk_weights=weights), expert_scale)
+    routing = Routing(topk_ids=ids.to(ID_DTYPES[spec.id_dtype]), topk_weights=weights)
+    routing = _apply_expert_scale(routing, expert_scale)
     if checked:
-        _refuse_bad_rows(~chosen.topk_weights.isfinite().all(dim=1))
-    return chosen
+        _refuse_bad_rows(~routing.topk_weights.isfinite().all(dim=1))
+    return routing
 
 
 def route_custom(
@@ -117,12 +116,14 @@ def route_custom(
             f"route_custom: the callable, choose returned ({describe(ids)}, {describe(weights)}), weights first; "
             "it must return (topk_ids, topk_weights) in this order, integers first"
         )
-    source, what = (x, "the tokens") if logits is None else (logits, "the logits")
-    _check_device("topk_ids that choose returned", ids, source, what)
-    want = (rows, spec.top_k)
-    if tuple(ids.shape) != want:
+    if logits is None:
+        _check_device("topk_ids that choose returned", ids, x, "the tokens")
+    else:
+        _check_device("topk_ids that choose returned", ids, logits, "the logits")
+    shape = (rows, spec.top_k)
+    if tuple(ids.shape) != shape:
         raise InputError(
-            f"route_custom: the callable returned topk_ids {describe(ids)}, allowed: shape {want} "
+            f"route_custom: the callable returned topk_ids {describe(ids)}, allowed: shape {shape} "
             "(T, top_k); it must return (topk_ids, topk_weights) in this order"
         )
     refuse_gradient(topk_weights=weights)
@@ -130,7 +131,7 @@ def route_custom(
 
 
 def _pair(chosen: Any) -> tuple[Tensor, Tensor]:
-    """Return ids and weights of what a callable returned; raises InputError for anything but two tensors."""
+    """Return the ids and weights that a callable returned; raises InputError for anything but two tensors."""
     if isinstance(chosen, Routing):
         return chosen.topk_ids, chosen.topk_weights
     results: Any = chosen if isinstance(chosen, tuple | list) else ()
@@ -158,9 +159,9 @@ def given_routing(topk_ids: Tensor, topk_weights: Tensor, num_experts: int, *, c
         )
     _check_ids("topk_ids", topk_ids, 2)
     _check_device("topk_weights", topk_weights, topk_ids, "topk_ids")
-    fits = topk_weights.shape == topk_ids.shape and topk_weights.is_floating_point()
+    valid = topk_weights.shape == topk_ids.shape and topk_weights.is_floating_point()
     allowed = f"a floating dtype and the shape of topk_ids {tuple(topk_ids.shape)}"
-    require_input(fits, "topk_weights", topk_weights, allowed)
+    require_input(valid, "topk_weights", topk_weights, allowed)
     require_input(num_experts >= 1, "num_experts", num_experts, "at least 1")
     if checked:
         ids = topk_ids.to(torch.int64)
@@ -297,6 +298,17 @@ def _sparsemixer(logits: Tensor, ids: Tensor, jitter: float) -> Tensor:
     return torch.cat(weights, dim=1).to(torch.float32)
 
 
+def _check_expert_scale(logits: Tensor, spec: RoutingSpec, expert_scale: Tensor | None) -> None:
+    shape = None if expert_scale is None else tuple(expert_scale.shape)
+    needed = (logits.shape[1],)
+    if shape != (needed if spec.expert_scale else None):
+        raise InputError(
+            f"route: expert_scale is {describe(expert_scale)}, spec.expert_scale={spec.expert_scale} needs {needed}"
+        )
+    if expert_scale is not None:
+        _check_device("expert_scale", expert_scale, logits)
+
+
 def _check_look_up(
     logits: Tensor, spec: RoutingSpec, bias: Tensor | None, token_ids: Tensor | None, hash_table: Tensor | None
 ) -> None:
@@ -313,10 +325,10 @@ def _check_look_up(
     tokens = logits.shape[0]
     _check_ids("token_ids", token_ids, 1)
     _check_ids("hash_table", hash_table, 2)
-    fits = token_ids.shape[0] == tokens
-    require_input(fits, "token_ids", token_ids, f"shape ({tokens},), one for each logits row")
-    fits = hash_table.shape[1] == spec.top_k and hash_table.shape[0] >= 1
-    require_input(fits, "hash_table", hash_table, f"[vocabulary >= 1, top_k={spec.top_k}]")
+    valid = token_ids.shape[0] == tokens
+    require_input(valid, "token_ids", token_ids, f"shape ({tokens},), one for each logits row")
+    valid = hash_table.shape[1] == spec.top_k and hash_table.shape[0] >= 1
+    require_input(valid, "hash_table", hash_table, f"[vocabulary >= 1, top_k={spec.top_k}]")
     _check_device("token_ids", token_ids, logits)
     _check_device("hash_table", hash_table, logits)
 
@@ -324,17 +336,17 @@ def _check_look_up(
 def _look_up(token_ids: Tensor, hash_table: Tensor, *, checked: bool) -> Tensor:
     """Return ``hash_table[token_ids]``, ``[T, K]`` int64, with -2 for token ids outside the table."""
     vocabulary = hash_table.shape[0]
-    wanted = token_ids.to(torch.int64)
-    outside = (wanted < 0) | (wanted >= vocabulary)
+    ids = token_ids.to(torch.int64)
+    outside = (ids < 0) | (ids >= vocabulary)
     if checked and bool(outside.any()):
         row = int(outside.nonzero()[0, 0])
         raise RoutingError(
-            f"token_ids: token {row} is {int(wanted[row])}, allowed: 0 to {vocabulary - 1} (rows of the hash "
+            f"token_ids: token {row} is {int(ids[row])}, allowed: 0 to {vocabulary - 1} (rows of the hash "
             "table); pass the ids of the tokens the logits were computed for"
         )
-    # torch has few operations for the wide unsigned dtypes, index_select is not among them.
+    # torch has few operations for uint16 and uint32, index_select is not among them.
     table = hash_table.to(torch.int64) if hash_table.dtype in (torch.uint16, torch.uint32) else hash_table
-    rows = table.index_select(0, wanted.clamp(0, vocabulary - 1)).to(torch.int64)
+    rows = table.index_select(0, ids.clamp(0, vocabulary - 1)).to(torch.int64)
     return rows.masked_fill(outside.unsqueeze(1), _NO_EXPERT)
 
 
@@ -352,8 +364,8 @@ def _refuse_bad_rows(bad: Tensor) -> None:
         rows = bad.nonzero()
         raise RoutingError(
             f"router logits: token {int(rows[0, 0])} is the first of {rows.shape[0]} of {bad.shape[0]} "
-            "whose row holds NaN, or infinities or an expert_scale that no finite weight comes of, allowed: numbers; "
-            "find the layer that made it, or make the output of such rows NaN with checked=False"
+            "whose row holds NaN, or infinities or an expert_scale that give no finite weight, allowed: numbers; "
+            "find the layer that produced it, or make the output of such rows NaN with checked=False"
         )
 
 
@@ -367,8 +379,8 @@ def _refuse_slots(bad: Tensor, values: Tensor, what: str, allowed: str) -> None:
 
 
 def _check_logits(logits: Tensor, spec: RoutingSpec) -> None:
-    fits = logits.dim() == 2 and logits.is_floating_point()
-    require_input(fits, "router logits", logits, "[T, E] of a floating dtype")
+    valid = logits.dim() == 2 and logits.is_floating_point()
+    require_input(valid, "router logits", logits, "[T, E] of a floating dtype")
     experts = logits.shape[1]
     if not spec.top_k <= experts < 1 << _ID_BITS:
         max_experts = (1 << _ID_BITS) - 1
@@ -376,13 +388,13 @@ def _check_logits(logits: Tensor, spec: RoutingSpec) -> None:
     if experts % spec.groups or spec.top_k > spec.topk_groups * (experts // spec.groups):
         raise InputError(
             f"router logits: found {experts} experts, allowed: a multiple of groups={spec.groups} whose "
-            f"{spec.topk_groups} kept groups hold at least top_k={spec.top_k} experts"
+            f"{spec.topk_groups} selected groups hold at least top_k={spec.top_k} experts"
         )
 
 
 def _check_ids(name: str, ids: Tensor, dims: int) -> None:
-    fits = ids.dim() == dims and ids.dtype in _ID_DTYPES
-    require_input(fits, name, ids, f"{dims} dimensions of int8 to int64 or uint8 to uint32")
+    valid = ids.dim() == dims and ids.dtype in _ID_DTYPES
+    require_input(valid, name, ids, f"{dims} dimensions of int8 to int64 or uint8 to uint32")
 
 
 def _check_device(name: str, tensor: Tensor, other: Tensor, what: str = "the logits") -> None:
