@@ -86,7 +86,7 @@ class Gemm:
     name: str
     packed: Any
 
-    def chosen(self, rows: int) -> Tile:
+    def default_tile(self, rows: int) -> Tile:
         return Tile(16)
 
     def candidates(self, rows: int) -> tuple[Tile, ...]:

@@ -27,7 +27,7 @@ from collegium.commands.measure import (
 from collegium.commands.plot import draw_bench, save_picture
 from collegium.errors import ConfigError, InputError, MeasurementError, SpecError
 from collegium.experts.cpu import grouped as cpu_grouped
-from collegium.experts.cpu.panels import lacking
+from collegium.experts.cpu.panels import missing_requirement
 from collegium.problem import DeviceFacts, Problem
 from collegium.testing.compare import relative_error
 from collegium.types import Routing
@@ -281,7 +281,7 @@ def test_the_command_reports_every_recipe_at_every_token_count():
     assert one["of_floor"] == pytest.approx(one["floor_seconds"] / one["seconds"])
     assert one["error"] < TOLERANCES[16]
     # Tokens are fp16 too.
-    assert rows["int4_group", "fp16", 5]["kernel"] == ("cpu_grouped" if lacking() else "cpu_fused")
+    assert rows["int4_group", "fp16", 5]["kernel"] == ("cpu_grouped" if missing_requirement() else "cpu_fused")
     assert 0.01 < rows["nvfp4", "nvfp4", 5]["error"] < TOLERANCES[4]
     assert not one["cold"]
 

@@ -164,7 +164,7 @@ def judge(kernel, batch, weights, activation=None, most=1e-3, like=None):
 def test_rows_of_bfloat16_are_multiplied_where_they_lie(kernel, hidden, wide, bias, weighted):
     weights = make_weights("bf16", 5, hidden, wide, bias=bias)
     packed = CpuGrouped().pack(weights, problem("bf16").routed)
-    both = packed._turned()
+    both = packed._as_fused()
     assert both is not None
     assert both[0].codes.data_ptr() == weights.gate_up.values.data_ptr(), "the weights were copied"
     batch = make_batch([1, 0, 6, 19, 40], hidden, dropped=3, weighted=weighted)
@@ -187,7 +187,7 @@ def test_rows_of_bfloat16_are_multiplied_where_they_lie(kernel, hidden, wide, bi
 def test_rows_of_other_sizes_go_to_the_library(kernel, hidden, wide):
     weights, batch = make_weights("bf16", 3, hidden, wide), make_batch([1, 0, 9], hidden)
     packed = CpuGrouped().pack(weights, problem("bf16").routed)
-    assert packed._turned() is None
+    assert packed._as_fused() is None
     wanted = truth(batch, weights)
     assert float((packed.run(batch) - wanted).norm() / wanted.norm()) <= 2e-2
 
@@ -196,7 +196,7 @@ def test_strided_rows_use_the_library(kernel):
     weights, batch = make_weights("bf16", 3, 64, 64, bias=False), make_batch([1, 0, 9], 64)
     apart = replace(weights.down, values=weights.down.values.transpose(1, 2).contiguous().transpose(1, 2))
     packed = CpuGrouped().pack(replace(weights, down=apart), problem("bf16").routed)
-    assert packed._turned() is None
+    assert packed._as_fused() is None
     wanted = truth(batch, weights)
     assert float((packed.run(batch) - wanted).norm() / wanted.norm()) <= 2e-2
 
@@ -390,7 +390,7 @@ def test_biases_may_lie_anyhow(kernel, name, lie):
 def test_disabled_numba_is_named(tmp_path, switch):
     """In a process of its own, which LLVM ended before."""
     pytest.importorskip("numba")
-    if panels.lacking() is not None:
+    if panels.missing_requirement() is not None:
         pytest.skip("no machine code here")
     program = f"""
 import torch

@@ -12,10 +12,12 @@ import torch
 from collegium.encoding import encode_experts
 from collegium.errors import InputError, PlanError
 from collegium.experts.reference import Reference
-from collegium.experts.triton import grouped as ops, lanes as pack
+from collegium.experts.triton import grouped as ops, packing as pack
 from collegium.experts.triton.table import TritonBf16, TritonFp8, TritonW4A8, TritonW4A16, TritonW8A16
-from collegium.experts.triton.tile_choice import TileChoice, TileProblem
-from collegium.experts.triton.tiles import candidates, choose, score
+from collegium.experts.triton.tiles.candidates import candidates
+from collegium.experts.triton.tiles.choice import choose
+from collegium.experts.triton.tiles.problem import TileChoice, TileProblem
+from collegium.experts.triton.tiles.score import score
 from collegium.formats import (
     Bf16,
     Bnb4,
@@ -32,7 +34,7 @@ from collegium.formats import (
 from collegium.formats.codecs import pack_nibbles
 from collegium.formats.gguf import KINDS
 from collegium.formats.unquantised import DTYPES
-from collegium.ops.columns import halves_and_sums, in_columns
+from collegium.ops.columns import gather_columns, halves_and_sums
 from collegium.ops.permute import permute
 from collegium.parallel.local import Local
 from collegium.placement import Placement
@@ -622,10 +624,10 @@ def test_columns_are_those_of_each_rows_expert() -> None:
     offsets, source = torch.tensor([0, 3, 3, 8, 12]), torch.randint(0, 9, (15,))
     source[12:] = 1 << 40  # rows of nobody
     experts = torch.tensor([0] * 3 + [2] * 5 + [3] * 4)
-    found = in_columns(x, order, offsets, source)
+    found = gather_columns(x, order, offsets, source)
     assert torch.equal(found[:12], in_columns_reference(x, order, experts, source[:12]))
     ids = torch.tensor([[3, 0], [-1, 1], [4, 1 << 40], [2, 2], [1, 3], [0, 0], [0, 1], [2, 1], [3, 3]])
-    found, here = in_columns(x, order, ids, None, top_k=2), ((ids >= 0) & (ids < 4)).flatten()
+    found, here = gather_columns(x, order, ids, None, top_k=2), ((ids >= 0) & (ids < 4)).flatten()
     tokens = torch.arange(18) // 2
     assert torch.equal(found[here], in_columns_reference(x, order, ids.flatten()[here], tokens[here]))
     assert bool(found[~here].isnan().all())  # nothing was written there

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from collegium.experts import KERNELS
-from collegium.experts.triton import layout as tables, packed as packing, table
-from collegium.experts.triton.lanes import pack_gguf
+from collegium.experts.triton import layout as tables, pack_experts as packing, table
 from collegium.experts.triton.layout import Words
 from collegium.experts.triton.matrix import PackedMatrix
+from collegium.experts.triton.packing import pack_gguf
 from collegium.formats import Int4Group
 from collegium.formats.unquantised import DTYPES
 from collegium.kernels import enums

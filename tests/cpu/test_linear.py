@@ -94,7 +94,7 @@ def test_kernels_against_truth(
     tokens: int, k_in: int, n_out: int, pair: Pair, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if whole:  # as many tokens are multiplied: a program adds its parts itself
-        monkeypatch.setattr(products, "_APART", 0)
+        monkeypatch.setattr(products, "_SPLIT_LIMIT", 0)
     x, weight = made(tokens, k_in, n_out, pair)
     memory = Poisoned()
     found, truth = linear_on_device(x, weight, memory=memory), x.double() @ weight.double().T
@@ -113,7 +113,7 @@ def ways() -> list[Any]:
 @pytest.mark.parametrize("whole", [False, True])
 def test_what_is_added_and_where_it_is_written(way: Any, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if whole:
-        monkeypatch.setattr(products, "_APART", 0)
+        monkeypatch.setattr(products, "_SPLIT_LIMIT", 0)
     x, weight = made(20, 300, 70, (BF16, FP32))
     truth, one = x.double() @ weight.double().T, heavy_tailed(70, seed=2)
     for added in (one, one.bfloat16(), heavy_tailed(20, 70, seed=3), heavy_tailed(20, 140, seed=4)[:, ::2].half()):
@@ -158,7 +158,7 @@ def test_refusals() -> None:
     for given, text in (
         (
             (x, weight.bfloat16()),
-            r"weight is \(3, 8\) torch.bfloat16, allowed beside x of .*: \[N, K\] of torch.float32",
+            r"weight is \(3, 8\) torch.bfloat16, allowed with x of .*: \[N, K\] of torch.float32",
         ),
         ((x.half(), weight.bfloat16()), "torch.bfloat16, allowed .* of torch.float16 or torch.float32"),
         ((x.double(), weight.double()), "torch.float64, allowed .* of torch.float32"),

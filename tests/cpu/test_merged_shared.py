@@ -36,7 +36,7 @@ from collegium.experts import KERNELS
 from collegium.formats import Fp8Block
 from collegium.ops import route_wide
 from collegium.ops.route import route
-from collegium.ops.route_wide import widened
+from collegium.ops.route_wide import append_shared_experts
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
 from collegium.types import ActivationSpec, LatentWeights
 from family_cases import CASES, IDS, build, decoder
@@ -263,7 +263,7 @@ def test_custom_rules_and_expert_factors() -> None:
     assert torch.equal(merged(x), apart(x))
     rule, logits = RoutingSpec(top_k=K, expert_scale=True), heavy_tailed(6, E, seed=5)
     narrow = route(logits, rule, expert_scale=torch.rand(E) + 0.5)
-    wide = widened(narrow, E, 2)
+    wide = append_shared_experts(narrow, E, 2)
     assert torch.equal(wide.topk_ids, torch.cat((narrow.topk_ids, torch.tensor([[E, E + 1]] * 6)), 1))
     assert torch.equal(wide.topk_weights, torch.cat((narrow.topk_weights, torch.ones(6, 2)), 1))
 
@@ -422,10 +422,10 @@ def test_a_kernel_writes_the_further_slots(merged: int, monkeypatch: pytest.Monk
     for whole in (torch.int64, torch.int32, torch.int8):
         for real in (torch.float32, torch.bfloat16):
             given = Routing(topk_ids=ids.to(whole), topk_weights=torch.rand(9, 3).to(real))
-            wanted = widened(given, 20, merged)
+            wanted = append_shared_experts(given, 20, merged)
             with monkeypatch.context() as patched:
                 patched.setattr(route_wide, "on_device", lambda *_: True)
-                made = widened(given, 20, merged, Poisoned())
+                made = append_shared_experts(given, 20, merged, Poisoned())
             assert torch.equal(made.topk_ids, wanted.topk_ids)
             assert torch.equal(made.topk_weights, wanted.topk_weights)
             assert made.topk_ids[1, 1] == made.topk_ids[2, 2] == -2

@@ -28,7 +28,7 @@ from collegium import (
     plan,
 )
 from collegium.errors import InputError
-from collegium.experts.triton import tiles
+from collegium.experts.triton.tiles import choice as tiles
 from collegium.formats.unquantised import DTYPES
 from collegium.parallel.local import Local
 from collegium.planning import kernel_named
@@ -179,7 +179,7 @@ def test_tiles_of_large_batches(first: str, second: str, monkeypatch: pytest.Mon
         pytest.skip("the kernel of large batches runs in C++ on the CPU here")
     for name in ("dequantize_threshold", "large_from"):
         monkeypatch.setattr(tiles, name, lambda *_: 1)
-    monkeypatch.setattr(tiles, "_LONG", 8)
+    monkeypatch.setattr(tiles, "_MIN_K", 8)
     weights = weights_in(first, second)
     problem = problem_of(weights, HOPPER)
     small: Any = kernel_named(plan(problem).kernel).pack(
@@ -216,7 +216,7 @@ def test_a_plan_counts_both_formats() -> None:
     [
         ("nvfp4", "gguf", "fp8_token", "asked for fp8_token activations between the products; down is gguf"),
         ("gguf", "nvfp4", "fp8_token", "with gguf it takes bf16 or fp16"),
-        ("int4_group", "int4_ordered", "bf16", "columns in an order of their own need that format in both"),
+        ("int4_group", "int4_ordered", "bf16", "an index of columns needs that format in both"),
         ("bf16", "fp32", "bf16", "down is fp32: no kernel in Triton takes those weights"),
     ],
 )

@@ -11,11 +11,12 @@ import torch
 from collegium.encoding import encode_experts
 from collegium.errors import InputError
 from collegium.experts.reference import Reference
-from collegium.experts.triton import grouped as ops, tiles as choice
+from collegium.experts.triton import grouped as ops
 from collegium.experts.triton.prefill import CodeScales, prefill_gemm
 from collegium.experts.triton.table import TritonBf16, TritonFp8
-from collegium.experts.triton.tile_choice import TileChoice, TileProblem
-from collegium.experts.triton.tiles import prefill_tile
+from collegium.experts.triton.tiles import choice
+from collegium.experts.triton.tiles.choice import prefill_tile
+from collegium.experts.triton.tiles.problem import TileChoice, TileProblem
 from collegium.formats.unquantised import DTYPES
 from collegium.ops.quantize import activation_format
 from collegium.parallel.local import Local

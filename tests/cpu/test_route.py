@@ -439,7 +439,7 @@ def test_route_refusals():
         ("floating", lambda: route(tokens[None], mixtral)),
         ("top_k=2 to", lambda: route(logits[:, :1], mixtral)),
         ("multiple of groups=4", lambda: route(logits[:, :18], SPECS["deepseek_v2"])),
-        ("kept groups hold", lambda: route(logits[:, :8], SPECS["deepseek_v2"])),
+        ("selected groups hold", lambda: route(logits[:, :8], SPECS["deepseek_v2"])),
     ]
     for text, call in cases:
         with pytest.raises(InputError, match=text):

@@ -47,7 +47,7 @@ def test_few_tokens_are_posted_once(name: str, order: int, dtype: torch.dtype) -
     table = ExpertMap(ranks, experts, "cpu")
     table.recording.fill_(1)
     for tokens, columns in product((0, 1, 6), (40, 72, 320)):
-        wide = form.wide(columns, order)
+        wide = form.padded_columns(columns, order)
         given = heavy_tailed(7, 2 * columns, seed=tokens)[:tokens, :columns].to(dtype)
         given[1:2, 5] = torch.nan
         ids = torch.randint(-2, experts + 2, (tokens, top_k), generator=torch.Generator().manual_seed(3))

@@ -24,8 +24,9 @@ from collegium.experts.measured import tile_folder, tile_key, tile_path, with_me
 from collegium.experts.reference import Reference
 from collegium.experts.triton.packed import PackedExperts
 from collegium.experts.triton.table import TritonBf16, TritonW4A16
-from collegium.experts.triton.tile_choice import TileChoice
-from collegium.experts.triton.tiles import candidates, nearest
+from collegium.experts.triton.tiles.candidates import candidates
+from collegium.experts.triton.tiles.choice import nearest
+from collegium.experts.triton.tiles.problem import TileChoice
 from collegium.layer import MoELayer
 from collegium.parallel.local import Local
 from collegium.planning import plan
@@ -331,7 +332,7 @@ def test_compile_cache_keys(tmp_path):
     changes = (
         ("grouped_gemm.py", "up += tl.load(bias + last)", "up += 2 * tl.load(bias + last)"),
         ("activation.py", "return 2.0 * _sigmoid(2.0 * x, FAST) - 1.0", "return 2.0 * _sigmoid(2.0 * x, FAST) - 1.5"),
-        ("numbers.py", "PAIR_SCALE = 5", "PAIR_SCALE = 6"),
+        ("enums.py", "PAIR_SCALE = 5", "PAIR_SCALE = 6"),
     )
     keys = [key_of(tmp_path / str(index), change)[0] for index, change in enumerate(changes)]
     assert len({plain, *keys}) == 4

@@ -13,13 +13,13 @@ from collegium.errors import InputError
 from collegium.experts import KERNELS
 from collegium.experts.reference import Reference
 from collegium.experts.triton import grouped as ops
+from collegium.experts.triton.packing import pack_w4a8
 from collegium.experts.triton.table import TritonW4A8
-from collegium.experts.triton.tile_choice import TileChoice
-from collegium.experts.triton.words import pack_w4a8
+from collegium.experts.triton.tiles.problem import TileChoice
 from collegium.formats import Int4Group, MxFp4, NvFp4
 from collegium.formats.unquantised import Fp32
 from collegium.ops.operand import operand
-from collegium.ops.quantize import PADDED, REORDERED, ordered, quantize_rows
+from collegium.ops.quantize import PADDED, REORDERED, quantize_rows, reorder_codes
 from collegium.parallel.local import Local
 from collegium.planning import plan
 from collegium.problem import DeviceFacts, Limits, Problem
@@ -84,7 +84,10 @@ def multiplied_by_one(payload: Any, *, scaled: bool = False) -> Tensor:
     """Return ``[N, K]``: what the kernel reads of weights ``[1, 1, N, K]``, by rows with a single one."""
     columns = payload.shape[3]
     matrix = pack_w4a8(payload, None, scaled=scaled)
-    x, scale = ordered(torch.eye(columns).to(torch.float8_e4m3fn), matrix.layout.row_order), torch.ones(columns, 1)
+    x, scale = (
+        reorder_codes(torch.eye(columns).to(torch.float8_e4m3fn), matrix.layout.row_order),
+        torch.ones(columns, 1),
+    )
     found = torch.empty(columns, payload.shape[2])
     offsets = torch.tensor([0, columns])
     tile = replace(TILE, block_t=128)

@@ -26,7 +26,7 @@ from collegium import (
     probe,
 )
 from collegium.errors import RoutingError
-from collegium.experts.triton import tiles
+from collegium.experts.triton.tiles import choice as tiles
 from collegium.pipelines.direct import Direct
 from collegium.testing.compare import heavy_tailed, random_experts
 from collegium.types import ExpertWeights

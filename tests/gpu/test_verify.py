@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from collegium.commands.verify import verify_model
-from collegium.experts.triton import lanes as pack
+from collegium.experts.triton.packing import mx
 from collegium.problem import Overrides
 from toys import TinySize, write_checkpoint
 
@@ -47,10 +47,10 @@ def test_eight_bit_activations_pass_within_their_tolerance(tmp_path, name: str) 
 
 def test_a_broken_packing_is_caught(tmp_path, monkeypatch) -> None:
     write_checkpoint(tmp_path, "mixtral", "mxfp4", size=SIZE)
-    true = pack._E2M1[0]
+    true = mx.E2M1
 
     def swapped(codes: Any) -> Any:
-        return true(codes[:, :, [1, 0, 2, 3]])
+        return true.pack(codes[:, :, [1, 0, 2, 3]])
 
-    monkeypatch.setattr(pack, "_E2M1", (swapped, swapped))
+    monkeypatch.setattr(mx, "E2M1", true._replace(pack=swapped))
     assert not verify_model(tmp_path, device="cuda", experts=2).passed

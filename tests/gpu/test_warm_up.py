@@ -32,7 +32,7 @@ from collegium.commands.bench import bench, random_weights
 from collegium.commands.measure import Ceilings, measure_ceilings
 from collegium.commands.tune import tune
 from collegium.experts.measured import tile_path, with_measured_tiles, write_tiles
-from collegium.experts.triton.tiles import candidates
+from collegium.experts.triton.tiles.candidates import candidates
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -19,7 +19,7 @@ import pytest
 from torch import Tensor
 
 from collegium.experts.triton import prefill
-from collegium.experts.triton.tile_choice import TileChoice
+from collegium.experts.triton.tiles.problem import TileChoice
 from collegium.runtime.nvrtc import Boxes
 from once import once
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from ..balance.report import LoadReport
     from ..balance.simulate import Simulation
-    from ..experts.triton.tile_choice import TileChoice
+    from ..experts.triton.tiles.problem import TileChoice
     from ..planning import Plan
     from .bench import BenchReport
     from .bench_model import ModelReport

@@ -155,7 +155,7 @@ def tile_times(
     count = tokens * spec.routing.top_k
     results: dict[str, tuple[Any, dict[Any, float]]] = {}
     for product in packed.products():
-        chosen = product.chosen(count)
+        chosen = product.default_tile(count)
         tiles = list(dict.fromkeys([chosen, *product.candidates(count)[:candidates]]))
         runs = [product.runner(batch) for batch in batches]
         _same_bits(f"{product.name}, {tokens} tokens", [partial(runs[0], tile) for tile in tiles])
