@@ -11,7 +11,7 @@ from .checkpoint.audit import check_dense_layers
 from .checkpoint.layer_view import CheckpointLayer
 from .checkpoint.loader import load_experts
 from .checkpoint.non_expert_weights import check_non_expert_weights, load_latent, load_router, load_shared
-from .checkpoint.problems import raise_first
+from .checkpoint.problems import raise_if_any
 from .checkpoint.reader import Checkpoint
 from .encoding import encoded
 from .errors import InputError
@@ -61,7 +61,7 @@ def load_layer(  # noqa: PLR0913  every option of a layer that is read from disk
     opened = CheckpointLayer.open(checkpoint, layer)
     facts, placement = _placed(opened, device, limits=limits, dtype=dtype, format=weight_format, overrides=overrides)
     weights = _experts(opened, weight_format, facts.place, placement, overrides)
-    raise_first(checkpoint, [*check_dense_layers(checkpoint), *check_non_expert_weights(opened)])
+    raise_if_any(checkpoint, [*check_dense_layers(checkpoint), *check_non_expert_weights(opened)])
     problem = _problem(opened.spec, weights, facts, placement, limits=limits or Limits(), dtype=dtype)
     return MoELayer(
         weights,
@@ -112,7 +112,7 @@ def _placed(
     if not isinstance(device, Ranks):
         return probe(device), None
     placement = device.placement(layer.spec.num_experts)
-    same = fingerprint(layer.checkpoint, layer.found.infos())
+    same = fingerprint(layer.checkpoint, layer.expert_tensors.infos())
     device.agree({"checkpoint": same, **asked}, f"loading layer {layer.number}")
     return probe(device.device), placement if device.groups or device.spare else None
 

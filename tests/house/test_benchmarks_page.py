@@ -31,7 +31,7 @@ def test_the_page_is_up_to_date() -> None:
         page(text.replace("<!-- end of results -->", ""))
 
 
-def test_the_pictures_are_what_the_results_say_and_each_is_shown() -> None:
+def test_pictures_match_the_results() -> None:
     drawn = pictures()
     assert {path.name: path.read_text(encoding="utf-8") for path in PICTURES.glob("*.svg")} == drawn, RUN
     assert {*re.findall(r"\]\(pictures/([^)]+)\)", results_block()), HEADLINE} == set(drawn)
@@ -43,7 +43,7 @@ def test_the_pictures_are_what_the_results_say_and_each_is_shown() -> None:
         assert "http" not in text.replace("http://www.w3.org/2000/svg", ""), name
 
 
-def test_a_picture_has_a_point_for_each_row_that_was_measured(tmp_path: Path) -> None:
+def test_pictures_have_every_measured_point(tmp_path: Path) -> None:
     same = {"gpu": "G", "shape": "s", "routing": "uniform", "weights": "bf16", "activations": "bf16", "floor_us": 10.0}
     times = {("collegium", 1): 10.0, ("collegium", 8): 20.0, ("peer & co", 1): 40.0, ("peer & co", 8): 10.0}
     rows = [same | {"contender": who, "tokens": t, "us": us, "note": ""} for (who, t), us in times.items()]

@@ -3,7 +3,7 @@
 A sixteen-bit lane holds four codes of one row (or two of eight bits), one from each quarter (or half) of a block of
 input columns. Every shift and mask below works on two rows' worth of lanes at once and yields one operand for each
 quarter. The device runs PTX on pairs of lanes; the plain form beside it is what the interpreter runs and what the
-device form is tested against. All results are exact: see ``experts/triton/lanes.py`` for the number ranges.
+device form is tested against. All results are exact: see ``experts/triton/packing/`` for the number ranges.
 """
 
 import triton

@@ -4,8 +4,8 @@ Weights are the first operand, tokens the second, as in ``grouped_gemm.py``. A 3
 eight codes of one row: the magnitudes of columns c to c+3 of its first and of its second half in eight three-bit
 fields, four bits apart, and the eight signs in the bits between. Two byte permutations turn a word into two operand
 registers. A group scale that is a power of two, or an E4M3 number, enters by integer addition to the table the
-permutations read, so MXFP4 and NVFP4 have no scale in the K loop. ``experts/triton/words.py`` states layout and number
-ranges.
+permutations read, so MXFP4 and NVFP4 have no scale in the K loop. ``experts/triton/packing/w4a8.py`` states layout and
+number ranges.
 """
 
 import triton
