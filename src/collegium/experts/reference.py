@@ -70,9 +70,9 @@ class Reference(ExpertKernel):
 
     def regions(self, problem: ExpertsProblem) -> Regions:
         """Return the decoded weights of one expert, and the rows of the largest batch all routed to one expert."""
-        hidden, intermediate, parts = problem.hidden, problem.intermediate, problem.parts
-        rows = problem.rows * (2 * hidden + (parts + 1) * intermediate)
-        return {"decoded": 4 * intermediate * hidden * parts, "rows": 4 * rows}
+        hidden, intermediate = problem.hidden, problem.intermediate
+        row = 2 * hidden + (problem.parts + 1) * intermediate
+        return {"decoded": 4 * intermediate * hidden * problem.parts, "rows": 4 * problem.rows * row}
 
     def pack(self, weights: ExpertWeights[Payload], problem: ExpertsProblem) -> ReferenceExperts:
         """Return the weights as they are."""

@@ -165,7 +165,8 @@ def pack_fused(payload: formats.Payload, bias: Tensor | None, name: str) -> Fuse
         payload = formats.MxFp4.from_parts({".weight": payload.blocks}, storage="gguf", shape=payload.shape)
     refuse_faults(payload, name)
     scales = _scales_of(payload)
-    experts, rows, bits = payload.shape[0], scales.lines.shape[1], scales.bits
+    experts, bits = payload.shape[0], scales.bits
+    rows = scales.lines.shape[1]
     columns = payload.shape[-1] if scales.order is None else scales.order.shape[1]
     pairs = -(-columns // COLUMNS) * COLUMNS // 2
     height = -(-rows // TASK) * TASK
