@@ -28,6 +28,7 @@ from collegium.runtime.machine import Machine, machine_at, machine_for, machine_
 from collegium.testing.compare import relative_error
 from collegium.types import MoESpec, RoutingSpec
 from decoded_layers import decoded_layer
+from grids import exhaustive
 from integers import affine, random_blocks
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def test_scales_that_are_powers_of_two_leave_no_factors() -> None:
     assert torch.equal(numbers_of(packed), payload.decode())
 
 
-def test_numbers_that_are_looked_up_in_groups_of_32_stay_with_the_small_tiles() -> None:
+def test_looked_up_groups_keep_small_tiles() -> None:
     made = pack_bnb4(nf4(torch.randn(3, 2, 40, 96)), None).layout
     assert (made.runs_large, made.dequantized_bytes) == (False, 0)
 
@@ -95,17 +96,13 @@ def test_numbers_that_are_looked_up_become_two_terms(half: bool) -> None:
 @pytest.mark.parametrize(
     ("name", "act", "group"),
     [
-        ("nvfp4", "bf16", 128),
         ("nvfp4", "fp16", 128),
-        ("mxfp4", "fp16", 128),
         ("fp8_block", "bf16", 128),
-        ("fp8_block", "fp16", 128),
         ("bnb4", "bf16", 64),
+        *exhaustive(("nvfp4", "bf16", 128), ("mxfp4", "fp16", 128), ("fp8_block", "fp16", 128)),
     ],
 )
-def test_a_large_batch_gives_the_rows_of_the_small_tiles(
-    name: str, act: str, group: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_batches_equal_small_tiles(name: str, act: str, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "dequantize_threshold", lambda *_: 1)
     monkeypatch.setattr(tiles, "_MIN_K", 8)
     device = DeviceFacts(kind="cuda", capability=(9, 0))

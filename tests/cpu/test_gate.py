@@ -34,6 +34,7 @@ def gate_truth(x: torch.Tensor, gate: torch.Tensor, rows: torch.Tensor) -> torch
     return rows.double() / (1.0 + (-(x.double() @ gate.double().T)).exp())
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("way", ways(sigmoid_gate))
 @pytest.mark.parametrize("dtypes", [(BF16, BF16), (FP16, FP32), (FP32, FP32)], ids=str)
 @pytest.mark.parametrize("whole", [False, True])
@@ -142,6 +143,7 @@ def test_declared_memory(tokens: int, whole: bool, monkeypatch: pytest.MonkeyPat
         assert tokens < 70 or whole or size == declared[name], name
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("way", ways(rms_norm))
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("weighted", [False, True])

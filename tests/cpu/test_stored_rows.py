@@ -31,11 +31,12 @@ SMALL = TileChoice(block_n=64, block_t=16, warps=4, stages=2)
 permute_on_device = by_kernel(permute)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_passes_have_the_bits_of_one_rank(world: int) -> None:
     assert run_ranks(store, world, seconds=400) == [[]] * world
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize(("product", "tile"), [(ops.grouped_gemm, SMALL), (prefill_gemm, TILE)])
 @pytest.mark.parametrize("width", [208, 90])
 @pytest.mark.parametrize("before", [False, True])

@@ -75,7 +75,7 @@ def test_quantised_activations_have_their_own_tolerance(tmp_path, activations: s
 
 @pytest.mark.parametrize("activations", ["fp8_group128_pow2", "mxfp8"])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_row_whose_largest_number_is_rounded_too_is_not_called_wrong(tmp_path, activations: str, seed: int) -> None:
+def test_rounded_maxima_are_not_reported(tmp_path, activations: str, seed: int) -> None:
     write_checkpoint(tmp_path, size=TinySize(hidden=96, intermediate=64, experts=3), seed=seed)
     code, out, said = command("verify", tmp_path, "--activations", activations, "--device", "cpu")
     assert (code, said) == (0, ""), out
@@ -140,7 +140,7 @@ def test_a_dropped_clamp_is_caught(tmp_path, monkeypatch) -> None:
     assert not verify_model(tmp_path, device="cpu", experts=2).passed
 
 
-def test_one_expert_in_the_place_of_another_is_caught_and_named(tmp_path, monkeypatch) -> None:
+def test_swapped_experts_are_caught(tmp_path, monkeypatch) -> None:
     write_checkpoint(tmp_path, "qwen3_moe", "bf16", size=SIZE)
     pack = cpu_grouped.CpuGrouped.pack
 

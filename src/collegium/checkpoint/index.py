@@ -56,7 +56,7 @@ class Found:
 
     def infos(self) -> Iterable[TensorInfo]:
         """Return the header entries of all known expert tensors."""
-        return (info for _, info in self.items())
+        return (info for _, info in self.items())  # noqa: PERF102 - items() yields pairs of several dictionaries
 
     def suffixes(self, *projections: Projection) -> dict[str, set[str]]:
         """Return every suffix seen of ``projections``, with the dtypes it was seen in."""
