@@ -198,7 +198,8 @@ class CodeMatrix:
         line = rows
         if self.row_block > 1:
             height = self.codes.shape[1] // self.parts
-            line = rows // height * -(-height // self.row_block) + rows % height // self.row_block
+            blocks = -(-height // self.row_block)
+            line = rows // height * blocks + rows % height // self.row_block
         factor = self.scales[expert].index_select(0, line)
         if dtype != torch.bfloat16:
             values, factor = values.to(dtype), factor.to(dtype)
