@@ -51,7 +51,8 @@ class MeasuredProduct:
 
     def runner(self, batch: ContiguousBatch) -> Callable[[TileChoice], Tensor]:
         """Return this product of ``batch`` as a function of its tile; the second product reads random rows."""
-        packed, matrix, first = self.packed, self._matrix, self.index == 0
+        packed, matrix = self.packed, self._matrix
+        first = self.index == 0
         count = batch.source.numel()
         _, _, n_out, k_in = matrix.layout.shape
         x = batch.x if first else torch.randn(count, k_in, device=batch.x.device).to(batch.x.dtype)
