@@ -170,7 +170,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "codes that are weighted later", "planning.py",
         (Edit(
-            "_with_wire",
+            "_with_wire_format",
             "$form.e4m3 and (not $form.static) and $kernel.takes_codes and (not $problem.spec.routing.weight_on_input)",
             "$form.e4m3 and (not $form.static) and $kernel.takes_codes",
         ),), _RANKS,
@@ -1275,12 +1275,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     # The shared expert.
     Mutant(
-        "shared expert dropped", "layer.py",
-        (Edit(
-            "MoELayer._tokens",
-            "None if self.shared is None or $many else partial(self.shared, $x, $memory)",
-            "None",
-        ),), _HOST[1:],
+        "shared expert dropped", "execution/executor.py",
+        (Edit("Executor.run_chunk", "self._shared is not None", "False"),), _HOST[1:],
     ),
     Mutant(
         "merged: routed scaling factor on the shared expert", "ops/route_wide.py",
@@ -1305,22 +1301,22 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "merged: gate and up swapped in the pieces", "stages/shared.py",
         (Edit(
-            "_cut",
+            "_split_by_width",
             "$shared.gate_up",
             "replace($shared.gate_up, **{k: t.flip(1) for k, t in $shared.gate_up.tensors().items()})",
         ),), ("tests/cpu/test_merged_shared.py::test_a_wide_one_is_cut_into_several",),
     ),
     Mutant(
         "merged: columns of another piece", "stages/shared.py",
-        (Edit("_cut", "$shared.down.columns(*$own)", "$shared.down.columns(*cuts[$own == cuts[0]])"),), ("tests/cpu/test_merged_shared.py::test_a_wide_one_is_cut_into_several",),
+        (Edit("_split_by_width", "$shared.down.columns($start, $stop)", "$shared.down.columns(*slices[$start == 0])"),), ("tests/cpu/test_merged_shared.py::test_a_wide_one_is_cut_into_several",),
     ),
     Mutant(
         "merged: other blocks taken for alike", "stages/shared.py",
-        (Edit("_joined", "$kind != $kinds[0]", "False"),), ("tests/cpu/test_merged_shared.py::test_weights_that_are_stored_in_another_way_are_refused",),
+        (Edit("_concatenated", "$storage != $routed_storage", "False"),), ("tests/cpu/test_merged_shared.py::test_weights_that_are_stored_in_another_way_are_refused",),
     ),
     Mutant(
         "merged: a swap drops the shared expert", "stages/shared.py",
-        (Edit("check_shared_unchanged", "$before.merged or $made.merged", "False"),), ("tests/cpu/test_merged_shared.py::test_a_swap_keeps_the_shared_expert",),
+        (Edit("check_shared_unchanged", "$old.merged_shared_experts or $new.merged_shared_experts", "False"),), ("tests/cpu/test_merged_shared.py::test_a_swap_keeps_the_shared_expert",),
     ),
     Mutant(
         "merged: over ranks too", "sharing.py",
@@ -1546,9 +1542,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a rank's own calibrated scales", "loading.py",
         (Edit(
-            "_experts",
+            "_load_experts",
             "($source for $_, $source in $layer.sources())",
-            "($source for e, $source in $layer.sources() if e in held.expert_ids)",
+            "($source for e, $source in $layer.sources() if e in placement.expert_ids)",
         ),), _STATIC,
     ),
     Mutant(

@@ -7,11 +7,12 @@
     *.safetensors -- checkpoint --> ExpertWeights -- kernel.pack --> MoELayer
     x -- route --> Routing -- dispatch --> batch -- experts.run --> rows -- combine --> y
 
-Packages: ``commands`` (the command line), ``integrations`` (transformers, vLLM), ``stages`` (router, shared expert and
-input checks of a layer), ``pipelines`` (from routed tokens to weighted sums), ``experts`` (kernels and weight packing),
-``parallel`` (placement and token exchange between ranks), ``checkpoint`` and ``models`` (files and model families),
-``ops`` (route, permute, quantise, activate, sum), ``formats``, ``runtime`` (devices, launches, memory), ``kernels``
-(device code). ``pyproject.toml`` defines which package may import which, and ``make check`` verifies it.
+Packages: ``commands`` (the command line), ``integrations`` (transformers, vLLM), ``execution`` (how a layer runs its
+calls), ``stages`` (router, shared expert and input checks of a layer), ``pipelines`` (from routed tokens to weighted
+sums), ``experts`` (kernels and weight packing), ``parallel`` (placement and token exchange between ranks),
+``checkpoint`` and ``models`` (files and model families), ``ops`` (route, permute, quantise, activate, sum),
+``formats``, ``runtime`` (devices, launches, memory), ``kernels`` (device code). ``pyproject.toml`` defines which
+package may import which, and ``make check`` verifies it.
 """
 
 from importlib import import_module
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     )
     from .runtime.devices import probe as probe
     from .runtime.warm_up import warm_up as warm_up
+    from .stages.shared import merge_shared as merge_shared
     from .types import (
         ActivationSpec as ActivationSpec,
         ExpertWeights as ExpertWeights,
@@ -87,6 +89,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "problem": ("DeviceFacts", "Limits", "Overrides", "Problem", "Refusal"),
     "runtime.devices": ("probe",),
     "runtime.warm_up": ("warm_up",),
+    "stages.shared": ("merge_shared",),
     "types": (
         "ActivationSpec",
         "ExpertWeights",

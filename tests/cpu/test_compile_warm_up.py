@@ -166,8 +166,9 @@ with pretending() as launches, torch.inference_mode():
     down = odd.experts.down
     values = torch.zeros(down.values.numel() + 1, dtype=torch.bfloat16)[1:].view(down.values.shape)
     odd.__dict__["experts"] = replace(odd.experts, down=replace(down, values=values))
-    ways = [(most, own, replace(own.parts, experts=odd.experts)) for most, own in odd._pipelines]
-    odd._pipelines = tuple((most, replace(own, parts=parts)) for most, own, parts in ways)
+    ways = [(most, own, replace(own.parts, experts=odd.experts)) for most, own in odd._context.pipelines]
+    pipelines = tuple((most, replace(own, parts=parts)) for most, own, parts in ways)
+    odd._context = replace(odd._context, pipelines=pipelines)
     batches = warm_up([one, same, odd])
     counted, known = one.warm_up(), set(launches.found)
     for tokens in range(1, 81):

@@ -336,7 +336,7 @@ def _first_passes(rank: int) -> list[str]:
         if _outcome(partial(layer, x + rank))[:2] != ("RankError", (1,)):
             faults.append(f"{ranks}: not compared when checked")
         # A graph cannot read tensors: nothing is compared while one is captured, and the next pass is.
-        with patch("collegium.layer.is_capturing", lambda device: True):
+        with patch("collegium.execution.executor.is_capturing", lambda device: True):
             captured = _outcome(partial(layer, x + rank))[0]
         eager = _outcome(partial(layer, x + rank))[0]
         if (captured, eager) != ("none", "RankError"):

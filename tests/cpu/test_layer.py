@@ -32,6 +32,7 @@ from collegium.formats.unquantised import DTYPES
 from collegium.ops.linear import linear
 from collegium.ops.quantize import ACTIVATION_FORMATS
 from collegium.ops.route import route
+from collegium.stages.call import Call
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
 from collegium.types import ACTIVATION_KINDS
 from raising import raises_with
@@ -295,7 +296,7 @@ def test_router_logits_are_rounded(dtype, bias):
         found = [layer(x), layer(x), layer(x[:1]), layer(x, router_logits=logits)]
         assert torch.equal(found[0], found[3])
         assert torch.equal(found[0], found[1])
-        assert torch.equal(layer._router(x, None, None, None, None).topk_ids, route(logits, rule).topk_ids)
+        assert torch.equal(layer._executor.router(Call(x)).topk_ids, route(logits, rule).topk_ids)
         # Logits from outside stay as they are.
         assert torch.equal(layer(x, router_logits=exact.float()), outputs[0] if outputs else found[0])
         outputs.append(found[0])
@@ -307,10 +308,10 @@ def test_router_logits_are_rounded(dtype, bias):
 
 def test_an_assignment_forgets_recorded_launches():
     layer = MoELayer(random_experts(6, 2, 24, 40, seed=26), plan(problem_of(6, 40, 24, 2)))
-    for name, value in (("workspaces", None), ("checked", True), ("router", None), ("_pipeline", layer._pipeline)):
-        before = layer._replay
+    for name, value in (("workspaces", None), ("checked", True), ("router", None), ("_context", layer._context)):
+        before = layer._executor.replay
         setattr(layer, name, value)
-        assert layer._replay is not before
+        assert layer._executor.replay is not before
 
 
 def test_latent_width_with_norm():
@@ -351,7 +352,7 @@ def test_wrong_input_names_what_is_allowed(x, text):
     layer = MoELayer(random_experts(6, 2, 24, 40, seed=39), plan(problem_of(6, 40, 24, 2)))
     with pytest.raises(InputError, match=text):
         layer(x, routing=Routing(topk_ids=torch.zeros(3, 2, dtype=torch.int64), topk_weights=torch.ones(3, 2)))
-    with pytest.raises(InputError, match="without a router"):
+    with pytest.raises(InputError, match="the layer has no router"):
         layer(torch.zeros(3, 40))
 
 
@@ -382,7 +383,7 @@ def test_plans_name_the_shared_kernel():
             num_experts=3,
             routing=RoutingSpec(top_k=2),
             weight_format="mxfp4",
-            shared=SharedSpec(intermediate_size=128),
+            shared=SharedSpec(intermediate_size=128, weight_format=own),
         )
         shared = SharedWeights(experts=encode_experts(random_experts(1, 2, 128, 128, seed=2), own))
         weights = encode_experts(random_experts(3, 2, 128, 128, seed=1), "mxfp4")

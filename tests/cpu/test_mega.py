@@ -180,7 +180,7 @@ def test_mega_refusals_give_reasons() -> None:
         assert made.pipelines[-1] == "split"
         return next(refusal.reason for refusal in made.refusals if refusal.name == "mega")
 
-    slow = "only for tokens from {} wide and up to {} of them on each of {} ranks with {} weights; found "
+    slow = "only for a hidden size from {} and up to {} tokens on each of {} ranks with {} weights; found "
     four, eight = slow.format(7168, 8, 2, "mxfp4"), slow.format(4096, 128, 2, "fp8_block")
     assert four + "64 and 64; Overrides(pipeline='mega') takes it" in why()
     assert four + "7168 and 9" in why(most=9, hidden_size=7168)
@@ -192,16 +192,16 @@ def test_mega_refusals_give_reasons() -> None:
     assert slow.format(7168, 128, 4, "mxfp4") + "7168 and 129" in why(many, most=129, world=4, hidden_size=7168)
     blocks |= {"world": 4, "hidden_size": 4096}
     assert slow.format(4096, 48, 4, "fp8_block") + "4096 and 49" in why(many, **blocks, most=49)
-    assert "asked for cpu" in why(DeviceFacts(kind="cpu"), "fp32")
-    assert "asked for the dispatcher local" in why(world=1)
-    assert "asked for the dispatcher all_to_all" in why(wish={"dispatcher": "all_to_all"})
-    assert "asked for mxfp4 weights with fp8_group128 activations; it takes" in why(act="fp8_group128")
+    assert "the device is cpu" in why(DeviceFacts(kind="cpu"), "fp32")
+    assert "the dispatcher is local" in why(world=1)
+    assert "the dispatcher is all_to_all" in why(wish={"dispatcher": "all_to_all"})
+    assert "the weights are mxfp4 with fp8_group128 activations; it takes" in why(act="fp8_group128")
     coded: dict[str, Any] = {"act": "fp8_group128", "weight_format": "fp8_block"}
-    assert "asked for tokens of 40; their codes are copied by sixteen" in why(**coded, hidden_size=40)
-    assert "asked for int4_group weights with fp8_token activations" in why(weight_format="int4_group")
+    assert "the hidden size is 40; its codes are copied by sixteen" in why(**coded, hidden_size=40)
+    assert "the weights are int4_group with fp8_token activations" in why(weight_format="int4_group")
     assert "measured too little with nvfp4 weights; Overrides(pipeline='mega') takes it" in why(weight_format="nvfp4")
     assert "found sm_100" in why(replace(GPU, capability=(10, 0)))
-    assert "asked for the combine reduced" in why(wish={"combine": "reduced"})
+    assert "the combine is reduced" in why(wish={"combine": "reduced"})
     for weights, width, most, act, world in (
         ("mxfp4", 7168, 8, "fp8_token", 2), ("fp8_block", 4096, 128, "fp8_group128", 2),
         ("mxfp4", 7168, 128, "fp8_token", 4), ("fp8_block", 4096, 48, "fp8_group128", 4),
@@ -213,9 +213,9 @@ def test_mega_refusals_give_reasons() -> None:
             assert plan(few, Overrides(activation_format=act)).pipelines == (taken,)
             # What an error tells people to ask for, whatever the plan prefers.
             assert plan(few, Overrides(activation_format=act, pipeline="split")).pipelines == ("split",)
-    assert f"asked for 9,999 tokens of a rank; it has lists for {MOST_TOKENS:,}" in why(most=9999)
+    assert f"a rank may have 9,999 tokens; its lists hold {MOST_TOKENS:,}" in why(most=9999)
     carried = RoutingSpec(top_k=1, weight_on_input=True, renormalize=False)
-    assert "asked for router weights on the input" in why(routing=carried)
+    assert "router weights are on the input" in why(routing=carried)
 
     asked = Problem(spec=spec, device=GPU, placement=linear(64, 0, 2), limits=Limits(max_tokens=64), graph=True)
     made = plan(asked, Overrides(activation_format="fp8_token", pipeline="mega"))

@@ -28,6 +28,7 @@ from collegium import (
     SharedWeights,
     encode_experts,
     load_layer,
+    merge_shared,
     plan,
 )
 from collegium.balance.elastic import regroup
@@ -91,7 +92,7 @@ def test_a_checkpoint_computes_what_its_class_does_both_ways(
         more: dict[str, Any] = {"dtype": "fp32", "device": "cpu", "limits": Limits(max_tokens=8)}
         layers = {index: load_layer(tmp_path / "model", index, overrides=force, **more) for index in blocks}
         for index, layer in layers.items():
-            assert layer.plan.merged == (shared if force is MERGED else 0)
+            assert layer.plan.merged_shared_experts == (shared if force is MERGED else 0)
             assert (layer.shared is None) == (force is MERGED)
             assert layer.spec.num_experts == layer.plan.problem.spec.num_experts == 8
             model.model.layers[index].mlp = Swapped(layer)
@@ -120,7 +121,7 @@ def test_a_whole_model_whose_weights_are_on_the_input(tmp_path: Path, way: Overr
 
     model = build(CASES["llama4_text"], tmp_path)
     ours = load_model_in("fp32", str(tmp_path), device="cpu", overrides=way)
-    assert [layer.plan.merged for layer in layers_of(ours)] == [int(way is MERGED)]
+    assert [layer.plan.merged_shared_experts for layer in layers_of(ours)] == [int(way is MERGED)]
     with torch.no_grad():
         found, wanted = ours(IDS).logits, model(IDS).logits
         assert (found - wanted).abs().max() <= 1e-4 * wanted.abs().max()
@@ -132,7 +133,7 @@ def test_what_cannot_be_cut_is_refused_by_name(tmp_path: Path) -> None:
     with raises_with(PlanError, "64", "32", "128", "shared='apart'"):
         load_layer(tmp_path / "model", 1, dtype="fp32", device="cpu", overrides=MERGED)
     layer = load_layer(tmp_path / "model", 1, dtype="fp32", device="cpu")
-    assert layer.plan.merged == 0
+    assert layer.plan.merged_shared_experts == 0
     assert "shared     apart" in str(layer)
 
 
@@ -154,16 +155,14 @@ def layer_of(
         num_experts=E,
         routing=rule or RoutingSpec(top_k=K, scale=2.5),
         weight_format=weights,
-        shared=SharedSpec(intermediate_size=count * WIDE),
+        shared=SharedSpec(intermediate_size=count * WIDE, weight_format=shared.down.name),
     )
     problem = Problem(spec=spec, device=device or DeviceFacts(kind="cpu"), limits=Limits(max_tokens=tokens))
-    return MoELayer(
-        encode_experts(random_experts(E, 2, WIDE, H, seed=1), weights),
-        plan(problem, force),
-        router=RouterWeights(weight=heavy_tailed(E, H, seed=3)),
-        shared=SharedWeights(experts=shared),
-        **more,
-    )
+    made, experts = plan(problem, force), encode_experts(random_experts(E, 2, WIDE, H, seed=1), weights)
+    extras: dict[str, Any] = {"router": RouterWeights(weight=heavy_tailed(E, H, seed=3)), **more}
+    if made.merged_shared_experts:
+        return MoELayer(merge_shared(made, experts, SharedWeights(experts=shared)), made, **extras)
+    return MoELayer(experts, made, shared=SharedWeights(experts=shared), **extras)
 
 
 def truth_of(x: torch.Tensor, routing: Routing, weights: str = "bf16", count: int = 1) -> torch.Tensor:
@@ -202,9 +201,9 @@ def test_kernels_of_a_gpu_give_the_bits_of_apart(
     rule = RoutingSpec(top_k=K, scale=2.5, weight_on_input=on_input)
     wishes = [Overrides(activation_format=activations, shared=own) for own in ("merged", "apart")]
     merged, apart = (layer_of(force, weights=weights, device=HOPPER, rule=rule) for force in wishes)
-    assert (merged.plan.merged, merged.shared, apart.plan.merged) == (1, None, 0)
+    assert (merged.plan.merged_shared_experts, merged.shared, apart.plan.merged_shared_experts) == (1, None, 0)
     assert merged.plan.pipelines == (("split",) if on_input else ("direct", "split"))
-    assert "shared     merged: 1 more routed expert, for every token" in str(merged)
+    assert "shared     merged into 1 routed expert that receives every token" in str(merged)
     assert merged.plan.kernel == apart.plan.shared_kernel
     for tokens in (1, 16, 19):
         x = heavy_tailed(tokens, H, seed=tokens).bfloat16()
@@ -222,13 +221,13 @@ def test_a_wide_one_is_cut_into_several(weights: str, device: DeviceFacts) -> No
     if device is HOPPER and torch.cuda.is_available():
         pytest.skip("tests/gpu makes these comparisons on the device")
     layer = layer_of(MERGED, weights=weights, count=3, device=device)
-    assert layer.plan.merged == 3
+    assert layer.plan.merged_shared_experts == 3
     assert layer.experts.slots()[0].shape[0] == E + 3
     for tokens in (1, 7, 20):
         x = heavy_tailed(tokens, H, seed=tokens).bfloat16()
         assert relative_error(layer(x).float(), truth_of(x, layer.route(x), weights, 3)) < 0.02
     whole = layer_of(weights=weights, count=3, device=device)
-    assert whole.plan.merged == 0
+    assert whole.plan.merged_shared_experts == 0
     assert relative_error(layer(x).float(), whole(x).float()) < 0.01
 
 
@@ -284,7 +283,7 @@ def test_a_swap_keeps_the_shared_expert() -> None:
         merged.swap(other)
     assert torch.equal(merged(x), before)
     assert torch.equal(pickle.loads(pickle.dumps(merged))(x), copy.deepcopy(merged)(x))
-    with pytest.raises(InputError, match="merged, as 0 of the routed experts, and was to be 1 of the new ones"):
+    with pytest.raises(InputError, match="into 0 and 1 routed experts"):
         apart.swap(other, MERGED)
     assert torch.equal(apart(x), before)
     apart.swap(other)
@@ -304,13 +303,13 @@ def test_weights_that_are_stored_in_another_way_are_refused() -> None:
     )
     with raises_with(PlanError, "(256, 256)", "(128, 128)"):
         layer_of(MERGED, weights="fp8_block", shared_weights=blocks)
-    assert layer_of(weights="fp8_block", shared_weights=blocks, device=HOPPER).plan.merged == 0
+    assert layer_of(weights="fp8_block", shared_weights=blocks, device=HOPPER).plan.merged_shared_experts == 0
     with raises_with(PlanError, "mxfp4", "bf16"):
         layer_of(MERGED, shared_weights=encode_experts(big, "mxfp4"))
     with pytest.raises(PlanError, match="after_expert"):
         layer_of(MERGED, after_expert=lambda rows: rows * 2)
     doubled = layer_of(after_expert=lambda rows: rows * 2, device=HOPPER)
-    assert doubled.plan.merged == 0
+    assert doubled.plan.merged_shared_experts == 0
 
 
 REASONS = {
@@ -329,9 +328,9 @@ def test_a_plan_says_why_not(reason: str) -> None:
     base: dict[str, Any] = {"hidden_size": H, "intermediate_size": WIDE, "num_experts": E}
     more = {"routing": RoutingSpec(top_k=K), "shared": SharedSpec(intermediate_size=WIDE), **REASONS[reason]}
     problem = Problem(spec=MoESpec(**base, **more), device=HOPPER)
-    with pytest.raises(PlanError, match=f"shared merged was forced, it cannot be: {reason}"):
+    with pytest.raises(PlanError, match=f"shared='merged' was forced and is not possible: {reason}"):
         plan(problem, MERGED)
-    assert plan(problem).to_json()["merged"] == 0
+    assert plan(problem).to_json()["merged_shared_experts"] == 0
 
 
 def test_what_a_plan_says_of_a_merged_one() -> None:
@@ -343,13 +342,13 @@ def test_what_a_plan_says_of_a_merged_one() -> None:
         shared=SharedSpec(intermediate_size=WIDE),
     )
     made = plan(Problem(spec=spec, device=HOPPER, limits=Limits(max_tokens=10)), MERGED)
-    assert (made.merged, made.beside, made.capacity) == (1, 0, 10 * (K + 1))
+    assert (made.merged_shared_experts, made.side_stream_tokens, made.capacity) == (1, 0, 10 * (K + 1))
     assert made.weight_bytes == E * made.expert_bytes
     assert not any(region.name.startswith("shared/") for region in made.regions)
     # Nothing to a layer without one, nothing over ranks.
-    assert plan(Problem(spec=replace(spec, shared=None), device=HOPPER), MERGED).merged == 0
+    assert plan(Problem(spec=replace(spec, shared=None), device=HOPPER), MERGED).merged_shared_experts == 0
     half = Placement(rank=0, world_size=2, expert_ids=(0, 1, 2), ranks=((0, 1, 2), (3, 4, 5)))
-    assert plan(Problem(spec=spec, device=DeviceFacts(kind="cpu"), placement=half)).merged == 0
+    assert plan(Problem(spec=spec, device=DeviceFacts(kind="cpu"), placement=half)).merged_shared_experts == 0
     with pytest.raises(PlanError, match="each rank has the whole shared expert"):
         plan(Problem(spec=spec, device=DeviceFacts(kind="cpu"), placement=half), MERGED)
     with raises_with(SpecError, "shared", "'aside'", "merged", "beside", "apart"):
@@ -367,19 +366,20 @@ def test_what_a_plan_says_of_one_beside_the_others() -> None:
     )
     problem, beside = Problem(spec=spec, device=HOPPER), Overrides(shared="beside")
     for made in (plan(problem), plan(problem, beside)):
-        assert (made.merged, made.beside, made.to_json()["beside"]) == (0, 512, 512)
-        assert "shared     apart; in a CUDA graph beside the routed experts up to 512 tokens" in made.explain()
-    assert plan(problem, APART).beside == 0
-    assert plan(replace(problem, spec=replace(spec, shared=None)), beside).beside == 0
+        assert (made.merged_shared_experts, made.side_stream_tokens) == (0, 512)
+        assert made.to_json()["side_stream_tokens"] == 512
+        assert "shared     apart; on a side stream in a CUDA graph up to 512 tokens" in made.explain()
+    assert plan(problem, APART).side_stream_tokens == 0
+    assert plan(replace(problem, spec=replace(spec, shared=None)), beside).side_stream_tokens == 0
     half = Placement(rank=0, world_size=2, expert_ids=(0, 1, 2), ranks=((0, 1, 2), (3, 4, 5)))
     for reason, asked, force in (
         ("a cpu has no streams", replace(problem, device=DeviceFacts(kind="cpu")), beside),
         ("with the dispatcher symm_mem it already runs", replace(problem, placement=half), beside),
         ("no CUDA graph can capture the layer", problem, replace(beside, kernel="reference")),
     ):
-        with pytest.raises(PlanError, match=f"shared beside was forced, it cannot be: {reason}.*shared='apart'"):
+        with pytest.raises(PlanError, match=f"shared='beside' was forced and .*: {reason}.*shared='apart'"):
             plan(asked, force)
-        assert plan(asked, replace(force, shared=None)).beside == 0
+        assert plan(asked, replace(force, shared=None)).side_stream_tokens == 0
 
 
 def test_ranks_cannot_take_over_a_merged_one() -> None:
@@ -403,7 +403,7 @@ def test_latent_weights_with_a_shared_expert() -> None:
         shared=SharedWeights(experts=random_bf16(1, H, 2)),
         latent=LatentWeights(down=heavy_tailed(48, H, seed=4), up=heavy_tailed(H, 48, seed=5)),
     )
-    assert layer.plan.merged == 0
+    assert layer.plan.merged_shared_experts == 0
     assert layer.shared is not None
 
 
@@ -435,6 +435,6 @@ def test_kernels_take_additional_experts() -> None:
     """A kernel is asked for the routed ones alone: none may refuse a number of experts."""
     problem = layer_of(APART).plan.problem
     for kernel in KERNELS:
-        for wide in (problem, problem.widened(3)):
+        for wide in (problem, problem.with_merged_experts(3)):
             asked = replace(wide.routed, device=problem.device)
             assert (kernel.refuse(asked) is None) == (kernel.refuse(problem.routed) is None)

@@ -25,6 +25,7 @@ from collegium import (
     SharedSpec,
     SharedWeights,
     encode_experts,
+    merge_shared,
     plan,
 )
 from collegium.errors import InputError
@@ -291,7 +292,11 @@ def test_a_shared_expert_beside_mixed_ones(shared: tuple[str, str], way: Any) ->
         return
     given = SharedWeights(experts=own)
     router = RouterWeights(weight=heavy_tailed(E, H, seed=5))
-    layer = MoELayer(routed, plan(problem, Overrides(shared=way)), router=router, shared=given)
+    made = plan(problem, Overrides(shared=way))
+    if way == "merged":
+        layer = MoELayer(merge_shared(made, routed, given), made, router=router)
+    else:
+        layer = MoELayer(routed, made, router=router, shared=given)
     x, routing = heavy_tailed(9, H, seed=3).bfloat16(), routing_of(9)
     every = Routing(topk_ids=torch.zeros(9, 1, dtype=torch.int64), topk_weights=torch.ones(9, 1))
     truth = truth_of(x, routing, routed) + truth_of(x, every, own)

@@ -54,7 +54,7 @@ def test_every_candidate_is_chosen_or_refused_with_a_reason(monkeypatch):
     reasons = {r.name: r.reason for r in made.refusals}
     assert "cpu_grouped is before it" in reasons["reference"]
     assert reasons["triton_w4a16"] == "asked for cpu; it needs a CUDA GPU"
-    assert reasons["direct"] == "asked for cpu; it needs a CUDA GPU"
+    assert reasons["direct"] == "the device is cpu; it needs a CUDA GPU"
     assert "Overrides(dispatcher='partial')" in reasons["partial"]
     for piece in ("17 experts", "top-3", "cpu_grouped", "mxfp4", "refused    reference"):
         assert piece in made.explain()
@@ -189,8 +189,9 @@ def test_shared_experts_on_the_slow_kernel():
     for placed, peers in ((None, 1), (linear(4, 0, 2), 1), (linear(4, 0, 2), 2)):
         asked = Problem(spec=spec, device=replace(NEIGHBOURS, peers=peers), placement=placed)
         made = plan(asked)
-        assert (made.kernel, made.shared_kernel, made.capturable, made.beside) == ("triton_bf16", "reference", False, 0)
-        with pytest.raises(PlanError, match="or ask for no graph"):
+        assert (made.kernel, made.shared_kernel) == ("triton_bf16", "reference")
+        assert (made.capturable, made.side_stream_tokens) == (False, 0)
+        with pytest.raises(PlanError, match="or plan without a graph"):
             plan(replace(asked, graph=True))
     # A wish for an activation format is no wish for the slow kernel.
     four = replace(SMALL, weight_format="mxfp4", shared=SharedSpec(intermediate_size=32, weight_format="bf16"))

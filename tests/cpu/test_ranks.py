@@ -264,5 +264,5 @@ def test_rows_of_a_slice_are_no_experts_rows() -> None:
         dtype="fp32",
         placement=Ranks(slices=2).placement(4),
     )
-    with pytest.raises(InputError, match="a slice's rows are a part of what the expert returns"):
+    with pytest.raises(InputError, match="the rows of a slice are only a part of what the expert returns"):
         MoELayer(weights, plan(asked), after_expert=lambda rows: rows)

@@ -127,7 +127,7 @@ class Pass:
         self.extra = extra
         self.calls = 0
 
-    def __call__(self, *inputs: Any) -> None:
+    def __call__(self, inputs: Any) -> None:
         x, _, out = inputs
         self.calls += 1
         middle = self.space.memory(PLACES).alloc("middle", (x.numel(),), torch.float32)

@@ -33,6 +33,7 @@ from collegium import (
 from collegium.ops import linear, operand, permute, quantize, rms_norm, route, route_wide, weighted_sum
 from collegium.runtime import launch as launching, replay
 from collegium.runtime.memory import Arena, Workspaces, shared_workspaces
+from collegium.stages.call import Call
 from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids
 from grids import exhaustive
 
@@ -236,7 +237,7 @@ def test_repeated_passes_give_the_bits_of_computed_ones(
         routing = Routing(topk_ids=ids, topk_weights=chosen)
         layer.workspaces._free[-1].block.fill_(255)
         assert torch.equal(layer(x, routing=routing, out=out), plain(x, routing=routing))
-        assert [isinstance(found, tuple) for found in layer._replay._kinds.values()] == [call > 0]
+        assert [isinstance(found, tuple) for found in layer._executor.replay._kinds.values()] == [call > 0]
     assert len(repeated) == 2
 
 
@@ -283,11 +284,11 @@ def test_passes_with_a_router_are_repeated(rule: dict[str, Any], machine: Machin
         kept += [x, out, seen]
         layer.workspaces._free[-1].block.fill_(255)
         assert torch.equal(layer(x, router_input=seen, out=out), plain(x, router_input=seen))
-    assert [isinstance(found, tuple) for found in layer._replay._kinds.values()] == [True]
+    assert [isinstance(found, tuple) for found in layer._executor.replay._kinds.values()] == [True]
     # Whose kernels wrote what: logits of the input's dtype or of float32, ids as asked.
-    spare = Arena(layer.workspaces._free[-1].block, layer._places)
+    spare = Arena(layer.workspaces._free[-1].block, layer._context.memory_map)
     x = given(2, 9)[0]
-    chosen = layer._router(x, None, None, None, None, x, memory=spare)
+    chosen = layer._executor.router(Call(x, router_input=x), spare)
     assert chosen.topk_ids.dtype == getattr(torch, rule.get("id_dtype", "int64"))
     dtypes = {name: dtype for name, _, dtype in spare.part("router")._found}
     assert dtypes["out"] == (torch.bfloat16 if rule.get("round_logits") else torch.float32)
@@ -300,10 +301,10 @@ def test_swapped_experts_are_recorded_again(machine: Machine) -> None:
         plain.swap(made)
         plain.workspaces = None
         if seed > 1:
-            recorded = layer._replay
+            recorded = layer._executor.replay
             assert [isinstance(found, tuple) for found in recorded._kinds.values()] == [True]
             layer.swap(made)
-            assert layer._replay is not recorded
+            assert layer._executor.replay is not recorded
             layer.workspaces = Workspaces(CPU)
             layer.workspaces.reserve(layer.plan.workspace_bytes)
         kept: list[object] = []
@@ -340,5 +341,5 @@ def test_passes_with_foreign_or_waiting_code_are_computed(what: str, machine: Ma
     for call in range(3):
         x, *_ = given(FEW, call)
         layer(x)
-    assert not any(isinstance(found, tuple) for found in layer._replay._kinds.values())
+    assert not any(isinstance(found, tuple) for found in layer._executor.replay._kinds.values())
     assert seen == ([] if what == "checked" else [FEW * K] * 3)

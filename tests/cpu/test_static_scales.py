@@ -374,7 +374,7 @@ def test_a_shared_expert_has_scales_of_its_own(tmp_path: Path) -> None:
     same = {name: torch.tensor(0.02) for name in load_file(tmp_path / "model.safetensors") if "input_scale" in name}
     rewrite(tmp_path, dict(same))
     found, apart = (load_layer(tmp_path, number, device="cpu", overrides=own) for own in (merged, force))
-    assert found.plan.merged == 1
+    assert found.plan.merged_shared_experts == 1
     assert relative_error(found(x).float(), apart(x).float()) < 0.01
     assert relative_error(made(x).float(), apart(x).float()) > 0.01
     assert "scales     0.02 before gate_up, 0.02 before down" in str(found)

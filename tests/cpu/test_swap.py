@@ -23,9 +23,9 @@ from collegium import (
     SharedSpec,
     SharedWeights,
     encode_experts,
-    layer as layers,
     plan,
 )
+from collegium.execution import executor
 from collegium.formats import Bf16
 from collegium.testing.compare import heavy_tailed, random_experts
 from raising import raises_with
@@ -90,9 +90,9 @@ def test_layers_continue_with_swapped_experts(shared: bool) -> None:
 
 def test_what_was_recorded_is_forgotten() -> None:
     layer = layer_of(experts_of(1))
-    before = layer._replay
+    before = layer._executor.replay
     layer.swap(experts_of(2))
-    assert layer._replay is not before
+    assert layer._executor.replay is not before
 
 
 @pytest.mark.parametrize("how", ["a pass", "rows packed by expert"])
@@ -100,7 +100,7 @@ def test_captured_layers_keep_their_experts(how: str, monkeypatch: pytest.Monkey
     layer, x = layer_of(experts_of(1)), heavy_tailed(5, H, seed=2).bfloat16()
     wanted = layer(x)
     with monkeypatch.context() as patched:
-        patched.setattr(layers, "is_capturing", lambda _: True)
+        patched.setattr(executor, "is_capturing", lambda _: True)
         if how == "a pass":
             layer(x)
         else:

@@ -168,7 +168,7 @@ def test_tiles_of_a_file_are_used_and_change_no_bit(tmp_path):
         assert [table[0][1] for table in tuned.measured] == list(tiles.values())
         other = layer_of("mxfp4", "bf16", hidden=768)
         other.replan(other.plan, tuned)
-        used.append(other._pipelines[-1][1].parts.experts.tiling.pair(rows))
+        used.append(other._context.pipelines[-1][1].parts.experts.tiling.pair(rows))
         assert used[-1] == tuple(tiles.values())
         assert torch.equal(run(other, 48), wanted)
     assert used[0] != used[1]
