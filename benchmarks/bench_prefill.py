@@ -23,7 +23,8 @@ import torch
 
 from collegium.commands.bench import named_layer, planned_layer, random_inputs, random_weights, recipe_of
 from collegium.commands.measure import driver_version, graph_pool, prepare_pass, take_turns, version_of
-from collegium.experts.triton import prefill, tiles, tiling
+from collegium.experts.triton import prefill, tiling
+from collegium.experts.triton.tiles import choice as tiles
 from collegium.formats.unquantised import DTYPES
 from collegium.parallel.local import Local
 from collegium.planning import kernel_named

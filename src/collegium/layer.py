@@ -22,7 +22,7 @@ from .experts import PackedWeights
 from .experts.measured import with_measured_tiles
 from .formats.payload import Payload
 from .formats.unquantised import DTYPES
-from .ops.route_wide import widened
+from .ops.route_wide import append_shared_experts
 from .parallel import SymmetricDispatcher, wrapped_for
 from .parallel.input_check import InputCheck, input_check
 from .parallel.rendezvous import group_lock, is_known_to_all, rendezvous_of
@@ -537,7 +537,7 @@ class MoELayer(PackedModule):
         if shared is not None and x.shape[0] <= self.plan.beside and is_capturing(self._device):
             # Only here: eagerly the waits of two streams cost the host more than they bring.
             shared = run_on_side_stream(shared, self._device)
-        routing = widened(route(), self.spec.num_experts, self.plan.merged, part(memory, "routing"))
+        routing = append_shared_experts(route(), self.spec.num_experts, self.plan.merged, part(memory, "routing"))
         pipeline = self._pipeline(x.shape[0])
         if self.latent is None:
             pipeline(x, routing, memory, dtype=x.dtype, shared=shared, out=out)

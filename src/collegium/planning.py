@@ -19,7 +19,7 @@ from .formats.find_storage import SAFETENSORS_DTYPES
 from .ops import linear
 from .ops.quantize import ACTIVATION_FORMATS, activation_format
 from .ops.route import route_regions
-from .ops.route_wide import widened_regions
+from .ops.route_wide import append_shared_experts_regions
 from .parallel import DispatcherKind
 from .parallel.input_check import compared_words
 from .parallel.traffic import OutgoingTokens, Traffic
@@ -299,7 +299,7 @@ def _regions_beside(asked: Problem, inside: Problem, shared: SharedWay) -> Regio
     tokens, wide = asked.limits.max_tokens, inside.spec.routing.top_k
     regions: Regions = with_prefix("routing", route_regions(tokens, asked.spec.routing.top_k))
     if shared.merged:
-        regions |= with_prefix("routing", widened_regions(tokens, wide))
+        regions |= with_prefix("routing", append_shared_experts_regions(tokens, wide))
     if shared.kernel is not None and not shared.merged:
         regions |= with_prefix("shared", shared.kernel.regions(asked.shared()))
     return regions | linear.regions_of(asked)

@@ -12,7 +12,7 @@ from .types import format_names
 
 __all__ = ["SharedWay", "forced_in_vain", "shared_way"]
 
-# Above it the routed experts have work for the whole GPU: docs/benchmark-tables.md, shared_h200.csv.
+# Above it the routed experts have work for the whole GPU: benchmarks/results/shared_h200.csv.
 _BESIDE = 512
 
 

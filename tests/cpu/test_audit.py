@@ -20,6 +20,7 @@ from collegium.errors import (
     UnknownTensorError,
 )
 from collegium.parallel.placement import linear
+from raising import raises_with
 from toys import TinySize, combinations, write_checkpoint
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ def one_bad(value: float | int) -> Callable[[Tensor], Tensor]:
     return make
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize(("family", "name", "storage", "stacked"), combinations())
 def test_good_checkpoints_pass(tmp_path: Path, family: str, name: str, storage: str, stacked: bool) -> None:
     tiny = write_checkpoint(tmp_path, family, name, storage, size=SIZE, stacked=stacked)
@@ -223,14 +225,14 @@ def test_config_contradicts_tensors(tmp_path: Path, name: str, config: dict[str,
 def test_config_sizes_contradict_tensors(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "mixtral", size=SIZE)
     checkpoint = rewrite(tmp_path, lambda tensors: None, {"intermediate_size": 128})
-    with pytest.raises(TensorMismatchError, match=r"gate: weight is \(64, 96\).*needs \(128, 96\)"):
+    with raises_with(TensorMismatchError, "gate", "(64, 96)", "(128, 96)"):
         audit(checkpoint)
 
 
 def test_wrong_family_says_where_experts_are(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "mixtral", size=SIZE)
     table = {"model_type": "qwen3_moe", "moe_intermediate_size": 64}
-    with pytest.raises(MissingTensorError, match=r"no tensor starts with 'model.layers.0.mlp.experts.'.*exist below"):
+    with raises_with(MissingTensorError, "'model.layers.0.mlp.experts.'"):
         audit(rewrite(tmp_path, lambda tensors: None, table))
 
 

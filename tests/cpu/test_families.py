@@ -89,9 +89,16 @@ def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
     assert (found - wanted).abs().max() <= 2e-5 * scale
 
 
+def logits(case: Case, model: torch.nn.Module) -> torch.Tensor:
+    # Llama4ForConditionalGeneration of transformers 5.24 reads a field that its text model does not return.
+    text_model = model.language_model if case.stem == "Llama4" and case.vision is not None else model
+    return text_model(IDS).logits
+
+
+@pytest.mark.each_choice
 @pytest.mark.parametrize("original", [True, False], ids=["published", "fused"])
 @pytest.mark.parametrize("name", list(CASES))
-def test_a_toy_model_loads_and_computes_like_its_own_class(tmp_path: Path, name: str, original: bool) -> None:
+def test_toy_models_compute_like_their_class(tmp_path: Path, name: str, original: bool) -> None:
     case = CASES[name]
     model = build(case, tmp_path, original=original)
     checkpoint = Checkpoint.open(tmp_path)
@@ -107,7 +114,7 @@ def test_a_toy_model_loads_and_computes_like_its_own_class(tmp_path: Path, name:
             ids = IDS[0] if layer.spec.routing.hash_routing else None
             seen = torch.randn_like(x) if layer.spec.routing.input_norm_eps is not None else None
             close(layer(x, token_ids=ids, router_input=seen), call(case, own[index], x, x if seen is None else seen))
-        before = model(IDS).logits
+        before = logits(case, model)
         for index, layer in loaded.items():
             if case.stem == "Gemma4":
                 own[index].router = Router()
@@ -116,18 +123,18 @@ def test_a_toy_model_loads_and_computes_like_its_own_class(tmp_path: Path, name:
             setattr(own[index], case.block, Swapped(layer, pair=case.pair))
             if case.shared:
                 setattr(own[index], case.shared, Nothing())
-        after = model(IDS).logits
+        after = logits(case, model)
     assert (after - before).abs().max() <= 1e-4 * before.abs().max()
 
 
-def test_every_family_has_a_case_of_its_class_or_by_hand() -> None:
+def test_every_family_has_a_case() -> None:
     named = [name for name in CASES if any(name in family.model_types for family in FAMILIES)]
     proved = {family_of({"model_type": name}).name for name in named}
     assert {family.name for family in FAMILIES} - proved == {"arctic", "step3", "gguf", "gguf_gpt_oss"}
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_a_wrong_entry_of_a_config_is_an_error_of_ours(name: str) -> None:
+def test_wrong_config_entries_raise(name: str) -> None:
     case = CASES[name]
     if not hasattr(transformers, case.stem + case.config):
         pytest.skip(f"transformers {transformers.__version__} has no {case.stem}{case.config}")

@@ -36,12 +36,13 @@ from collegium.experts import KERNELS
 from collegium.formats import Fp8Block
 from collegium.ops import route_wide
 from collegium.ops.route import route
-from collegium.ops.route_wide import widened
+from collegium.ops.route_wide import append_shared_experts
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
 from collegium.types import ActivationSpec, LatentWeights
 from family_cases import CASES, IDS, build, decoder
 from memories import Poisoned
 from quantised_matrices import KINDS, quantise
+from raising import raises_with
 from truth import moe_truth
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ def stored(folder: Path, name: str, kind: str | None, shared: int) -> tuple[Any,
     return model, {index: layer.mlp for index, layer in decoder(model).items() if hasattr(layer.mlp, "experts")}
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize(("kind", "shared"), [(None, 1), (None, 2), ("fp8 blocks", 1), ("ct nvfp4", 2), ("ct int4", 1)])
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
 def test_a_checkpoint_computes_what_its_class_does_both_ways(
@@ -127,7 +129,7 @@ def test_a_whole_model_whose_weights_are_on_the_input(tmp_path: Path, way: Overr
 
 def test_what_cannot_be_cut_is_refused_by_name(tmp_path: Path) -> None:
     stored(tmp_path / "model", "glm4_moe", "fp8 blocks", 2)
-    with pytest.raises(PlanError, match=r"found 64 columns; needed .* 32 each, in whole groups of 128.*shared='apart'"):
+    with raises_with(PlanError, "64", "32", "128", "shared='apart'"):
         load_layer(tmp_path / "model", 1, dtype="fp32", device="cpu", overrides=MERGED)
     layer = load_layer(tmp_path / "model", 1, dtype="fp32", device="cpu")
     assert layer.plan.merged == 0
@@ -187,6 +189,7 @@ RECIPES = [
 ]
 
 
+@pytest.mark.each_choice("weights", "activations")
 @pytest.mark.parametrize("on_input", [False, True])
 @pytest.mark.parametrize(("weights", "activations", "most"), RECIPES)
 def test_kernels_of_a_gpu_give_the_bits_of_apart(
@@ -249,7 +252,7 @@ def test_a_routing_of_the_callers_own_reaches_routed_experts_alone() -> None:
     assert torch.equal(checked(x), apart(x))
 
 
-def test_a_rule_of_the_callers_own_and_a_factor_of_each_expert() -> None:
+def test_custom_rules_and_expert_factors() -> None:
     x = heavy_tailed(6, H, seed=4).bfloat16()
 
     def choose(x: torch.Tensor, logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -260,12 +263,12 @@ def test_a_rule_of_the_callers_own_and_a_factor_of_each_expert() -> None:
     assert torch.equal(merged(x), apart(x))
     rule, logits = RoutingSpec(top_k=K, expert_scale=True), heavy_tailed(6, E, seed=5)
     narrow = route(logits, rule, expert_scale=torch.rand(E) + 0.5)
-    wide = widened(narrow, E, 2)
+    wide = append_shared_experts(narrow, E, 2)
     assert torch.equal(wide.topk_ids, torch.cat((narrow.topk_ids, torch.tensor([[E, E + 1]] * 6)), 1))
     assert torch.equal(wide.topk_weights, torch.cat((narrow.topk_weights, torch.ones(6, 2)), 1))
 
 
-def test_rows_that_are_packed_by_expert_are_of_the_routed_ones() -> None:
+def test_packed_rows_are_of_routed_experts() -> None:
     merged, apart = layer_of(MERGED), layer_of(APART)
     x, counts = heavy_tailed(E * 5, H, seed=6).bfloat16().view(E, 5, H), torch.tensor([5, 0, 2, 9, 1, 3])
     fill = torch.full_like(x, 3.0)
@@ -277,7 +280,7 @@ def test_a_swap_keeps_the_shared_expert() -> None:
     x, other = heavy_tailed(9, H, seed=7).bfloat16(), encode_experts(random_experts(E, 2, WIDE, H, seed=8), "bf16")
     merged, apart = layer_of(MERGED), layer_of()
     before = merged(x)
-    with pytest.raises(InputError, match=r"swap: the shared expert is merged, as 1 of .*Overrides\(shared='beside'\)"):
+    with raises_with(InputError, "swap", "1", "Overrides(shared='beside')"):
         merged.swap(other)
     assert torch.equal(merged(x), before)
     assert torch.equal(pickle.loads(pickle.dumps(merged))(x), copy.deepcopy(merged)(x))
@@ -299,10 +302,10 @@ def test_weights_that_are_stored_in_another_way_are_refused() -> None:
         gate_up=Fp8Block.encode(big.gate_up.decode(), block=(256, 256)),
         down=Fp8Block.encode(big.down.decode(), block=(256, 256)),
     )
-    with pytest.raises(PlanError, match=r"stored as block \(256, 256\) beside \(128, 128\) of the routed ones"):
+    with raises_with(PlanError, "(256, 256)", "(128, 128)"):
         layer_of(MERGED, weights="fp8_block", shared_weights=blocks)
     assert layer_of(weights="fp8_block", shared_weights=blocks, device=HOPPER).plan.merged == 0
-    with pytest.raises(PlanError, match="found weights mxfp4, those of the routed experts are bf16"):
+    with raises_with(PlanError, "mxfp4", "bf16"):
         layer_of(MERGED, shared_weights=encode_experts(big, "mxfp4"))
     with pytest.raises(PlanError, match="after_expert"):
         layer_of(MERGED, after_expert=lambda rows: rows * 2)
@@ -349,7 +352,7 @@ def test_what_a_plan_says_of_a_merged_one() -> None:
     assert plan(Problem(spec=spec, device=DeviceFacts(kind="cpu"), placement=half)).merged == 0
     with pytest.raises(PlanError, match="each rank has the whole shared expert"):
         plan(Problem(spec=spec, device=DeviceFacts(kind="cpu"), placement=half), MERGED)
-    with pytest.raises(SpecError, match="shared: found 'aside', allowed: merged, beside, apart"):
+    with raises_with(SpecError, "shared", "'aside'", "merged", "beside", "apart"):
         Overrides(shared="aside")  # type: ignore[arg-type]
 
 
@@ -380,11 +383,11 @@ def test_what_a_plan_says_of_one_beside_the_others() -> None:
 
 
 def test_ranks_cannot_take_over_a_merged_one() -> None:
-    with pytest.raises(InputError, match=r"as 1 of them, which ranks cannot share; load it with .*shared='apart'"):
+    with raises_with(InputError, "1", "shared='apart'"):
         regroup({0: layer_of(MERGED)})
 
 
-def test_latent_weights_are_beside_a_shared_one_that_is_apart() -> None:
+def test_latent_weights_with_a_shared_expert() -> None:
     spec = MoESpec(
         hidden_size=H,
         intermediate_size=WIDE,
@@ -419,16 +422,16 @@ def test_a_kernel_writes_the_further_slots(merged: int, monkeypatch: pytest.Monk
     for whole in (torch.int64, torch.int32, torch.int8):
         for real in (torch.float32, torch.bfloat16):
             given = Routing(topk_ids=ids.to(whole), topk_weights=torch.rand(9, 3).to(real))
-            wanted = widened(given, 20, merged)
+            wanted = append_shared_experts(given, 20, merged)
             with monkeypatch.context() as patched:
                 patched.setattr(route_wide, "on_device", lambda *_: True)
-                made = widened(given, 20, merged, Poisoned())
+                made = append_shared_experts(given, 20, merged, Poisoned())
             assert torch.equal(made.topk_ids, wanted.topk_ids)
             assert torch.equal(made.topk_weights, wanted.topk_weights)
             assert made.topk_ids[1, 1] == made.topk_ids[2, 2] == -2
 
 
-def test_every_kernel_takes_more_experts_than_the_plan_asked_it_for() -> None:
+def test_kernels_take_additional_experts() -> None:
     """A kernel is asked for the routed ones alone: none may refuse a number of experts."""
     problem = layer_of(APART).plan.problem
     for kernel in KERNELS:

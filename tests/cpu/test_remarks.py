@@ -57,6 +57,7 @@ def published(folder: Path, name: str, storage: str, *, family: str = "qwen3_moe
         rewrite(folder, ".weight", lambda t: (t.float() * 0.01).to(t.dtype), ".experts.")
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize(("family", "name", "storage", "stacked"), combinations())
 def test_toys_are_plausible(tmp_path: Path, family: str, name: str, storage: str, stacked: bool) -> None:
     write_checkpoint(tmp_path, family, name, storage, size=SIZE, stacked=stacked)

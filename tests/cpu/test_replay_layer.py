@@ -34,6 +34,7 @@ from collegium.ops import linear, operand, permute, quantize, rms_norm, route, r
 from collegium.runtime import launch as launching, replay
 from collegium.runtime.memory import Arena, Workspaces, shared_workspaces
 from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids
+from grids import exhaustive
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -186,19 +187,22 @@ def given(tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return x, uneven_ids(tokens, K, E, seed=seed), torch.rand(tokens, K), torch.empty_like(x)
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("tokens", [FEW, SORTED])
 @pytest.mark.parametrize(
     ("weights", "activations", "more"),
     [
         ("fp8_block", "fp8_group128", {}),
         ("mxfp4", "fp8_token", {"shared": True}),
-        ("mxfp4", None, {}),
         ("bf16", None, {"on_input": True}),
-        ("bf16", None, {"shared": True}),
-        ("bf16", None, {"shared": True, "gated": True}),
-        ("mxfp4", "fp8_token", {"shared": True, "gated": True}),
-        ("bf16", None, {"latent": 64}),
         ("bf16", None, {"latent": 64, "shared": True, "gated": True}),
+        *exhaustive(
+            ("mxfp4", None, {}),
+            ("bf16", None, {"shared": True}),
+            ("bf16", None, {"shared": True, "gated": True}),
+            ("mxfp4", "fp8_token", {"shared": True, "gated": True}),
+            ("bf16", None, {"latent": 64}),
+        ),
     ],
     ids=str,
 )
@@ -259,13 +263,12 @@ def test_passes_of_a_batch_beyond_max_tokens_are_repeated(machine: Machine, monk
         {},
         {"round_logits": True, "id_dtype": "int32"},
         {"shared": True, "gated": True},
-        {"input_norm_eps": 1e-6, "expert_scale": True},
-        {"renormalize_floor": 0.9, "score": "sigmoid"},
         {"score": "sparsemixer", "renormalize": False, "jitter": 0.2},
+        *exhaustive({"input_norm_eps": 1e-6, "expert_scale": True}, {"renormalize_floor": 0.9, "score": "sigmoid"}),
     ],
     ids=str,
 )
-def test_a_pass_with_the_layers_own_router_is_repeated_whole(rule: dict[str, Any], machine: Machine) -> None:
+def test_passes_with_a_router_are_repeated(rule: dict[str, Any], machine: Machine) -> None:
     torch.manual_seed(3)
     layer = layer_of("mxfp4", None, **rule)
     torch.manual_seed(3)
@@ -290,7 +293,7 @@ def test_a_pass_with_the_layers_own_router_is_repeated_whole(rule: dict[str, Any
     assert dtypes["out"] == (torch.bfloat16 if rule.get("round_logits") else torch.float32)
 
 
-def test_experts_that_took_the_place_of_others_are_recorded_anew(machine: Machine) -> None:
+def test_swapped_experts_are_recorded_again(machine: Machine) -> None:
     layer = layer_of("mxfp4", None)
     for seed, weights in ((1, "mxfp4"), (4, "mxfp4"), (5, "bf16")):
         plain, made = layer_of(weights, None), encode_experts(random_experts(E, 2, INNER, H, seed=seed), weights)

@@ -93,7 +93,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("case", list(SHAPES))
-def test_a_tensor_of_the_wrong_shape_is_named_with_both_shapes(tmp_path: Path, case: str) -> None:
+def test_wrong_shapes_are_named(tmp_path: Path, case: str) -> None:
     name, make, texts = SHAPES[case]
     write_checkpoint(tmp_path, "deepseek_v3", "bf16", size=SIZE)
     rewrite(tmp_path, put(name, make))
@@ -206,7 +206,7 @@ def test_one_expert_fewer_in_a_bias_names_the_bias(tmp_path: Path) -> None:
     refused(tmp_path, TensorMismatchError, name, "(3, 96), needed is", "(4, 96)", layer=1, headers=True)
 
 
-def test_one_expert_fewer_in_every_stack_is_a_pruned_checkpoint(tmp_path: Path) -> None:
+def test_pruned_stacks_are_detected(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "gpt_oss", "mxfp4", size=SIZE)
 
     def change(tensors: dict[str, Tensor]) -> None:
@@ -311,7 +311,7 @@ OUTSIDE = {
 
 
 @pytest.mark.parametrize("case", list(OUTSIDE))
-def test_a_whole_model_names_a_tensor_of_the_wrong_shape(tmp_path: Path, case: str) -> None:
+def test_whole_models_name_wrong_shapes(tmp_path: Path, case: str) -> None:
     """transformers keeps these tensors in a whole model, and would end in torch's words."""
     transformers = pytest.importorskip("transformers")
     from collegium.integrations.transformers import load_model

@@ -26,7 +26,7 @@ from collegium import (
     probe,
 )
 from collegium.errors import RoutingError
-from collegium.experts.triton import tiles
+from collegium.experts.triton.tiles import choice as tiles
 from collegium.pipelines.direct import Direct
 from collegium.testing.compare import heavy_tailed, random_experts
 from collegium.types import ExpertWeights
@@ -73,7 +73,7 @@ def tokens(count: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("weights", "activations"), RECIPES)
-def test_what_is_wrong_makes_its_row_nan_and_no_other(weights: str, activations: str | None) -> None:
+def test_wrong_tokens_poison_their_row(weights: str, activations: str | None) -> None:
     layer = build(weights, activations)
     (most, direct), _ = layer._pipelines
     assert isinstance(direct, Direct)

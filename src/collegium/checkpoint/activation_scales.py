@@ -151,5 +151,5 @@ def input_reach(
             f"{reason}: {scales.missing[0]} has no {ACTIVATION_SCALES[0]}, and {len(scales.missing) - 1} more of "
             f"{len(sources)} have none; all need one; {alternative}"
         )
-    gate_up_max, down_max = (activation_format(str(name)).most for name in names)
+    gate_up_max, down_max = (activation_format(str(name)).max_value for name in names)
     return max(scales.gate_up) * gate_up_max, max(scales.down) * down_max

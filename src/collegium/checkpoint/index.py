@@ -56,7 +56,7 @@ class ExpertTensors:
 
     def infos(self) -> Iterable[TensorInfo]:
         """Return the header entries of all known expert tensors."""
-        return (info for _, info in self.items())
+        return (info for _, info in self.items())  # noqa: PERF102 - items() yields pairs of several dictionaries
 
     def suffixes(self, *projections: Projection) -> dict[str, set[str]]:
         """Return every suffix of ``projections`` with its dtypes."""

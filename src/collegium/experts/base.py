@@ -56,7 +56,7 @@ class Product(Protocol):
         """Name of the product in the file of measured tiles."""
         ...
 
-    def chosen(self, rows: int) -> Any:
+    def default_tile(self, rows: int) -> Any:
         """Return the tile chosen for ``rows`` rows from the sizes alone."""
         ...
 
@@ -145,20 +145,20 @@ class PackedWeights:
 
         Raises InputError where a slot has no bytes of its own.
         """
-        found: list[Tensor] = []
+        tensors: list[Tensor] = []
 
-        def seen(tensor: Tensor) -> Tensor:
-            found.append(tensor)
+        def record(tensor: Tensor) -> Tensor:
+            tensors.append(tensor)
             return tensor
 
-        self._map_tensors(seen)
-        shared = [tuple(t.shape) for t in found if t.shape[0] > 1 and t.stride(0) < t[0].numel()]
+        self._map_tensors(record)
+        shared = [tuple(t.shape) for t in tensors if t.shape[0] > 1 and t.stride(0) < t[0].numel()]
         if shared:
             raise InputError(
                 f"{type(self).__name__}: the slots of a tensor {shared[0]} share memory, so none can be moved alone; "
                 "give weights whose experts lie one after the other"
             )
-        return tuple(found)
+        return tuple(tensors)
 
     @property
     def slot_bytes(self) -> int:
@@ -172,8 +172,8 @@ class PackedWeights:
     def put(self, slot: int, expert: tuple[Tensor, ...]) -> None:
         """Copy a packed ``expert``, what ``take`` of experts packed like these returned, into ``slot``, bit by bit."""
         with torch.inference_mode():
-            for own, other in zip(self.take(slot), expert, strict=True):
-                own.copy_(other)
+            for target, source in zip(self.take(slot), expert, strict=True):
+                target.copy_(source)
 
     def resized(self, count: int) -> PackedWeights:
         """Return room for ``count`` experts packed like these, uninitialised, to be filled by ``put``."""
@@ -183,8 +183,8 @@ class PackedWeights:
 
 def map_tensors(owner: Any, change: Callable[[Tensor], Tensor], *names: str) -> Any:
     """Return the dataclass ``owner`` with ``change(tensor)`` for its tensors ``names``, those that are not None."""
-    found = {name: getattr(owner, name) for name in names}
-    return replace(owner, **{name: change(tensor) for name, tensor in found.items() if tensor is not None})
+    tensors = {name: getattr(owner, name) for name in names}
+    return replace(owner, **{name: change(tensor) for name, tensor in tensors.items() if tensor is not None})
 
 
 def refuse_codes(batch: ContiguousBatch, kernel: str, format_name: str | None = None) -> None:

@@ -34,19 +34,19 @@ def tile_folder() -> Path:
 
 def tile_key(problem: Problem) -> dict[str, Any]:
     """Return everything that measured tiles depend on, as plain values."""
-    asked, device = problem.routed, problem.device
+    experts, device = problem.routed, problem.device
     return {
         "gpu": device.name,
         "capability": list(device.capability or ()),
         "triton": version("triton") if find_spec("triton") else "unknown",
         "collegium": str(vars(sys.modules[__name__.partition(".")[0]])["__version__"]),
         "kernels": _source_hash(),
-        "hidden": asked.hidden,
-        "intermediate": asked.intermediate,
-        "experts": asked.experts,
-        "parts": asked.parts,
-        "weights": asked.weight_format if not asked.mixed else "+".join(asked.formats),
-        "activations": asked.activation_format,
+        "hidden": experts.hidden,
+        "intermediate": experts.intermediate,
+        "experts": experts.experts,
+        "parts": experts.parts,
+        "weights": experts.weight_format if not experts.mixed else "+".join(experts.formats),
+        "activations": experts.activation_format,
     }
 
 
@@ -77,24 +77,24 @@ def with_measured_tiles(packed: PackedWeights, problem: Problem, folder: Path | 
     if not path.is_file():
         return packed
     try:
-        found = _read(path, problem, packed)
+        tables = _read(path, problem, packed)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         _warn(path, str(error) or type(error).__name__)
         return packed
-    return packed.with_measured(found)
+    return packed.with_measured(tables)
 
 
 def _read(path: Path, problem: Problem, packed: PackedWeights) -> dict[str, Tables]:
-    held = cast("dict[str, Any]", json.loads(path.read_text(encoding="utf-8")))
-    wanted, key = tile_key(problem), held["key"]
-    for name, value in wanted.items():
+    document = cast("dict[str, Any]", json.loads(path.read_text(encoding="utf-8")))
+    expected, key = tile_key(problem), document["key"]
+    for name, value in expected.items():
         if key.get(name) != value:
             raise ValueError(f"it was measured with {name} {key.get(name)!r}, this is {value!r}")
     tables: dict[str, Tables] = {}
     for product in packed.products():
         table: list[tuple[int, Any]] = []
-        for entry in held[product.name]:
-            rows, tile = int(entry.pop("rows")), type(product.chosen(1))(**entry)
+        for entry in document[product.name]:
+            rows, tile = int(entry.pop("rows")), type(product.default_tile(1))(**entry)
             if rows < 1 or tile not in product.candidates(rows):
                 raise ValueError(f"{product.name} at {rows} rows: {tile} is no tile of this machine")
             table.append((rows, tile))
@@ -112,5 +112,9 @@ def _source_hash() -> str:
     """Return a digest of the kernels' source and of the tile choice: another kernel needs another measurement."""
     here = Path(__file__).resolve()
     kernels = here.parents[1] / "kernels"
-    sources = [*sorted(kernels.glob("*.py")), *sorted(kernels.glob("*.cu")), *sorted(here.parent.rglob("tiles.py"))]
+    sources = [
+        *sorted(kernels.glob("*.py")),
+        *sorted(kernels.glob("*.cu")),
+        *sorted(here.parent.glob("triton/tiles/*.py")),
+    ]
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]

@@ -54,12 +54,12 @@ class ReferenceExperts(PackedWeights):
 
     def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> ReferenceExperts:
         def changed(payload: Payload) -> Payload:
-            made = map_tensors(payload, change, *payload.tensors())
-            count = next(iter(made.tensors().values())).shape[0]
-            return replace(made, shape=(count, *payload.shape[1:]))
+            result = map_tensors(payload, change, *payload.tensors())
+            count = next(iter(result.tensors().values())).shape[0]
+            return replace(result, shape=(count, *payload.shape[1:]))
 
-        own = replace(self.weights, gate_up=changed(self.weights.gate_up), down=changed(self.weights.down))
-        return replace(self, weights=map_tensors(own, change, "gate_up_bias", "down_bias"))
+        weights = replace(self.weights, gate_up=changed(self.weights.gate_up), down=changed(self.weights.down))
+        return replace(self, weights=map_tensors(weights, change, "gate_up_bias", "down_bias"))
 
 
 class Reference(ExpertKernel):
@@ -70,9 +70,9 @@ class Reference(ExpertKernel):
 
     def regions(self, problem: ExpertsProblem) -> Regions:
         """Decoded weights of one expert, and the rows of the largest batch all routed to one expert."""
-        hidden, wide, parts = problem.hidden, problem.intermediate, problem.parts
-        rows = problem.rows * (2 * hidden + (parts + 1) * wide)
-        return {"decoded": 4 * wide * hidden * parts, "rows": 4 * rows}
+        hidden, intermediate, parts = problem.hidden, problem.intermediate, problem.parts
+        rows = problem.rows * (2 * hidden + (parts + 1) * intermediate)
+        return {"decoded": 4 * intermediate * hidden * parts, "rows": 4 * rows}
 
     def pack(self, weights: ExpertWeights[Payload], problem: ExpertsProblem) -> ReferenceExperts:
         """Keep the weights as they are."""
@@ -92,9 +92,9 @@ def _one_expert(batch: ContiguousBatch, packed: ReferenceExperts, expert: int, s
     else:
         x = form.dequantize(QuantizedRows(codes=x, shape=(x.shape[0], x.shape[1]), scales=batch.scale[source]))
     gate_up = weights.gate_up[expert].decode()
-    parts, wide, hidden = gate_up.shape
-    both = x @ gate_up.reshape(parts * wide, hidden).T
-    both = both.view(-1, parts, wide)
+    parts, intermediate, hidden = gate_up.shape
+    both = x @ gate_up.reshape(parts * intermediate, hidden).T
+    both = both.view(-1, parts, intermediate)
     if weights.gate_up_bias is not None:
         both = both + weights.gate_up_bias[expert].float()
     inner = between.round_trip(activate(both, packed.activation))

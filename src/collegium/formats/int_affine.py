@@ -83,6 +83,8 @@ class _Ordered(_Affine):
 
     group_of: Tensor
 
+    ordered_columns: ClassVar[bool] = True
+
     def _groups(self) -> Tensor:
         return self.group_of.reshape(-1, self.shape[-1]).long()
 

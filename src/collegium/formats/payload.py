@@ -91,7 +91,8 @@ class Payload:
     row_block: output rows that share a scale (1 for row-wise formats). tolerance: bound on the relative L2 error of
     encode followed by decode for Gaussian weights. storages: the published layouts that ``from_parts`` accepts.
     read_only: the format can be read and run but not written. by_row: the tensors whose first axis after the leading
-    dimensions is the output row.
+    dimensions is the output row. ordered_columns: an index assigns columns to
+    groups, in any order.
     """
 
     shape: tuple[int, ...]
@@ -103,6 +104,7 @@ class Payload:
     storages: ClassVar[tuple[Storage, ...]]
     read_only: ClassVar[bool] = False
     by_row: ClassVar[tuple[str, ...]] = ("codes", "scales")
+    ordered_columns: ClassVar[bool] = False
 
     @classmethod
     def encode(cls, weight: Tensor) -> Self:

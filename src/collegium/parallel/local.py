@@ -69,8 +69,8 @@ class Local:
             # Outside a pass with memory of its own, what the order was made from may already be somebody else's.
             x_ready=memory is not None,
             remote=None
-            if owners is None or order.places is None
-            else RemoteOutput(rows=owners.rows, offsets=order.places),
+            if owners is None or order.row_offsets is None
+            else RemoteOutput(rows=owners.rows, offsets=order.row_offsets),
         )
         return batch, LocalHandle(slots=order.slots, weights=None if self.weight_on_input else routing.topk_weights)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..ops.quantize import REORDERED
-from ..ops.rows import GivenRows, QuantizedRows
+from ..ops.rows import QuantizedRows, SourceRows
 from ..ops.weighted_sum import weighted_sum
 from ..runtime.launch import launch, overlaps, power_at_least, row_contiguous
 from .peers_in_torch import EPOCH, POSTS, all_came, lines_of, pull_rank, rows_of, tell
@@ -131,7 +131,7 @@ def send(
         written = QuantizedRows(
             codes=sent.x[:tokens], shape=(tokens, wide), scales=None if sent.scale is None else sent.scale[:tokens]
         )
-        form.write(GivenRows(row_contiguous(x), None, None, order), written)
+        form.write(SourceRows(row_contiguous(x), None, None, order), written)
         post(peers, sent, routing, table)
         return
     from ..kernels.peer import send_kernel

@@ -113,7 +113,7 @@ class SymmMem:
         name, order = (cast_name(x.dtype), AS_IS) if codes is None or carried else codes
         form = activation_format(name)
         own = part(memory, "sent")
-        wide = form.wide(x.shape[1], order)
+        wide = form.padded_columns(x.shape[1], order)
         # Room for the most tokens of a rank, since every rank finds its peers' by its own.
         made = {
             key: alloc(own, key, shape, dtype, x.device) for key, (shape, dtype) in form.buffers(bound, wide).items()
@@ -302,7 +302,7 @@ class SymmMemKind:
         pulled = {"x": sent["codes"], "ids": sent["ids"]} | ({"scale": sent["scales"]} if "scales" in sent else {})
         pulled |= {"weights": sent["weights"]} if weighted else {}
         rows, slots = tokens * rule.top_k * world, max(1, placed.width if placed else 1)
-        asked = {"weights": rule.weight_on_input, "places": reduced is None and problem.device.kind == "cuda"}
+        asked = {"weights": rule.weight_on_input, "row_offsets": reduced is None and problem.device.kind == "cuda"}
         order = permute_regions(rows, slots, block_t=(16, 16) if lists else (), **asked)
         made = with_prefix("sent", sent) | {key: size * world for key, size in pulled.items()}
         for key, size in order.items():

@@ -65,7 +65,7 @@ def run_batched(
     stored = after_expert is None and experts.output_spec(x.dtype) == (width, x.dtype)
     owners = Owners(target, ids.new_zeros(1)) if stored else None
     order = permute(ids, slots + merged, block_t=experts.tiling.block_t(rows) if x.is_cuda else (), owners=owners)
-    back = None if order.places is None else RemoteOutput(rows=target, offsets=order.places)
+    back = None if order.row_offsets is None else RemoteOutput(rows=target, offsets=order.row_offsets)
     kept, source = order.expert_offsets, order.source
     batch = ContiguousBatch(x=flat, source=source, expert_offsets=kept, tiles=order.tiles, rows=rows, remote=back)
     made = experts.run(batch)

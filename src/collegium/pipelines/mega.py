@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..errors import InputError
-from ..experts.triton.grouped import bounds_of, kind_of
+from ..experts.triton.grouped import activation_bounds, activation_kind
 from ..experts.triton.packed import PackedExperts
 from ..formats.unquantised import DTYPES
 from ..kernels.enums import E2M1_E4M3, E2M1_E8M0, E4M3_E4M3
-from ..ops.buffers import sizes, taken
+from ..ops.buffers import allocate, sizes
 from ..ops.permute import tile_count
 from ..ops.quantize import AS_IS, REORDERED, activation_format
 from ..ops.weighted_sum import weighted_sum_regions
@@ -190,7 +190,7 @@ class Mega:
         block_t, block_n = self._block_t(shape), self._block_n(shape)
         cut = CUTS[self.weight, block_t, block_n]
         _, rows_dtype = experts.output_spec(x.dtype)
-        own = taken(memory, shape.buffers(block_t, rows_dtype), x.device)
+        own = allocate(memory, shape.buffers(block_t, rows_dtype), x.device)
         x, added = row_contiguous(x), out if shared is None else row_contiguous(shared)
         words = (own["sent/codes"].view(torch.int32), own["x"].view(torch.int32))
         up, down, act, table = experts.gate_up, experts.down, experts.activation, reach.map
@@ -206,7 +206,7 @@ class Mega:
             x.shape[1], x.stride(0), shape.wide, shape.groups, shape.inner, shape.inner_wide, shape.inner_groups,
             shape.width, *(_bands(each.layout, block_n) for each in (up, down)),
             *(_bands(each.layout, 64) for each in (up, down)), added.stride(0),
-            *bounds_of(act),
+            *activation_bounds(act),
         )  # fmt: skip
         constants = {"FIRST": phases[0], "LAST": phases[1]} | self._constants(shape, (block_t, block_n, cut), peers)
         constants |= {"SHARED": shared is not None, "ASM": on_gpu}
@@ -277,7 +277,7 @@ class Mega:
             "AT_ONCE": max(1, min(block_t, QUANTISED // block_i)), "X_GROUP": form.group or block_x,
             "INNER_GROUP": form.group or block_i, "POWER": form.power, "REORDER": up.layout.row_order == REORDERED,
             "WEIGHT": up.layout.weight, "X_SCALE": _scales(shape.groups), "INNER_SCALE": _scales(shape.inner_groups),
-            "BIAS": up.bias is not None, "PARTS": up.layout.shape[1], "KIND": kind_of(act),
+            "BIAS": up.bias is not None, "PARTS": up.layout.shape[1], "KIND": activation_kind(act),
             "HAS_LIMIT": act.limit is not None, "UP_BLOCKS": up.layout.k_blocks, "DOWN_BLOCKS": down.layout.k_blocks,
             "UP_EVEN": shape.width % block_k == 0, "DOWN_EVEN": shape.inner % block_k == 0,
             "WARPS": WARPS, "BLOCK_N": block_n, "BLOCK_T": block_t, "BLOCK": block_k,
@@ -304,7 +304,7 @@ def _shape_of(form: ActivationFormat, order: int, counts: tuple[int, int, int, i
     """Return the sizes of a pass; counts: W, B, K and slots. order: of the columns of codes."""
 
     def wide(columns: int) -> tuple[int, int]:
-        most = form.wide(columns, order)
+        most = form.padded_columns(columns, order)
         return most, -(-most // (form.group or most))
 
     return _Shape(*counts, *wide(hidden), inner, *wide(inner), hidden)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..experts import ExpertKernel, PackedWeights
 from ..formats.payload import Payload
-from ..ops.linear import gated
+from ..ops.linear import sigmoid_gate
 from ..ops.quantize import activation_format
 from ..planning import Plan, plan
 from ..problem import Problem
@@ -48,7 +48,7 @@ class SharedExpert:
         out = self.experts.run(batch, part(memory, "shared"))
         if self.gate is None:
             return out
-        return gated(x, self.gate, out, memory=part(memory, "gate"))
+        return sigmoid_gate(x, self.gate, out, memory=part(memory, "gate"))
 
     def variants(self, tokens: int) -> frozenset[Hashable]:
         """Return what has to be compiled for a batch of ``tokens`` tokens."""

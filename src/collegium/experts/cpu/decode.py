@@ -88,7 +88,7 @@ class PlainMatrix:
         """Return rows ``span`` of one expert, ``[rows, K]`` in ``dtype``; a view when that is the stored dtype."""
         return self.values[expert, span].to(dtype)
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> PlainMatrix:
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> PlainMatrix:
         """Return the matrix with ``change(tensor)`` for each tensor that has a row for each expert."""
         return map_tensors(self, change, "values")
 
@@ -157,7 +157,7 @@ class CodeMatrix:
             return bits.view(torch.bfloat16)
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> CodeMatrix:
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> CodeMatrix:
         """Return the matrix with ``change(tensor)`` for each tensor but the table that all share."""
         return map_tensors(self, change, "codes", "scales", "zeros", "row_scale")
 

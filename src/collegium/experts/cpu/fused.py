@@ -30,7 +30,7 @@ from ...types import ActivationSpec, ContiguousBatch, ExpertWeights
 from ..base import ExpertKernel, PackedWeights, map_tensors, refuse_codes
 from .decode import PlainMatrix
 from .grouped import cut_rows, fast_activate, starts_of, tokens_of
-from .panels import COLUMNS, TASK, TENSORS, FusedMatrix, lacking, scratch_bytes, turned
+from .panels import COLUMNS, TASK, TENSORS, FusedMatrix, as_fused, missing_requirement, scratch_bytes
 from .stored import by_row, flat, refuse_faults
 
 __all__ = ["CpuFused", "FusedExperts", "pack_fused"]
@@ -91,7 +91,7 @@ class CpuFused(ExpertKernel):
             return f"asked for bnb4 and widths {problem.hidden} and {problem.intermediate}; it takes even ones"
         if asked not in ("bf16", "fp16") or problem.dtype != asked:
             return f"asked for {asked} activations and {problem.dtype} input; it takes bf16 or fp16 for both"
-        return lacking()
+        return missing_requirement()
 
     def regions(self, problem: ExpertsProblem) -> Regions:
         """Return the decoded rows of each thread, and the rows of the largest batch all routed to one expert."""
@@ -155,9 +155,13 @@ def pack_fused(payload: formats.Payload, bias: Tensor | None, name: str) -> Fuse
 
     more |= {"rows": lines.shape[1], "group": size // 2, "factors": per_row(factors), "bias": per_row(bias)}
     return FusedMatrix(
-        codes=_each(experts, lambda expert: _laid(_codes(payload, expert, bits, order), bits, height, pairs)),
-        scales=_each(experts, lambda expert: _lanes(lines[expert], height, -(-2 * pairs // size))),
-        supers=None if supers is None else _each(experts, lambda e: _lanes(supers[e], height, supers.shape[2])),
+        codes=_stack_experts(
+            experts, lambda expert: _to_panels(_codes(payload, expert, bits, order), bits, height, pairs)
+        ),
+        scales=_stack_experts(experts, lambda expert: _to_scale_panels(lines[expert], height, -(-2 * pairs // size))),
+        supers=None
+        if supers is None
+        else _stack_experts(experts, lambda e: _to_scale_panels(supers[e], height, supers.shape[2])),
         values=more.pop("values").float().expand(experts, 16).contiguous(),
         **more,
     )
@@ -169,7 +173,7 @@ def _plain_fused(payload: formats.Bf16 | formats.Fp16 | formats.Fp32, bias: Tens
     experts, rows, columns = values.shape
     filled = functional.pad(values, (0, -columns % COLUMNS, 0, -rows % TASK))
     wide = None if bias is None else functional.pad(bias.reshape(experts, -1).float(), (0, -rows % TASK))
-    made = turned(PlainMatrix(values=filled.contiguous()), wide)
+    made = as_fused(PlainMatrix(values=filled.contiguous()), wide)
     assert made is not None
     return replace(made, rows=rows)
 
@@ -255,7 +259,7 @@ def _codes(payload: Any, expert: int, bits: int, order: Tensor | None) -> Tensor
     return pack_nibbles(codes) if bits == 4 and (order is not None or isinstance(payload, formats.Gguf)) else codes
 
 
-def _each(count: int, make: Callable[[int], Tensor]) -> Tensor:
+def _stack_experts(count: int, make: Callable[[int], Tensor]) -> Tensor:
     """Return ``[count, ...]`` of ``make(i)``, one at a time."""
     first = make(0)
     made = first.new_empty(count, *first.shape)
@@ -264,14 +268,14 @@ def _each(count: int, make: Callable[[int], Tensor]) -> Tensor:
     return made
 
 
-def _lanes(stored: Tensor, height: int, count: int) -> Tensor:
+def _to_scale_panels(stored: Tensor, height: int, count: int) -> Tensor:
     """Return ``[N, n, w]`` as ``[height / 16, count, 16 w]``: w times a number of sixteen rows; zeros fill up."""
     made = stored.new_zeros(height, count, stored.shape[2])
     made[: stored.shape[0], : stored.shape[1]] = stored[:, :count]
     return made.view(-1, 16, count, stored.shape[2]).permute(0, 2, 3, 1).flatten(2)
 
 
-def _laid(codes: Tensor, bits: int, height: int, pairs: int) -> Tensor:
+def _to_panels(codes: Tensor, bits: int, height: int, pairs: int) -> Tensor:
     """Return the codes of an expert as ``[height / 16, pairs, 4 bits]``, in the layout of ``kernels.cpu_fused``."""
     wide = pairs if bits == 4 else 2 * pairs
     made = codes.new_zeros(height, wide)

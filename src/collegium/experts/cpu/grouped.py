@@ -32,7 +32,7 @@ from ...runtime.memory import Memory, Regions
 from ...types import ActivationSpec, ContiguousBatch, ExpertWeights
 from ..base import ExpertKernel, PackedWeights, map_tensors, refuse_codes
 from .decode import CPU_FORMATS, CodeMatrix, PlainMatrix, Scratch, pack_matrix
-from .panels import FusedMatrix, lacking, scratch_bytes, turned
+from .panels import FusedMatrix, as_fused, missing_requirement, scratch_bytes
 
 __all__ = ["CpuExperts", "CpuGrouped", "cut_rows", "fast_activate", "starts_of", "tokens_of"]
 
@@ -59,7 +59,7 @@ class CpuExperts(PackedWeights):
     gate_up_bias: Tensor | None
     down_bias: Tensor | None
     activation: ActivationSpec
-    turns: bool
+    fused: bool
 
     def run(self, batch: ContiguousBatch, memory: Memory | None = None) -> Tensor:
         """Return ``[R, H]``; rows of dropped assignments are not written.
@@ -70,7 +70,7 @@ class CpuExperts(PackedWeights):
         finished = self.down.row_scale is None and self.down_bias is None
         exact = torch.bfloat16 if finished and batch.x.dtype == torch.bfloat16 else torch.float32
         rows = torch.empty(batch.source.numel(), self.down.shape[1], dtype=exact, device=batch.x.device)
-        both = self._turned() if self.turns and batch.x.dtype == torch.bfloat16 else None
+        both = self._as_fused() if self.fused and batch.x.dtype == torch.bfloat16 else None
         chunks = cut_rows(batch)
         longest = max((own.stop - own.start for own, _ in chunks), default=0) if both is None else 0
         room = torch.empty(longest, self.gate_up.shape[1], dtype=torch.float32, device=batch.x.device)
@@ -88,14 +88,14 @@ class CpuExperts(PackedWeights):
                 _project(self.down, self.down_bias, hidden.to(compute), (spans, out, scratch))
         return rows
 
-    def _turned(self) -> tuple[FusedMatrix, FusedMatrix] | None:
+    def _as_fused(self) -> tuple[FusedMatrix, FusedMatrix] | None:
         """Return both matrices as machine code reads them where they lie, or None where it does not."""
         both = (self.gate_up, self.gate_up_bias), (self.down, self.down_bias)
-        first, second = (turned(*own) for own in both)
+        first, second = (as_fused(*own) for own in both)
         return None if first is None or second is None else (first, second)
 
     def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> CpuExperts:
-        made = replace(self, gate_up=self.gate_up.each(change), down=self.down.each(change))
+        made = replace(self, gate_up=self.gate_up.map_tensors(change), down=self.down.map_tensors(change))
         return map_tensors(made, change, "gate_up_bias", "down_bias")
 
 
@@ -125,12 +125,12 @@ class CpuGrouped(ExpertKernel):
 
     def regions(self, problem: ExpertsProblem) -> Regions:
         """Tiles, plus the rows of the largest batch all routed to one expert."""
-        hidden, wide = problem.hidden, problem.intermediate
+        hidden, intermediate = problem.hidden, problem.intermediate
         # Indices and bfloat16 values, 2 bytes a weight each, and for float32 activations the pieces and their join.
-        longest, threads = max(hidden, wide), max(problem.device.threads, torch.get_num_threads())
+        longest, threads = max(hidden, intermediate), max(problem.device.threads, torch.get_num_threads())
         tile = max(12 * max(_TILE, longest + 256), threads * scratch_bytes(longest))
         # Per row: x gathered, arranged and transposed, gate_up in two precisions, its activation, the result.
-        row = 4 * (4 * hidden + (2 * problem.parts + 4) * wide)
+        row = 4 * (4 * hidden + (2 * problem.parts + 4) * intermediate)
         return {"tile": tile, "rows": max(1, problem.rows) * row}
 
     def pack(self, weights: ExpertWeights[Payload], problem: ExpertsProblem) -> CpuExperts:
@@ -148,7 +148,7 @@ class CpuGrouped(ExpertKernel):
             gate_up_bias=None if gate_up_bias is None else gate_up_bias.reshape(experts, -1).float().contiguous(),
             down_bias=None if down_bias is None else down_bias.float().contiguous(),
             activation=problem.activation,
-            turns=lacking() is None,
+            fused=missing_requirement() is None,
         )
 
 
@@ -216,10 +216,10 @@ def cut_rows(batch: ContiguousBatch) -> list[tuple[slice, _Spans]]:
     return cuts
 
 
-def tokens_of(batch: ContiguousBatch, own: slice) -> Tensor:
+def tokens_of(batch: ContiguousBatch, span: slice) -> Tensor:
     """Return the tokens of rows ``own``, times their weights where they have some."""
-    x = batch.x.index_select(0, batch.source[own])
-    return x if batch.input_weights is None else (x.float() * batch.input_weights[own, None]).to(x.dtype)
+    x = batch.x.index_select(0, batch.source[span])
+    return x if batch.input_weights is None else (x.float() * batch.input_weights[span, None]).to(x.dtype)
 
 
 def starts_of(spans: _Spans) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from .decode import CodeMatrix, PlainMatrix
 
-__all__ = ["COLUMNS", "TASK", "TENSORS", "FusedMatrix", "lacking", "scratch_bytes", "turned"]
+__all__ = ["COLUMNS", "TASK", "TENSORS", "FusedMatrix", "as_fused", "missing_requirement", "scratch_bytes"]
 
 TASK = 64  # rows of weights that are decoded at once
 COLUMNS = 32  # columns of a tile
@@ -27,7 +27,7 @@ _SWITCHES = {"DISABLE_JIT": 1, "ENABLE_AVX": 0, "CPU_NAME": "generic"}
 TENSORS = ("codes", "scales", "supers", "values", "order", "factors", "bias")
 
 
-def lacking() -> str | None:
+def missing_requirement() -> str | None:
     """Return what this machine lacks to run the kernel, and what to do, or None."""
     if sys.platform != "linux" or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         return f"found {torch.backends.cpu.get_cpu_capability()} on {sys.platform}; it needs AVX2 or AVX512 on linux"
@@ -103,7 +103,7 @@ class FusedMatrix:
         return out if self.bias is None else out + self.bias[experts].repeat_interleave(bounds.diff(), 0)
 
 
-def turned(matrix: PlainMatrix | CodeMatrix, bias: Tensor | None) -> FusedMatrix | None:
+def as_fused(matrix: PlainMatrix | CodeMatrix, bias: Tensor | None) -> FusedMatrix | None:
     """Return a matrix of bfloat16 numbers where they lie, or None for others, and sizes that the kernel does not read.
 
     bias: float32 ``[E, N]`` or None.
