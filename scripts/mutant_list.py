@@ -90,14 +90,14 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "gate and up swapped on loading", "checkpoint/loader.py",
         (Edit(
-            "_fill",
+            "_read_payloads",
             "$made[$field][$slot].put($half, $matrix)",
             "$made[$field][$slot].put(layer.spec.gate_up_parts - 1 - $half, $matrix)",
         ),), _LOAD,
     ),
     Mutant(
         "interleaved rows: odd is gate", "checkpoint/layout.py",
-        (Edit("source_of", "int($second)", "int(not $second)"),), _LOAD,
+        (Edit("source_of", "($half, 2)", "(1 - $half, 2)"),), _LOAD,
     ),
     Mutant(
         "gate and up swapped on writing", "commands/quantize.py",
@@ -657,7 +657,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (Edit(
             "NvFp4.decode",
             "$spread = self.global_scale.reshape(-1).repeat_interleave(self.shape[-2]).unsqueeze(-1)",
-            "own = self.global_scale\n$spread = (own[..., :1].expand_as(own) if own.dim() else own).reshape(-1).repeat_interleave(self.shape[-2]).unsqueeze(-1)",
+            "global_scale = self.global_scale\n$spread = (global_scale[..., :1].expand_as(global_scale) if global_scale.dim() else global_scale).reshape(-1).repeat_interleave(self.shape[-2]).unsqueeze(-1)",
         ),), ("tests/cpu/test_formats.py", "tests/cpu/test_audit.py", "tests/cpu/test_layer.py"),
     ),
     # Experts rotated by one.
@@ -1117,7 +1117,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "g_idx out of range taken", "formats/integers.py",
-        (Edit("_group_of", "$low < 0 or $high >= $groups", "False"),), ("tests/cpu/test_published.py", "tests/cpu/test_published_scales.py"),
+        (Edit("_group_index", "$low < 0 or $high >= $groups", "False"),), ("tests/cpu/test_published.py", "tests/cpu/test_published_scales.py"),
     ),
     # Codes that look numbers up.
     Mutant(
@@ -1340,17 +1340,17 @@ MUTANTS: tuple[Mutant, ...] = (
         (Edit(
             "_local_range",
             "return (($placement.tp_rank * $width, ($placement.tp_rank + 1) * $width), $width)",
-            "start = min($placement.tp_rank * $width + 1, wide - $width)\nreturn ((start, start + $width), $width)",
+            "start = min($placement.tp_rank * $width + 1, intermediate - $width)\nreturn ((start, start + $width), $width)",
         ),), _LOAD,
     ),
     Mutant(
         "down bias added on every rank", "checkpoint/loader.py",
-        (Edit("_biases", "torch.zeros_like($down) if $placement.tp_rank else $down", "$down"),), _LOAD,
+        (Edit("_read_biases", "torch.zeros_like($down) if $placement.tp_rank else $down", "$down"),), _LOAD,
     ),
     # Checks that look away.
     Mutant(
         "forbidden scales loaded and audited as fine", "checkpoint/layout.py",
-        (Edit("read_matrix", "[_bad_scale($source, $stored)] if bool($payload.faults()) else []", "[]"),), ("tests/cpu/test_attacks.py", "tests/cpu/test_loader.py"),
+        (Edit("read_matrix", "[_scale_error($source, $stored)] if bool($payload.faults()) else []", "[]"),), ("tests/cpu/test_attacks.py", "tests/cpu/test_loader.py"),
     ),
     Mutant(
         "overlapping tensors believed", "checkpoint/header.py",
@@ -1537,7 +1537,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a calibrated scale that divides multiplied", "checkpoint/activation_scales.py",
-        (Edit("_scale", "$values.reciprocal()", "$values"),), _STATIC,
+        (Edit("_read_scale", "$values.reciprocal()", "$values"),), _STATIC,
     ),
     Mutant(
         "a rank's own calibrated scales", "loading.py",
