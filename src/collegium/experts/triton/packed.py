@@ -163,7 +163,15 @@ class PackedExperts(PackedWeights):
 
     def products(self) -> tuple[MeasuredProduct, ...]:
         """Return gate_up and down."""
-        return MeasuredProduct(packed=self, index=0, name="gate_up"), MeasuredProduct(packed=self, index=1, name="down")
+        gate_up = MeasuredProduct(
+            name="gate_up",
+            matrix=self.gate_up,
+            tiling=self.tiling,
+            activation=self.activation,
+            form=self.forms[0],
+            first=True,
+        )
+        return gate_up, replace(gate_up, name="down", matrix=self.down, form=self.forms[1], first=False)
 
     def with_measured(self, tables: Mapping[str, TunedTiles]) -> PackedExperts:
         """Return the same experts with measured tiles."""
