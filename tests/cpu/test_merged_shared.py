@@ -387,6 +387,23 @@ def test_ranks_cannot_take_over_a_merged_one() -> None:
         regroup({0: layer_of(MERGED)})
 
 
+def test_layers_refuse_shared_weights_that_do_not_fit_the_plan() -> None:
+    problem = layer_of().plan.problem
+    routed, bf16 = (encode_experts(random_experts(count, 2, WIDE, H, seed=1), "bf16") for count in (E, 1))
+    shared = SharedWeights(experts=bf16)
+    with raises_with(InputError, "merge_shared", "without shared="):
+        MoELayer(routed, plan(problem, MERGED), shared=shared)
+    with raises_with(InputError, f"({E}, 2, {WIDE}, {H})", f"({E + 1}, 2, {WIDE}, {H})"):
+        MoELayer(routed, plan(problem, MERGED))
+    with raises_with(InputError, "merge_shared", "shared=", "Overrides(shared='merged')"):
+        merge_shared(plan(problem, APART), routed, shared)
+    coded = SharedWeights(experts=encode_experts(bf16, "mxfp4"))
+    with raises_with(InputError, "mxfp4", "bf16", "SharedSpec(weight_format='mxfp4'"):
+        MoELayer(routed, plan(problem, APART), shared=coded)
+    with raises_with(InputError, "shared", "not given"):
+        MoELayer(routed, plan(problem, APART))
+
+
 def test_latent_weights_with_a_shared_expert() -> None:
     spec = MoESpec(
         hidden_size=H,

@@ -79,11 +79,12 @@ class Executor:
         try:
             with group_lock(self._groups), autocast_disabled(self._device):
                 call = self._prepared(call, compare=memory is None and not capturing)
-                if memory is None and capturing and not self._handshake.symmetric and self.workspaces is not None:
-                    memory = FreshMemory(self._device)
-                elif memory is None and self.workspaces is not None:
-                    workspace = self.workspaces.acquire()
-                    memory = workspace.memory(self._memory_map)
+                if memory is None and self.workspaces is not None:
+                    if capturing and not self._handshake.symmetric:
+                        memory = FreshMemory(self._device)
+                    else:
+                        workspace = self.workspaces.acquire()
+                        memory = workspace.memory(self._memory_map)
                 if self._chunk_tokens is not None and tokens > self._chunk_tokens:
                     self._run_in_chunks(call, memory, workspace, record=self._records_chunks and not capturing)
                 elif workspace is None or memory is None:
