@@ -16,6 +16,8 @@ TRITON ?= triton==3.6.0; platform_system == "Linux"
 NEWEST := VENV=$(VENV)-newest PINS=constraints/newest.txt TRITON=triton
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 OFFLINE := HF_HUB_OFFLINE=1
+# What `make test` runs of the tests; `make test-all` runs all of them.
+SELECTED = -m 'not exhaustive'
 # vLLM pins a torch of its own, so it has an environment of its own; the models are quantised by our tools.
 VLLM   := $(VENV)-vllm
 # Nearly all the time of the GPU tests is compilation. What measures the host runs alone, after them.
@@ -24,7 +26,7 @@ GPU_WORKERS ?= -n 14 --dist worksteal
 GPU_RANKS := $(patsubst %,tests/gpu/test_%.py,all_gather all_to_all compiled_models half_batches mega mover symm_mem symmetric whole_model_ranks)
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check -c $(PINS)
 
-.PHONY: help setup fix check test test-newest unit snippets examples docs demo bench-cpu gpu-test vllm-test mutants fuzz cover constraints wheel dist clean
+.PHONY: help setup fix check test test-all test-newest versions unit snippets examples docs demo bench-cpu gpu-test vllm-test mutants fuzz cover constraints wheel dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -73,10 +75,11 @@ check: $(VENV)/.dev ## format, lint, types, imports, spelling, links, words, cha
 	$(BIN)/python scripts/check_links.py
 	$(BIN)/python scripts/check_changelog.py
 	$(BIN)/python scripts/check_size.py
+	$(BIN)/python scripts/readability.py
 	$(BIN)/python scripts/check_words.py
 
-unit: $(VENV)/.dev ## the tests alone
-	$(ONE_THREAD) $(OFFLINE) $(BIN)/python -m pytest tests -n 2 --dist worksteal
+unit: $(VENV)/.dev ## the tests alone, without those marked exhaustive
+	$(ONE_THREAD) $(OFFLINE) $(BIN)/python -m pytest tests -n 2 --dist worksteal $(SELECTED)
 
 snippets: $(VENV)/.dev ## run every Python block of README and docs, and the marked shell blocks
 	$(ONE_THREAD) $(OFFLINE) $(BIN)/python scripts/run_snippets.py README.md docs/*.md
@@ -91,6 +94,9 @@ docs: $(VENV)/.dev ## build the site into build/docs; a broken link or reference
 	@echo "docs: build/docs/index.html"
 
 test: check snippets examples docs unit ## all of the above; what CI runs
+
+test-all: ## all of make test with the exhaustive tests too: whole grids of formats, sizes and models (half an hour)
+	$(MAKE) SELECTED= test
 
 test-newest: ## the same tests with the newest torch, Triton and transformers, in an environment of their own (a large download)
 	$(MAKE) $(NEWEST) versions snippets examples unit

@@ -1,6 +1,6 @@
 """Both products of one layer with packed weights: decoded in registers for every tile, and decoded once into memory.
 
-Where the second way is the faster one is what ``dequantize_threshold`` in ``experts/triton/decoded_tiles.py`` says.
+Where the second way is the faster one is what ``dequantize_threshold`` in ``experts/triton/tiles/choice.py`` says.
 A time counts only if both ways give the same bits. Needs a Hopper GPU.
 
     python benchmarks/bench_expanded.py
@@ -23,7 +23,7 @@ import torch
 from collegium.commands.bench import named_layer, random_weights
 from collegium.commands.measure import driver_version, version_of
 from collegium.experts import KERNELS
-from collegium.experts.triton import tiles
+from collegium.experts.triton.tiles import choice as tiles
 from collegium.parallel.local import Local
 from collegium.problem import Problem
 from collegium.runtime.devices import probe

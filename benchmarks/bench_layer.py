@@ -87,7 +87,7 @@ def swept(shape: str, recipe: tuple[str, str], args: argparse.Namespace) -> None
     """Print the time of every tile of both products."""
     name, problem, packed = packed_layer(shape, recipe, max(args.tokens))
     for tokens in args.tokens:
-        found = tile_times(packed, problem, tokens, most=args.sweep, rounds=args.rounds)
+        found = tile_times(packed, problem, tokens, candidates=args.sweep, rounds=args.rounds)
         for product, (chosen, times) in found.items():
             for tile, seconds in times.items():
                 row: dict[str, Any] = {"shape": name, "recipe": ":".join(recipe), "tokens": tokens, "product": product}

@@ -49,9 +49,8 @@ from collegium.experts import PackedWeights
 from collegium.ops.quantize import activation_format
 from collegium.parallel.placement import linear
 from collegium.parallel.rendezvous import rendezvous_of, timeout_seconds
-from collegium.pipelines import PipelineParts
+from collegium.pipelines import PipelineParts, SplitKind
 from collegium.pipelines.mega import MOST_TOKENS
-from collegium.pipelines.split import Split
 from collegium.planning import expert_bytes
 from collegium.runtime.memory import alloc
 from collegium.runtime.symmetric import SymmetricWorkspace
@@ -323,17 +322,18 @@ class Bench:
     ) -> None:
         """Measure dispatch and combine alone, and NCCL with the same bytes."""
         layer_of: Any = layer
-        before = layer_of._pipelines
-        parts: PipelineParts = before[-1][1].parts
+        before = layer_of._context
+        parts: PipelineParts = before.pipelines[-1][1].parts
         idle = Idle(real=layer.experts, width=layer.spec.expert_hidden_size)
-        layer_of._pipelines = ((None, Split(parts=replace(parts, experts=idle))),)
+        exchange_only = SplitKind().build(replace(parts, experts=idle))
+        layer_of._context = replace(before, pipelines=((None, exchange_only),))
         try:
             graph = self.graph([lambda x=x, r=r: layer(x, routing=r) for x, r in inputs])
             found = self.timed(graph.replay, "exchange", len(inputs))
             if self.args.kernels:
                 self.kernels(graph, len(inputs), facts, "exchange")
         finally:
-            layer_of._pipelines = before
+            layer_of._context = before
         layer.check()
         facts = {key: value for key, value in facts.items() if key not in ("error", "same_bits")}
         self.say(what="exchange", **facts, **found, wire_bytes=nbytes, gb_per_s=round(nbytes / found["us"] / 1e3, 1))

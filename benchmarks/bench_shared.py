@@ -20,7 +20,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from collegium import Limits, MoELayer, Overrides, Problem, RouterWeights, SharedSpec, SharedWeights, plan, probe
+from collegium import (
+    Limits,
+    MoELayer,
+    Overrides,
+    Problem,
+    RouterWeights,
+    SharedSpec,
+    SharedWeights,
+    merge_shared,
+    plan,
+    probe,
+)
 from collegium.commands.bench import TOLERANCES, named_layer, random_weights
 from collegium.commands.measure import driver_version, graph_pool, input_sets, prepare_pass, take_turns, version_of
 from collegium.ops.quantize import activation_format
@@ -69,6 +80,8 @@ def layers_of(shape: Shape, most: int) -> dict[str, MoELayer]:
     shared = SharedWeights(experts=alone, gate=gate if shape.shared.gated else None)
 
     def layer(chosen: Plan) -> MoELayer:
+        if chosen.merged_shared_experts:
+            return MoELayer(merge_shared(chosen, routed, shared), chosen, router=RouterWeights(weight=router))
         return MoELayer(routed, chosen, router=RouterWeights(weight=router), shared=shared)
 
     ways: list[Any] = [way for way in WAYS if way != "merged" or shape.merges]
@@ -118,7 +131,9 @@ def main() -> None:
             for (way, kind), seconds in times.items():
                 pairs = list(zip(outs[way, kind], outs["apart", "eager"], strict=True))
                 same = all(torch.equal(*pair) for pair in pairs)
-                counts = right and (same or (layers[way].plan.merged > 1 and all(away(*p) <= allowed for p in pairs)))
+                counts = right and (
+                    same or (layers[way].plan.merged_shared_experts > 1 and all(away(*p) <= allowed for p in pairs))
+                )
                 shown = f"{seconds / len(xs) * 1e6:.1f}" if counts else ""
                 rows.append([*about, name, shape.weights, shape.activations, tokens, way, kind, shown, same])
                 print(*rows[-1][-7:], flush=True)

@@ -27,7 +27,7 @@ import torch
 from collegium.commands.bench import check_output, named_layer, planned_layer, random_inputs, random_weights
 from collegium.commands.measure import driver_version, graph_pool, prepare_pass, take_turns, version_of
 from collegium.errors import CollegiumError
-from collegium.experts.triton.tile_choice import TileChoice
+from collegium.experts.triton.tiles.problem import TileChoice
 from collegium.formats.unquantised import DTYPES
 from collegium.layer import MoELayer
 from collegium.runtime.devices import probe

@@ -151,12 +151,17 @@ def child_rows(
 
 
 def compare(options: argparse.Namespace) -> tuple[dict[str, str], dict[tuple[str, int, str], dict[str, Any]]]:
-    """Return the releases, and for each recipe, tokens and mode the best time and the bits under each."""
+    """Return the releases, and for each recipe, tokens and mode the best time and the bits under each.
+
+    A round that would end after ``options.seconds`` is not begun, so that what was measured is written.
+    """
     releases: dict[str, str] = {}
     cells: dict[tuple[str, int, str], dict[str, Any]] = {}
+    deadline = time.monotonic() + options.seconds
     for folder in (None, options.other):
         compile_all(options, folder)
     for turn in range(options.rounds):
+        started = time.monotonic()
         order: list[tuple[str, Path | None]] = [("base", None), ("other", options.other)]
         for name, folder in order if turn % 2 == 0 else order[::-1]:
             releases[name], rows = child_rows(options, folder)
@@ -164,6 +169,10 @@ def compare(options: argparse.Namespace) -> tuple[dict[str, str], dict[tuple[str
                 cell = cells.setdefault((row["recipe"], row["tokens"], row["mode"]), {})
                 cell[name] = min(cell.get(name, float("inf")), row["us"])
                 cell[f"{name}_bits"] = row["bits"]
+        length = time.monotonic() - started
+        print(f"round {turn + 1} of {options.rounds}: {length:.0f} s", flush=True)
+        if time.monotonic() + length > deadline:
+            break
     return releases, cells
 
 
@@ -177,6 +186,7 @@ def main() -> int:
     parser.add_argument("--tokens", nargs="*", type=int, default=[1, 8])
     parser.add_argument("--eager-up-to", type=int, default=8, help="most tokens that are timed in eager calls too")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no round that would end later")
     parser.add_argument("--allowed", type=float, default=1.15)
     parser.add_argument("--commit", default="")
     parser.add_argument("--out", type=Path)

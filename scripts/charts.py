@@ -1,16 +1,19 @@
-"""Line charts as SVG files: panels beside each other, both axes logarithmic, a legend below."""
+"""Line charts as SVG files: panels side by side, both axes logarithmic, a legend below."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
 from html import escape
+from textwrap import wrap
 
 __all__ = ["Line", "Panel", "chart"]
 
 WIDTH, HEIGHT = 330, 250  # of a panel
 LEFT, RIGHT, TOP, BOTTOM = 56, 10, 26, 40  # of what is around its axes
 ACROSS = 3
+# Pixels per character of bold sans-serif, a little more than the average, at 15 and 11 pixels.
+TITLE_CHARACTER, PANEL_CHARACTER = 8.6, 7.0
 COLOURS = (
     "#c1272d",
     "#0072b2",
@@ -47,10 +50,11 @@ class Panel:
     lines: list[Line] = field(default_factory=list[Line])
 
 
-def chart(title: str, panels: list[Panel], *, x: str, y: str) -> str:
+def chart(title: str, panels: list[Panel], *, x: str, y: str, width: int = WIDTH) -> str:
     """Return an SVG picture; all panels have the same axes, and a name has the same colour in all of them.
 
-    Names are coloured and listed in the order in which they first come.
+    Names are coloured and listed in order of first use. A title too long for the picture is broken into lines. width:
+    of a panel, in pixels.
     """
     names = list(dict.fromkeys(line.name for panel in panels for line in panel.lines))
     colours = {name: COLOURS[at % len(COLOURS)] for at, name in enumerate(names)}
@@ -58,15 +62,20 @@ def chart(title: str, panels: list[Panel], *, x: str, y: str) -> str:
     span_x, span_y = _span([p[0] for p in points]), _span([p[1] for p in points])
     columns = min(ACROSS, len(panels))
     rows = -(-len(panels) // columns)
-    legend = _legend(names, colours, columns * WIDTH)
-    high = 30 + rows * HEIGHT + legend[1]
-    body = [f'<text x="8" y="20" font-size="15" font-weight="bold">{escape(title)}</text>']
+    legend = _legend(names, colours, columns * width)
+    lines = wrap(title, int((columns * width - 16) / TITLE_CHARACTER))
+    top = 11 + 19 * len(lines)
+    high = top + rows * HEIGHT + legend[1]
+    body = [
+        f'<text x="8" y="{20 + 19 * at}" font-size="15" font-weight="bold">{escape(line)}</text>'
+        for at, line in enumerate(lines)
+    ]
     for at, panel in enumerate(panels):
-        place = (at % columns * WIDTH, 30 + at // columns * HEIGHT)
-        inside = _panel(panel, colours, (span_x, span_y), (x, y))
+        place = (at % columns * width, top + at // columns * HEIGHT)
+        inside = _panel(panel, colours, (span_x, span_y), (x, y), width)
         body.append(f'<g transform="translate({place[0]} {place[1]})">\n{inside}\n</g>')
-    body.append(f'<g transform="translate(0 {30 + rows * HEIGHT})">\n{legend[0]}\n</g>')
-    size = f'width="{columns * WIDTH}" height="{high}" viewBox="0 0 {columns * WIDTH} {high}"'
+    body.append(f'<g transform="translate(0 {top + rows * HEIGHT})">\n{legend[0]}\n</g>')
+    size = f'width="{columns * width}" height="{high}" viewBox="0 0 {columns * width} {high}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11" fill="#222">'
     ground = '<rect width="100%" height="100%" fill="#ffffff"/>'
     return "\n".join([head, f"<title>{escape(title)}</title>", ground, *body, "</svg>"]) + "\n"
@@ -88,8 +97,9 @@ def _panel(
     colours: dict[str, str],
     spans: tuple[tuple[float, float], tuple[float, float]],
     labels: tuple[str, str],
+    width: int,
 ) -> str:
-    wide, high = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
+    wide, high = width - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
 
     def at(x: float, y: float) -> tuple[float, float]:
         across, up = (
@@ -97,7 +107,8 @@ def _panel(
         )
         return round(LEFT + across * wide, 1), round(TOP + (1 - up) * high, 1)
 
-    out = [f'<text x="{LEFT}" y="17" font-weight="bold">{escape(panel.title)}</text>']
+    left = LEFT if PANEL_CHARACTER * len(panel.title) <= wide else 8
+    out = [f'<text x="{left}" y="17" font-weight="bold">{escape(panel.title)}</text>']
     out.append(f'<rect x="{LEFT}" y="{TOP}" width="{wide}" height="{high}" fill="none" stroke="#999"/>')
     many = math.log10(spans[1][1] / spans[1][0]) > 2.5
     for tick in _ticks(spans[1], (1,) if many else _STEPS):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tracked import ROOT, tracked
 
-__all__ = ["main", "oversized"]
+__all__ = ["OPTIONS", "main", "oversized", "parameter_count"]
 
 FUNCTION = 60
 PARAMETERS = 8
@@ -26,16 +26,21 @@ def oversized(root: Path = ROOT) -> list[str]:
     return faults
 
 
+def parameter_count(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Return how many parameters a caller passes; 0 for a command, whose parameters are options of a command line."""
+    if any("app.command" in ast.unparse(decorator) for decorator in function.decorator_list):
+        return 0
+    arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+    return sum(argument.arg not in ("self", "cls") for argument in arguments)
+
+
 def _functions(tree: ast.Module) -> list[str]:
     faults: list[str] = []
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         length = (node.end_lineno or node.lineno) - node.lineno + 1
-        arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-        # The parameters of a command are options of a command line, which nobody passes by hand.
-        command = any("app.command" in ast.unparse(decorator) for decorator in node.decorator_list)
-        count = 0 if command else sum(argument.arg not in ("self", "cls") for argument in arguments)
+        count = parameter_count(node)
         if length > FUNCTION:
             faults.append(f"{node.lineno}: {node.name} has {length} lines, allowed {FUNCTION}")
         if count > PARAMETERS and node.name not in OPTIONS:

@@ -1,4 +1,4 @@
-"""Compare our times with those of other projects in the committed results: tables of README.md and docs/benchmarks.md.
+"""Compare our times with those of other projects in the committed results, for README.md and docs/benchmarks.md.
 
 A ratio is the fastest peer's time divided by ours for the same GPU, layer, routing, number of tokens and recipe: below
 1 we are slower. Nothing is left out: skewed routing, every run of a cell, and several GPUs count too.
@@ -10,16 +10,24 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-__all__ = ["Comparison", "one_gpu", "readme_layers", "readme_models", "readme_slower", "several_gpus", "slower"]
+__all__ = [
+    "HEADLINE",
+    "Comparison",
+    "headline_rows",
+    "one_gpu",
+    "readme_headline",
+    "readme_slower",
+    "several_gpus",
+    "slower",
+]
 
 Row = dict[str, str]
 OURS = "collegium"
 # Dispatchers of this package; a layer over ranks with another one is a peer's.
 _DISPATCHERS = ("symm_mem", "all_to_all", "all_gather")
-_README_LAYERS, _README_TOKENS = "peers_qwen3_30b_h200", ("1", "8")
-_README_MODELS = "models_h200"
-_README_WAYS = ("grouped_mm", "collegium bf16", "collegium mxfp4", "collegium mxfp4:fp8_token")
-_WORST = 3  # of one GPU, in the README
+HEADLINE = "peers_qwen3_30b_h200"  # the file of README's measurement and picture
+_HEADLINE_RECIPE, _HEADLINE_TOKENS = ("mxfp4", "bf16"), (1, 128)
+_NAMES = {"vllm marlin": "Marlin in vLLM", "vllm triton": "Triton in vLLM", "humming": "Humming"}
 _HEAD = ["GPU", "layer", "routing", "tokens", "weights x activations", "ours, us", "peer, us", "peer / ours", "commit"]
 
 
@@ -119,10 +127,10 @@ def slower(files: Mapping[str, list[Row]]) -> str:
     """Return the section of docs/benchmarks.md with every comparison in which a peer is faster."""
     parts = [
         "## Where a peer is faster\n",
-        "Every comparison in the files with a peer's time below ours, skewed routing included; a cell that several "
-        "commits\nmeasured is compared for each of them.\n",
+        "Every comparison in the files in which a peer's time is below ours, skewed routing included. A cell measured"
+        "\nat several commits counts once per commit.\n",
     ]
-    for where, every in (("one GPU", one_gpu(files)), ("several GPUs, tokens of each", several_gpus(files))):
+    for where, every in (("one GPU", one_gpu(files)), ("several GPUs, tokens per rank", several_gpus(files))):
         lost = [one for one in every if one.ratio < 1]
         if every:
             parts.append(f"On {where}: {len(lost)} of {len(every)} comparisons.\n")
@@ -131,54 +139,44 @@ def slower(files: Mapping[str, list[Row]]) -> str:
 
 
 def readme_slower(files: Mapping[str, list[Row]]) -> str:
-    """Return README's item about peers that are faster: how many, and the worst."""
+    """Return README's item about faster peers: how many comparisons, and the worst of one GPU and of several."""
     single, several = one_gpu(files), several_gpus(files)
     lost, lost_ranks = ([one for one in every if one.ratio < 1] for every in (single, several))
-    worst = "; ".join(
-        f"{one.shape}, `{one.recipe}`, {one.tokens:,} tokens, {one.routing} routing, {one.gpu}: {one.ratio:.2f} "
-        f"({one.name})"
-        for one in lost[:_WORST]
-    )
-    least = lost_ranks[0]
+    worst, worst_ranks = lost[0], lost_ranks[0]
     return _wrapped(
-        f"- A peer is faster in {len(lost)} of {len(single)} measured comparisons on one GPU and in {len(lost_ranks)} "
-        f"of {len(several)} over several, from {min(one.tokens for one in lost_ranks):,} tokens a rank on. "
-        f"The worst, as the peer's time divided by ours: {worst}. Over {least.gpu}: {least.shape}, `{least.recipe}`, "
-        f"{least.tokens:,} tokens a rank: {least.ratio:.2f} ({least.name}). "
-        "[All of them](docs/benchmarks.md#where-a-peer-is-faster)."
+        f"- Another project is faster in {len(lost)} of {len(single)} comparisons on one GPU "
+        f"(at most {1 / worst.ratio:.2f}x: {worst.name}, {worst.shape}, `{worst.recipe}`, {worst.tokens:,} tokens, "
+        f"{worst.gpu}) and in {len(lost_ranks)} of {len(several)} on several GPUs, all at "
+        f"{min(one.tokens for one in lost_ranks):,} tokens per rank or more (at most {1 / worst_ranks.ratio:.2f}x: "
+        f"{worst_ranks.name}, {worst_ranks.gpu}). [List](docs/benchmarks.md#where-a-peer-is-faster)."
     )
 
 
-def readme_layers(files: Mapping[str, list[Row]]) -> str:
-    """Return README's table of one layer at few tokens: a recipe a row, ours, the fastest peer and the floor."""
-    rows = [row for row in files[_README_LAYERS] if row["us"] and row["routing"] == "uniform"]
-    body: list[list[str]] = []
-    for recipe in sorted(dict.fromkeys((row["weights"], row["activations"]) for row in rows)):
-        cells: list[str] = []
-        for tokens in _README_TOKENS:
-            own = [row for row in rows if (row["weights"], row["activations"]) == recipe and row["tokens"] == tokens]
-            ours = [row for row in own if row["contender"] == OURS]
-            others = [(float(row["us"]), row["contender"]) for row in own if row["contender"] != OURS]
-            fastest = min(ours, key=lambda row: float(row["us"]))
-            peer = f"{_short(min(others)[0])} ({min(others)[1]})" if others else "none"
-            cells += [_short(float(fastest["us"])), peer, _short(float(fastest["floor_us"]))]
-        body.append([f"`{recipe[0]} x {recipe[1]}`", *cells])
-    head = ["weights x activations", "1 token", "best peer", "floor", "8 tokens", "best peer", "floor"]
-    return _table(head, body)
-
-
-def readme_models(files: Mapping[str, list[Row]]) -> str:
-    """Return README's table of whole models: tokens a second by what runs the experts."""
-    rows = files[_README_MODELS]
-    found = {(row["model"], row["batch"], row["experts"]): row["tokens_per_second"] for row in rows}
-    body = [
-        [model, batch, *(f"{float(found[model, batch, way]):.0f}" for way in _README_WAYS)]
-        for model, batch in dict.fromkeys((row["model"], row["batch"]) for row in rows)
-        if all(found.get((model, batch, way)) for way in _README_WAYS)
+def headline_rows(files: Mapping[str, list[Row]]) -> list[Row]:
+    """Return the rows of README's measurement and picture: one layer and recipe, uniform routing, all contenders."""
+    return [
+        row
+        for row in files.get(HEADLINE, [])
+        if row["us"] and row["routing"] == "uniform" and (row["weights"], row["activations"]) == _HEADLINE_RECIPE
     ]
-    names = (way.replace("collegium ", "ours, ").replace(":", " x ") for way in _README_WAYS)
-    head = ["whole model", "sequences", *(f"{name} x bf16" if name == "ours, mxfp4" else name for name in names)]
-    return _table(head, body)
+
+
+def readme_headline(files: Mapping[str, list[Row]]) -> str:
+    """Return README's measurement: our time and the fastest peer's at two token counts."""
+    rows = headline_rows(files)
+    ours, peers = list[str](), list[str]()
+    for tokens in _HEADLINE_TOKENS:
+        times = {row["contender"]: float(row["us"]) for row in rows if int(row["tokens"]) == tokens}
+        ours.append(f"**{_short(times.pop(OURS))} µs** for {tokens} token{'s' * (tokens > 1)}")
+        fastest = min(times, key=times.__getitem__)
+        peers.append(f"{_short(times[fastest])} µs ({_NAMES.get(fastest, fastest)})")
+    weights, activations = (name.upper() for name in _HEADLINE_RECIPE)
+    return _wrapped(
+        f"One Qwen3-30B-A3B layer on an {_card(rows[0]['gpu'])}, {weights} weights, {activations} activations: "
+        f"{' and '.join(ours)}. The fastest other project [in the same run](benchmarks/results/{HEADLINE}.csv) takes "
+        f"{' and '.join(peers)}.",
+        indent="",
+    )
 
 
 def _card(gpu: str) -> str:
@@ -195,15 +193,15 @@ def _table(head: list[str], body: Iterable[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
-def _wrapped(text: str, width: int = 140) -> str:
-    """Return an item of a list in lines of at most ``width`` characters; words and code stay whole."""
+def _wrapped(text: str, width: int = 140, indent: str = "  ") -> str:
+    """Return ``text`` in lines of at most ``width`` characters; words and code stay whole."""
     parts = text.split("`")
     parts[1::2] = [code.replace(" ", "\0") for code in parts[1::2]]
     first, *words = "`".join(parts).split(" ")
     lines = [first]
     for word in words:
         if len(lines[-1]) + len(word) + 1 > width:
-            lines.append(f"  {word}")
+            lines.append(f"{indent}{word}")
         else:
             lines[-1] += f" {word}"
     return "\n".join(lines).replace("\0", " ") + "\n"

@@ -24,7 +24,7 @@ from collegium import cli
 from collegium.commands import demo
 from collegium.commands.integers import ENCODERS
 from collegium.commands.tune import TuneReport, TuneRow
-from collegium.experts.triton.tile_choice import TileChoice
+from collegium.experts.triton.tiles.problem import TileChoice
 from tracked import ROOT
 
 __all__ = ["FROZEN", "frozen", "main", "shape_of", "shapes"]

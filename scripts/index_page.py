@@ -1,7 +1,7 @@
 """README.md as the page of a package index shows it; the build asks for it (pyproject.toml).
 
-A relative link leads nowhere there: it becomes a link into the repository where ``project.urls`` names one, and
-plain text where it does not.
+Relative links and pictures lead nowhere there. Where ``project.urls`` names a repository they become links into it;
+where it does not, a link becomes plain text and a picture is left out.
 """
 
 from __future__ import annotations
@@ -17,13 +17,20 @@ except ImportError:  # a test imports this file without the build's own packages
 
 __all__ = ["IndexPage", "index_page"]
 
-_LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?!https?:|#|mailto:)([^)\s]+)\)")
+_LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#|mailto:)([^)\s]+)\)")
 
 
 def index_page(text: str, repository: str = "") -> str:
-    """Return Markdown whose relative links lead into ``repository``, or are their text alone without one."""
-    target = repository.rstrip("/") + "/blob/main/"
-    return _LINK.sub(lambda found: f"[{found[1]}]({target}{found[2]})" if repository else found[1], text)
+    """Return Markdown without relative links: absolute ones into ``repository``, or text alone without one."""
+    root = repository.rstrip("/")
+
+    def absolute(link: re.Match[str]) -> str:
+        picture, label, path = link.groups()
+        if not repository:
+            return "" if picture else label
+        return f"{picture}[{label}]({root}/{'raw' if picture else 'blob'}/main/{path})"
+
+    return _LINK.sub(absolute, text)
 
 
 _Hook: Any = object if interface is None else interface.MetadataHookInterface

@@ -17,11 +17,11 @@ INTRODUCTION = """# The command line
 
 <!-- Written by scripts/make_command_line.py; do not edit. -->
 
-`collegium COMMAND --help` says the same; `python -m collegium` is the same command. Every command takes `--json`, which
-prints one JSON object instead of tables, of an error too. Without it an error goes to the error stream. The exit code
-of an error is 1, that of a command line that cannot be read 2.
+`collegium COMMAND --help` prints the same texts; `python -m collegium` is the same command. Every command accepts
+`--json`, which prints one JSON object instead of tables, also for an error. Otherwise errors are printed on the error
+stream. The exit status is 1 after an error and 2 after a usage error.
 
-`generate`, `verify` and `bench-model` also run [under torchrun](several-gpus.md); the others refuse.
+`generate`, `verify` and `bench-model` also run [under torchrun](several-gpus.md); the other commands do not.
 """
 
 
@@ -46,10 +46,10 @@ def _section(name: str, command: Any) -> str:
     usage = " ".join([name, *words, *(["[OPTIONS]"] if arguments or options else [])])
     lines = [f"## {name}", "", f"```text\n{usage}\n```", "", " ".join(command.help.split())]
     if arguments or options:
-        lines += ["", "| argument or option | default | what it is |", "| --- | --- | --- |"]
+        lines += ["", "| argument or option | default | description |", "| --- | --- | --- |"]
     lines += [_row(p) for p in [*arguments, *options]]
     if below:
-        lines += ["", "| command | what it does |", "| --- | --- |"]
+        lines += ["", "| command | description |", "| --- | --- |"]
     # The first paragraph of its help, as a list of commands shows it.
     lines += [f"| `{word}` | {' '.join(own.help.partition(chr(10) * 2)[0].split())} |" for word, own in below.items()]
     return "\n".join(lines) + "\n"
@@ -60,7 +60,7 @@ def _row(parameter: Any) -> str:
     if not parameter.opts[0].startswith("-"):
         names = f"`{parameter.name.upper()}`"
     given = parameter.default
-    default = "needed" if parameter.required else "" if given is None else "off" if given is False else f"`{given}`"
+    default = "required" if parameter.required else "" if given is None else "off" if given is False else f"`{given}`"
     default = "on" if given is True else default
     low, high = parameter.min, parameter.max
     limits = f" At least {low:g}." if low is not None and high is None else ""

@@ -135,7 +135,7 @@ def _measured(here: tuple[str, ...], *, gpu: bool, refused: str) -> list[Case]:
     sizes = ("bench", "1024x512x32x4", "--format", "bf16", "--format", "mxfp4", "--tokens", "1,64", *here, "--json")
     # One layer of the model that README names; on a CPU its embeddings alone would take minutes.
     model = ("bench-model", "qwen3_30b" if gpu else SHIPPED, "--layers", "1", "--batches", "1", *here)
-    tune = ("tune", SHIPPED, "--format", "mxfp4", "--tokens", "1,8", "--most", "2", *here)
+    tune = ("tune", SHIPPED, "--format", "mxfp4", "--tokens", "1,8", "--candidates", "2", *here)
     return [
         Case(words=bench, alone=True, says="of floor"),
         Case(words=sizes, alone=True, judge=_bench),

@@ -1,9 +1,9 @@
-"""Time what somebody new does first: from a clone to a text, from an install to a layer, from a checkpoint to a proof.
+"""Time a new user's first steps: clone to text, install to first layer, checkpoint to verified layer.
 
     python scripts/time_newcomer.py --torch torch==2.13.0      # in a new folder and environment; writes newcomer.csv
 
-Every step is what docs/quickstart.md says, run once, in a process of its own, and what it prints is looked at. The rows
-go to ``benchmarks/results/newcomer.csv``, and the table of docs/quickstart.md is made of them: a test compares the two.
+Each step is a command of docs/quickstart.md. It runs once in a new process, and its output is checked. The rows go to
+``benchmarks/results/newcomer.csv``; a test compares them with the table in docs/quickstart.md.
 """
 
 from __future__ import annotations
@@ -41,16 +41,17 @@ class Step:
 
 # What leads where: the steps that are added up.
 PATHS = {
-    "a clone to the first text": ("clone", "environment", "install", "text"),
+    "a clone to the first generated text": ("clone", "environment", "install", "text"),
     "an install to the first layer": ("environment", "install", "layer"),
     "a checkpoint to a verified layer": ("look", "verify"),
 }
 
 
 def session() -> str:
-    """Return the first Python block of the README."""
-    found = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    assert found is not None, "the README shows no session"
+    """Return the first Python block of docs/quickstart.md."""
+    page = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    found = re.search(r"```python\n(.*?)```", page, re.DOTALL)
+    assert found is not None, "docs/quickstart.md has no Python block"
     return found[1]
 
 
@@ -85,12 +86,10 @@ def steps(room: Path, torch: str) -> list[Step]:
 
 
 def table(rows: list[dict[str, str]]) -> str:
-    """Return the table of docs/quickstart.md: a line for each path, and what its steps are."""
-    by_name = {row["step"]: row for row in rows}
-    lines = ["| from | seconds | of them |", "| --- | --- | --- |"]
-    for path, names in PATHS.items():
-        parts = ", ".join(f"`{by_name[name]['typed']}` {float(by_name[name]['seconds']):.0f}" for name in names)
-        lines.append(f"| {path} | {sum(float(by_name[name]['seconds']) for name in names):.0f} | {parts} |")
+    """Return the table of docs/quickstart.md: the seconds of each path."""
+    seconds = {row["step"]: float(row["seconds"]) for row in rows}
+    lines = ["| from | seconds |", "| --- | --- |"]
+    lines += [f"| {path} | {sum(seconds[name] for name in names):.0f} |" for path, names in PATHS.items()]
     return "\n".join(lines) + "\n"
 
 

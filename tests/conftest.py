@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
+import tempfile
+from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,11 +16,60 @@ if platform.machine() in ("x86_64", "AMD64"):
 import pytest
 import torch
 
+from once import FOLDER
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 _HERE = Path(__file__).parent
 collect_ignore = ["vllm"]  # `make vllm-test` runs them, in an environment of their own
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the folder that the processes of this run share; workers of pytest-xdist inherit its path."""
+    if not hasattr(config, "workerinput"):
+        os.environ[FOLDER] = tempfile.mkdtemp(prefix="collegium-tests-")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Remove that folder."""
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ.pop(FOLDER), ignore_errors=True)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark ``exhaustive`` what ``each_choice`` leaves over, before ``-m`` deselects."""
+    grids: defaultdict[str, list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("each_choice"):
+            grids[item.nodeid.partition("[")[0]].append(item)
+    for cells in grids.values():
+        for item in _left_over(cells):
+            item.add_marker("exhaustive")
+
+
+def _left_over(cells: Sequence[pytest.Function]) -> list[pytest.Function]:
+    """Return the cells without which every value of every parameter still occurs, for few cells that remain.
+
+    Greedy, in the order of the grid; the cells that are marked ``exhaustive`` by hand are no choice. Values are told
+    apart by what they are if they are plain, and by identity: cells of a grid share their values.
+    """
+    left = [cell for cell in cells if not cell.get_closest_marker("exhaustive")]
+    values: dict[pytest.Function, set[tuple[str, object]]] = {}
+    for cell in left:
+        params = cell.callspec.params
+        plain = {name for name, value in params.items() if value is None or isinstance(value, str | int | float)}
+        told: dict[str, object] = {name: repr(value) if name in plain else id(value) for name, value in params.items()}
+        values[cell] = set(told.items())
+        for mark in cell.iter_markers("each_choice"):
+            values[cell].add((" ".join(mark.args), tuple(told[name] for name in mark.args)))
+    missing = set().union(*values.values())
+    while missing:
+        best = max(left, key=lambda cell: len(values[cell] & missing))
+        left.remove(best)
+        missing -= values[best]
+    return left
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Collegium: a quantised Mixture-of-Experts layer that loads public checkpoints and says what it chose and why.
+"""Collegium: a quantised Mixture-of-Experts layer that loads public checkpoints and explains its choices.
 
 ::
 
@@ -7,11 +7,12 @@
     *.safetensors -- checkpoint --> ExpertWeights -- kernel.pack --> MoELayer
     x -- route --> Routing -- dispatch --> batch -- experts.run --> rows -- combine --> y
 
-Rooms, each with its own docstring: ``commands`` (what ``collegium`` does), ``integrations`` (transformers, vLLM),
-``stages`` (what is around a pipeline in a layer), ``pipelines`` (from chosen experts to weighted sums), ``experts``
-(kernels and their packing), ``parallel`` (which rank holds and gets what), ``checkpoint`` and ``models`` (files and
-families), ``ops`` (route, permute, quantise, activate, sum), ``formats``, ``runtime`` (devices, launches, memory),
-``kernels`` (device code). Who may import whom is written in ``pyproject.toml``, and ``make check`` proves it.
+Packages: ``commands`` (the command line), ``integrations`` (transformers, vLLM), ``execution`` (how a layer runs its
+calls), ``stages`` (router, shared expert and input checks of a layer), ``pipelines`` (from routed tokens to weighted
+sums), ``experts`` (kernels and weight packing), ``parallel`` (placement and token exchange between ranks),
+``checkpoint`` and ``models`` (files and model families), ``ops`` (route, permute, quantise, activate, sum),
+``formats``, ``runtime`` (devices, launches, memory), ``kernels`` (device code). ``pyproject.toml`` defines which
+package may import which, and ``make check`` verifies it.
 """
 
 from importlib import import_module
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     )
     from .runtime.devices import probe as probe
     from .runtime.warm_up import warm_up as warm_up
+    from .stages.shared import merge_shared as merge_shared
     from .types import (
         ActivationSpec as ActivationSpec,
         ExpertWeights as ExpertWeights,
@@ -53,38 +55,65 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Each public name and its room, which is imported when the name is first asked for: torch alone takes a second.
-_ROOMS = {
-    "encoding": "encode_experts expert_weights",
-    "errors": "BadScaleError CheckpointError CollegiumError ConfigError DuplicateTensorError HostileFileError "
-    "InputError MeasurementError MissingExtraError MissingTensorError PlanError RankError RoutingError SpecError "
-    "TensorMismatchError TruncatedFileError UnknownTensorError",
-    "formats": "FORMATS",
-    "functional": "moe",
-    "integrations.transformers": "load_model",
-    "layer": "MoELayer",
-    "loading": "load_layer",
-    "models": "describe",
-    "parallel.ranks": "Ranks",
-    "planning": "Plan plan",
-    "placement": "Placement",
-    "problem": "DeviceFacts Limits Overrides Problem Refusal",
-    "runtime.devices": "probe",
-    "runtime.warm_up": "warm_up",
-    "types": "ActivationSpec ExpertWeights LatentWeights MoESpec RouterWeights Routing RoutingSpec SharedSpec "
-    "SharedWeights",
+# The public names of each module. They are imported on first access, because importing torch takes a second.
+_EXPORTS: dict[str, tuple[str, ...]] = {
+    "encoding": ("encode_experts", "expert_weights"),
+    "errors": (
+        "BadScaleError",
+        "CheckpointError",
+        "CollegiumError",
+        "ConfigError",
+        "DuplicateTensorError",
+        "HostileFileError",
+        "InputError",
+        "MeasurementError",
+        "MissingExtraError",
+        "MissingTensorError",
+        "PlanError",
+        "RankError",
+        "RoutingError",
+        "SpecError",
+        "TensorMismatchError",
+        "TruncatedFileError",
+        "UnknownTensorError",
+    ),
+    "formats": ("FORMATS",),
+    "functional": ("moe",),
+    "integrations.transformers": ("load_model",),
+    "layer": ("MoELayer",),
+    "loading": ("load_layer",),
+    "models": ("describe",),
+    "parallel.ranks": ("Ranks",),
+    "planning": ("Plan", "plan"),
+    "placement": ("Placement",),
+    "problem": ("DeviceFacts", "Limits", "Overrides", "Problem", "Refusal"),
+    "runtime.devices": ("probe",),
+    "runtime.warm_up": ("warm_up",),
+    "stages.shared": ("merge_shared",),
+    "types": (
+        "ActivationSpec",
+        "ExpertWeights",
+        "LatentWeights",
+        "MoESpec",
+        "RouterWeights",
+        "Routing",
+        "RoutingSpec",
+        "SharedSpec",
+        "SharedWeights",
+    ),
 }
-_ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names.split()}
-__all__ = ["__version__", *_ROOM_OF]  # pyright: ignore[reportUnsupportedDunderAll]
+_MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
+__all__ = ["__version__", *_MODULE_OF]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> object:
-    # Rooms are attributes as well, as if all of them had been imported.
-    room = _ROOM_OF.get(name, name)
-    if room.startswith("_") or find_spec(f"{__name__}.{room}") is None:
+    # Public names, and modules as if they had been imported.
+    module_name = _MODULE_OF.get(name, name)
+    if module_name.startswith("_") or find_spec(f"{__name__}.{module_name}") is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = import_module(f".{room}", __name__)
-    globals()[name] = value = found if room == name else getattr(found, name)
+    module = import_module(f".{module_name}", __name__)
+    value = module if module_name == name else getattr(module, name)
+    globals()[name] = value
     return value
 
 

@@ -1,6 +1,6 @@
-"""The command ``collegium``: what it does is in ``--help``. Thin: it parses, calls the library and prints.
+"""The command line ``collegium``: parse options, call the library, print the report.
 
-What needs torch is imported by the command that runs: help and mistakes of a command line do not wait for it.
+Each command imports what needs torch when it runs, so that help and usage errors are fast.
 """
 
 from . import interrupt_hook, interrupts
@@ -32,32 +32,40 @@ from .commands.options import (
     WholeModel,
     WrittenFormat,
     ceilings_of,
-    comma_separated_ints,
+    comma_separated,
     complete_model,
     find_model,
     formats_of,
 )
-from .commands.terminal import Report, asks_json, bar, complain, one_line, prints, show_anything
+from .commands.terminal import (
+    Report,
+    exit_with_error,
+    one_line,
+    prints,
+    progress_bar,
+    tolerate_any_output,
+    wants_json,
+)
 from .errors import CollegiumError, InputError
 from .locate import SHIPPED
 from .problem import Limits, Overrides
 
 __all__ = ["app", "main"]
 
-assert interrupt_hook  # imported first: Ctrl-C during the imports above is one line too
+assert interrupt_hook  # imported first: Ctrl-C during the imports above prints one line too
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, context_settings=HELP)
 balance = typer.Typer(
-    help="Load of experts: record it, see it, and simulate what moving experts would do.",
+    help="Record the load of experts, draw it, and simulate moving experts between ranks.",
     no_args_is_help=True,
     context_settings=HELP,
 )
 app.add_typer(balance, name="balance")
-_USAGE: Any = typer.BadParameter.__bases__[0]  # the parser's error of any command line, which has no public name
+_USAGE_ERROR: Any = typer.BadParameter.__bases__[0]  # base class of all parser errors; it has no public name
 
 
-def _say_version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"collegium {__version__}")
         raise typer.Exit
 
@@ -66,7 +74,7 @@ def _say_version(asked: bool) -> None:
 def options(
     *,
     version: Annotated[
-        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print it and end.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Run Mixture-of-Experts checkpoints in the format they were published in."""
@@ -76,35 +84,35 @@ def options(
 @prints(printing.print_demo)
 def demo(
     model: Annotated[
-        str, typer.Option(autocompletion=complete_model, help="Folder or id of a model; the shipped one when left out.")
+        str, typer.Option(autocompletion=complete_model, help="Model folder or Hub id. Default: the bundled model.")
     ] = SHIPPED,
     device: Device = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens written in each format.")] = 32,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate in each format.")] = 32,
     download: Download = False,
 ) -> Report:
-    """Run the shipped model in every format: bytes, perplexity, error, speed, and a few sentences."""
+    """Compare weight formats on the bundled model: size, perplexity, error, speed and sample text."""
     from .commands.demo import run_demo
 
     folder = Path(find_model(model, download))
-    with bar("demo") as progress:
+    with progress_bar("demo") as progress:
         return run_demo(folder, device=device, tokens=tokens, progress=progress)
 
 
 @app.command()
-@prints(printing.print_text, together=True)
+@prints(printing.print_text, on_ranks=True)
 def generate(
     model: Model,
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "Once upon a time",
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 100,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")] = 100,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Random seed for sampling.")] = 0,
     penalty: Annotated[
-        float, typer.Option(min=1.0, help="Repetition penalty: divides the logits of tokens already there; 1 is off.")
+        float, typer.Option(min=1.0, help="Repetition penalty, applied to logits of earlier tokens; 1 is off.")
     ] = 1.0,
     adapter: Annotated[
         str | None,
         typer.Option(
-            autocompletion=complete_model, help="Folder or id of a LoRA adapter of PEFT, merged as it is read."
+            autocompletion=complete_model, help="Folder or Hub id of a PEFT LoRA adapter to merge while loading."
         ),
     ] = None,
     weight_format: Format = None,
@@ -113,52 +121,60 @@ def generate(
     device: Device = None,
     download: Download = False,
 ) -> Report:
-    """Write text: transformers runs everything but the experts, which run through Collegium.
+    """Generate text with transformers; Collegium runs the experts.
 
-    Under torchrun every rank holds a part of the experts.
+    Under torchrun the experts are split across the ranks.
     """
     from .runtime.cuda_context import start_context
 
-    if "RANK" not in os.environ:  # ranks of torchrun choose their device later
-        start_context(device)  # while transformers is imported
+    if "RANK" not in os.environ:  # under torchrun each rank chooses its device later
+        start_context(device)  # in parallel with the import of transformers
     from .commands.generate import Writer, check_writable, prompt_limits
     from .integrations.transformers import layers_of, load_model
     from .parallel.torchrun import process_group
     from .runtime.warm_up import warm_up
 
     if not -(1 << 63) <= seed < 1 << 63:
-        raise InputError(f"--seed: found {seed}, allowed are whole numbers of 64 bits")
+        raise InputError(f"--seed: {seed} is not a 64-bit integer")
     checkpoint = check_writable(find_model(model, download))
-    adapter = None if adapter is None else find_model(adapter, download)
-    # Bytes that the locale does not know are those of UTF-8, or nobody's.
-    prompt = prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-    limits = prompt_limits(checkpoint.path, prompt)
+    adapter_path = None if adapter is None else find_model(adapter, download)
+    # Bytes that are invalid in the locale's encoding are decoded as UTF-8; other bytes become replacement characters.
+    text = prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    limits = prompt_limits(checkpoint.path, text)
     with process_group(os.environ, device, same_tokens=True) as place:
-        with bar("loading") as progress:
-            wishes: Any = {"weight_format": weight_format, "limits": limits, "adapter": adapter}
-            wishes["overrides"] = Overrides(kernel=kernel, activation_format=activations)
-            loaded = load_model(checkpoint, device=place, progress=progress, **wishes)
+        with progress_bar("loading") as progress:
+            loaded = load_model(
+                checkpoint,
+                weight_format=weight_format,
+                overrides=Overrides(kernel=kernel, activation_format=activations),
+                device=place,
+                limits=limits,
+                adapter=adapter_path,
+                progress=progress,
+            )
         writer = Writer(loaded, checkpoint.path)
-        with bar("compiling") as progress:
+        with progress_bar("compiling") as progress:
             warm_up(layers_of(loaded), progress)
             progress(1, 1, "the rest of the model")
-            writer.write(prompt, min(tokens, 4), penalty=penalty)
-        return writer.write(prompt, tokens, temperature=temperature, seed=seed, penalty=penalty)
+            writer.write(text, min(tokens, 4), penalty=penalty)
+        return writer.write(text, tokens, temperature=temperature, seed=seed, penalty=penalty)
 
 
 @app.command()
 @prints(printing.print_inspection)
 def inspect(
     model: Model,
-    deep: Annotated[bool, typer.Option(help="Read every scale and check it; --no-deep reads headers only.")] = True,
+    deep: Annotated[
+        bool, typer.Option(help="Read and check every scale; --no-deep reads only the file headers.")
+    ] = True,
     device: Device = None,
     download: Download = False,
 ) -> Report:
-    """Say what a checkpoint holds (formats, sizes, audit) and what would run it here and why."""
+    """Show a checkpoint's formats, sizes and audit, and the plan that would run it on this machine."""
     from .commands.inspect import inspect_model
 
     folder = find_model(model, download)
-    with bar("audit") as progress:
+    with progress_bar("audit") as progress:
         return inspect_model(folder, deep=deep, device=device, progress=progress)
 
 
@@ -170,12 +186,12 @@ def plan(
     kernel: Kernel = None,
     activations: Activations = None,
     weight_format: Format = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of one forward pass.")] = 8192,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens per forward pass.")] = 8192,
     download: Download = False,
 ) -> Report:
-    """Plan one MoE layer from config.json alone: kernel, formats, bytes, and why the others were refused.
+    """Plan one MoE layer from config.json: kernel, formats, memory, and why other kernels were refused.
 
-    --device also takes a100, h100, h200, b200, l40s and rtx4090: a machine that is not here.
+    --device also accepts a100, h100, h200, b200, l40s and rtx4090, to plan for another machine.
     """
     from .commands.inspect import plan_model
 
@@ -193,32 +209,36 @@ def plan(
 def bench(
     what: ShapeOrModel,
     recipes: Annotated[
-        list[str] | None, typer.Option("--format", help="weights or weights:activations, such as mxfp4; repeatable.")
+        list[str] | None,
+        typer.Option("--format", help="Format to measure, as weights or weights:activations; repeatable."),
     ] = None,
     tokens: Annotated[
         str | None,
-        typer.Option(help="Token counts, separated by commas; up to 512 on a CPU, 8192 on a GPU if left out."),
+        typer.Option(help="Comma-separated token counts. Default: up to 512 on a CPU, up to 8192 on a GPU."),
     ] = None,
-    routing: Annotated[str, typer.Option(help="uniform, zipf, hot (one expert) or half (half empty).")] = "uniform",
+    routing: Annotated[
+        str, typer.Option(help="Routing: uniform, zipf, hot (one expert gets every token) or half (half get none).")
+    ] = "uniform",
     device: Device = None,
     ceilings: Annotated[
-        str | None, typer.Option(help="TB/s,TFLOP/s of 16 bits,TFLOP/s of 8 bits; measured when left out.")
+        str | None,
+        typer.Option(help="Hardware limits as TB/s,16-bit TFLOP/s,8-bit TFLOP/s. Default: measured."),
     ] = None,
-    picture: Annotated[str | None, typer.Option("--plot", help="Draw latency and roofline into this PNG.")] = None,
+    picture: Annotated[str | None, typer.Option("--plot", help="Plot latency and roofline to this PNG file.")] = None,
     download: Download = False,
 ) -> Report:
-    """Time one MoE layer on random weights, beside the least this machine could take; wrong results get no time."""
+    """Benchmark one MoE layer with random weights against the hardware limits; outputs are checked first."""
     from .commands.bench import bench
     from .commands.plot import check_picture, draw_bench, save_picture
 
     if picture is not None:
         check_picture(picture)
     shape = find_model(what, download, weights=False)
-    with bar("bench") as progress:
+    with progress_bar("bench") as progress:
         report = bench(
             shape,
             [formats_of(recipe) for recipe in recipes or ["bf16"]],
-            tokens=None if tokens is None else comma_separated_ints("--tokens", tokens, int),
+            tokens=None if tokens is None else comma_separated("--tokens", tokens, int),
             routing=routing,
             device=device,
             ceilings=None if ceilings is None else ceilings_of(ceilings),
@@ -230,32 +250,37 @@ def bench(
 
 
 @app.command()
-@prints(printing.print_model_bench, together=True)
+@prints(printing.print_model_bench, on_ranks=True)
 def bench_model(
     what: WholeModel,
     recipes: Annotated[
-        list[str] | None, typer.Option("--format", help="Ours beside BF16: weights or weights:activations; repeatable.")
+        list[str] | None,
+        typer.Option("--format", help="Format to compare with BF16, as weights or weights:activations; repeatable."),
     ] = None,
-    batches: Annotated[str, typer.Option(help="Sequences decoded at once, separated by commas.")] = "1,32",
-    layers: Annotated[int | None, typer.Option(min=1, help="Build the model with this many layers at most.")] = None,
-    parallel: Annotated[str, typer.Option(help="Under torchrun: same or data, sequences of its own on each rank.")] = (
-        "same"
-    ),
+    batches: Annotated[str, typer.Option(help="Comma-separated batch sizes, in sequences.")] = "1,32",
+    layers: Annotated[int | None, typer.Option(min=1, help="Build at most this many layers of the model.")] = None,
+    parallel: Annotated[
+        str,
+        typer.Option(help="Under torchrun: same (all ranks decode the same sequences) or data (each rank its share)."),
+    ] = "same",
     device: Device = None,
     download: Download = False,
 ) -> Report:
-    """Time decode steps of a whole model with random weights, our experts beside those of transformers."""
+    """Benchmark decode steps of a whole model with random weights, with Collegium's and transformers' experts."""
     from .commands.bench_model import RECIPES, bench_model
     from .parallel.torchrun import process_group
 
     if parallel not in ("same", "data"):
         raise InputError(f"--parallel {parallel!r}: allowed are same (every rank decodes the same sequences) and data")
     model = find_model(what, download, weights=False)
-    with process_group(os.environ, device, same_tokens=parallel == "same") as place, bar("bench-model") as progress:
+    with (
+        process_group(os.environ, device, same_tokens=parallel == "same") as place,
+        progress_bar("bench-model") as progress,
+    ):
         return bench_model(
             model,
             [formats_of(recipe) for recipe in recipes or []] or RECIPES,
-            batches=comma_separated_ints("--batches", batches, int),
+            batches=comma_separated("--batches", batches, int),
             layers=layers,
             device=place,
             progress=progress,
@@ -266,22 +291,28 @@ def bench_model(
 @prints(printing.print_tuning)
 def tune(
     what: ShapeOrModel,
-    recipe: Annotated[str, typer.Option("--format", help="weights or weights:activations, such as mxfp4.")] = "bf16",
-    tokens: Annotated[str | None, typer.Option(help="Token counts; powers of two up to 8192 when left out.")] = None,
-    most: Annotated[int, typer.Option(min=1, help="Tiles tried for each product and token count.")] = 8,
+    recipe: Annotated[
+        str, typer.Option("--format", help="Format to tune, as weights or weights:activations.")
+    ] = "bf16",
+    tokens: Annotated[
+        str | None, typer.Option(help="Comma-separated token counts. Default: powers of two up to 8192.")
+    ] = None,
+    candidates: Annotated[
+        int, typer.Option(min=1, help="Maximum tile sizes to measure per matrix product and token count.")
+    ] = 8,
     device: Device = None,
     download: Download = False,
 ) -> Report:
-    """Measure the tiles of one layer on this GPU and keep the best in your cache directory."""
+    """Measure tile sizes for one layer on this GPU and save the fastest in the cache directory."""
     from .commands.tune import TUNED_TOKENS, tune
 
     shape = find_model(what, download, weights=False)
-    with bar("tune") as progress:
+    with progress_bar("tune") as progress:
         return tune(
             shape,
             formats_of(recipe),
-            tokens=TUNED_TOKENS if tokens is None else comma_separated_ints("--tokens", tokens, int),
-            most=most,
+            tokens=TUNED_TOKENS if tokens is None else comma_separated("--tokens", tokens, int),
+            candidates=candidates,
             device=device,
             progress=progress,
         )
@@ -292,40 +323,40 @@ def tune(
 def quantize(
     model: Model,
     to: WrittenFormat,
-    target: Annotated[str | None, typer.Option("--out", help="New folder; MODEL-FORMAT when left out.")] = None,
+    target: Annotated[str | None, typer.Option("--out", help="Output folder. Default: MODEL-FORMAT.")] = None,
     download: Download = False,
 ) -> Report:
-    """Write a checkpoint with its experts in another format; all else is copied. The folder appears when complete."""
+    """Convert the experts of a checkpoint to another format and copy all other tensors unchanged."""
     from .commands.quantize import quantize_model
 
     folder = find_model(model, download)
     if target is None and folder != model:
-        target = f"{Path(model).name}-{to}"  # into the current folder, neither the cache nor the package
-    with bar("quantize") as progress:
+        target = f"{Path(model).name}-{to}"  # in the current folder, not in the cache or the package
+    with progress_bar("quantize") as progress:
         return quantize_model(folder, to, target, progress=progress)
 
 
 @app.command()
-@prints(printing.print_proofs, together=True)
+@prints(printing.print_verification, on_ranks=True)
 def verify(
     model: Model,
-    experts: Annotated[int, typer.Option(min=1, help="Experts of each layer to recompute.")] = 8,
-    every: Annotated[bool, typer.Option("--all", help="Recompute every expert.")] = False,
+    experts: Annotated[int, typer.Option(min=1, help="Experts to check per layer.")] = 8,
+    every: Annotated[bool, typer.Option("--all", help="Check every expert.")] = False,
     device: Device = None,
     kernel: Kernel = None,
     activations: Activations = None,
     weight_format: Format = None,
     download: Download = False,
 ) -> Report:
-    """Recompute experts as they run here beside plain FP32 code; exit code 1 when one is over tolerance.
+    """Check the experts' outputs on this machine against independent reference code; exit with 1 on a failure.
 
-    Under torchrun every rank recomputes experts that it holds.
+    Under torchrun each rank checks its local experts.
     """
     from .commands.verify import verify_model
     from .parallel.torchrun import process_group
 
     folder = find_model(model, download)
-    with process_group(os.environ, device, same_tokens=False) as place, bar("verify") as progress:
+    with process_group(os.environ, device, same_tokens=False) as place, progress_bar("verify") as progress:
         return verify_model(
             folder,
             experts=None if every else experts,
@@ -340,18 +371,18 @@ def verify(
 @prints(printing.print_load)
 def record(
     model: Model,
-    target: Annotated[str, typer.Option("--out", help="File to write the trace to.")],
-    text: Annotated[str | None, typer.Option(help="Text to run; heldout.txt of the model when left out.")] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of one step, which is one forward pass.")] = 256,
+    target: Annotated[str, typer.Option("--out", help="Output file for the trace.")],
+    text: Annotated[str | None, typer.Option(help="Text file to run. Default: heldout.txt of the model.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens per step (one forward pass).")] = 256,
     steps: Steps = None,
     device: Device = None,
     download: Download = False,
 ) -> Report:
-    """Run a model over a text and write which experts its tokens went to, step by step."""
+    """Run a model on a text and record how many tokens each expert receives in each step."""
     from .commands.balance import record_load
 
     folder = find_model(model, download)
-    with bar("record") as progress:
+    with progress_bar("record") as progress:
         return record_load(folder, target, text=text, tokens=tokens, steps=steps, device=device, progress=progress)
 
 
@@ -359,22 +390,23 @@ def record(
 @prints(printing.print_simulation)
 def simulate(
     trace: Trace,
-    ranks: Annotated[int, typer.Option(min=2, help="Ranks that split the experts.")] = 4,
-    replicas: Annotated[str, typer.Option(help="Slots of a layer beyond one an expert; several with commas.")] = "0",
-    policy: Annotated[str, typer.Option(help="greedy or least_moves.")] = "greedy",
-    hosts: Annotated[int, typer.Option(min=1, help="Hosts of the ranks; groups of experts stay on one.")] = 1,
-    picture: Annotated[str | None, typer.Option(help="Draw balancedness before and after into this PNG.")] = None,
+    ranks: Annotated[int, typer.Option(min=2, help="Number of ranks.")] = 4,
+    replicas: Annotated[
+        str, typer.Option(help="Extra expert slots per layer, for replicas; comma-separated to compare several.")
+    ] = "0",
+    policy: Annotated[str, typer.Option(help="Placement policy: greedy or least_moves.")] = "greedy",
+    hosts: Annotated[int, typer.Option(min=1, help="Number of hosts; a group of experts stays on one host.")] = 1,
+    picture: Annotated[str | None, typer.Option(help="Plot balancedness before and after to this PNG file.")] = None,
 ) -> Report:
-    """Let a policy place experts for the first half of a trace, and judge it on both halves."""
+    """Place experts by the first half of a trace and report the balance of both halves."""
     from .balance.plots import draw_simulation
     from .balance.report import simulate_file
     from .commands.plot import check_picture, save_picture
 
     if picture is not None:
         check_picture(picture, "--picture")
-    report = simulate_file(
-        trace, ranks, comma_separated_ints("--replicas", replicas, int, least=0), policy=policy, hosts=hosts
-    )
+    slots = comma_separated("--replicas", replicas, int, minimum=0)
+    report = simulate_file(trace, ranks, slots, policy=policy, hosts=hosts)
     if picture is not None:
         save_picture(picture, draw_simulation, report)
     return report
@@ -383,9 +415,9 @@ def simulate(
 @balance.command()
 @prints(printing.print_load)
 def heatmap(
-    trace: Trace, target: Annotated[str, typer.Option("--out", help="Draw layers by experts into this PNG.")]
+    trace: Trace, target: Annotated[str, typer.Option("--out", help="Output PNG file: layers by experts.")]
 ) -> Report:
-    """Draw the load of every expert of every layer, and say which are hottest and coldest."""
+    """Plot the load of every expert in every layer and list the most and least loaded experts."""
     from .balance.load import LoadTrace
     from .balance.plots import draw_load
     from .balance.report import look_at_load
@@ -398,47 +430,48 @@ def heatmap(
 
 
 def _collect_rarely() -> None:
-    """Let Python look for reference cycles 70 times less often, and not at all at exit.
+    """Run the cycle collector 70 times less often, and not at exit.
 
-    Torch and transformers make 600,000 objects while they are imported, and none of them is garbage: looking at them
-    again and again is a quarter of the import, and at exit another second.
+    Importing torch and transformers creates 600,000 objects, none of them garbage. Scanning them takes a quarter of
+    the import time, and another second at exit.
     """
     gc.set_threshold(50_000, 20, 50)
     atexit.register(gc.freeze)
 
 
 def main() -> None:
-    """Run the command; what the library or the machine refuses becomes one message and exit code 1."""
+    """Run the command; an error of the library or the machine prints one message and exits with status 1."""
     _collect_rarely()
-    show_anything()
-    with interrupts.one_interrupt():
+    tolerate_any_output()
+    with interrupts.interrupt_once():
         try:
             _run()
         except BaseException as error:
-            # Half an import, or a pool of threads that is torn down, raises anything.
-            if interrupts.interrupted() or isinstance(error, KeyboardInterrupt | typer.Abort):
-                complain("Interrupted", interrupts.TEXT, code=interrupts.EXIT_CODE)
+            # An interrupted import or thread pool can raise any exception.
+            if interrupts.was_interrupted() or isinstance(error, KeyboardInterrupt | typer.Abort):
+                exit_with_error("Interrupted", interrupts.TEXT, code=interrupts.EXIT_CODE)
             raise
 
 
 def _run() -> None:
     try:
-        # What a command line lacks is told by the parser, in its own words, unless JSON is wanted.
-        sys.exit(app(prog_name="collegium", standalone_mode=not asks_json()))
+        # The parser prints usage errors itself, unless JSON was requested.
+        sys.exit(app(prog_name="collegium", standalone_mode=not wants_json()))
     except typer.Abort:
         raise
-    except _USAGE as error:
-        complain("UsageError", error.format_message(), code=error.exit_code)
+    except _USAGE_ERROR as error:
+        exit_with_error("UsageError", error.format_message(), code=error.exit_code)
     except CollegiumError as error:
-        complain(type(error).__name__, str(error))
+        exit_with_error(type(error).__name__, str(error))
     except OSError as error:
-        if error.errno == EPIPE:  # whoever read the output has what they wanted
+        if error.errno == EPIPE:  # the reader closed the pipe, as head does
             os._exit(0)
-        complain(type(error).__name__, one_line(error))
+        exit_with_error(type(error).__name__, one_line(error))
     except MemoryError as error:
-        complain("MemoryError", f"{one_line(error) or 'no memory is left'}; close other programs or ask for less")
+        text = one_line(error) or "out of memory"
+        exit_with_error("MemoryError", f"{text}; close other programs or request less")
     except RuntimeError as error:
-        # torch.OutOfMemoryError on a GPU; on a CPU it is a plain RuntimeError of the allocator.
+        # torch.OutOfMemoryError on a GPU; on a CPU the allocator raises a plain RuntimeError.
         if "out of memory" not in str(error).lower() and "can't allocate memory" not in str(error):
             raise
-        complain("MemoryError", f"{one_line(error)}; close other programs or ask for less")
+        exit_with_error("MemoryError", f"{one_line(error)}; close other programs or request less")

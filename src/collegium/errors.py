@@ -1,4 +1,4 @@
-"""Every error Collegium raises, in one tree.
+"""All errors of Collegium, in one class hierarchy.
 
 ::
 
@@ -6,19 +6,19 @@
     ├── SpecError          a specification contradicts itself (also a ValueError)
     ├── InputError         a call's tensors or arguments are not allowed (also a ValueError)
     │   └── RoutingError   NaN logits, out-of-range or duplicate expert ids in checked mode
-    ├── CheckpointError    a file cannot be read as what it claims to be
-    │   ├── HostileFileError   the bytes break the rules of safetensors or GGUF
+    ├── CheckpointError    a checkpoint cannot be read
+    │   ├── HostileFileError   the bytes violate the safetensors or GGUF format
     │   ├── TruncatedFileError a file ends before the last byte that its header describes
     │   ├── MissingTensorError / UnknownTensorError / DuplicateTensorError
-    │   ├── TensorMismatchError    shape or dtype is not what the config implies
+    │   ├── TensorMismatchError    shape or dtype contradicts the config
     │   ├── BadScaleError      a scale is NaN, infinite, negative or a forbidden zero
     │   └── ConfigError        config.json is unreadable, unknown, or contradicts the tensors
     ├── PlanError          no kernel can run the problem; lists every refusal
-    ├── RankError          another rank is gone, late, or does something else; names rank and phase
-    ├── MeasurementError   a layer to be measured computes something else than FP32 truth
+    ├── RankError          another rank is dead, late, or out of step; has rank and phase
+    ├── MeasurementError   a layer to be measured computes wrong results
     └── MissingExtraError  an optional package is needed (also an ImportError)
 
-Every text says what was asked, what was found, what is allowed and what to do next.
+Every message contains what was requested, what was found, what is allowed and what to do next.
 """
 
 from functools import partial
@@ -61,15 +61,15 @@ class RoutingError(InputError):
 
 
 class CheckpointError(CollegiumError):
-    """A checkpoint cannot be read as what it claims to be."""
+    """A checkpoint cannot be read."""
 
 
 class HostileFileError(CheckpointError):
-    """A file breaks the rules of the safetensors or the GGUF format."""
+    """A file violates the safetensors or the GGUF format."""
 
 
 class TruncatedFileError(CheckpointError):
-    """A file ends before the last byte that its header describes; what is there is in order."""
+    """A file ends before the last byte that its header describes; the header itself is valid."""
 
 
 class MissingTensorError(CheckpointError):
@@ -77,7 +77,7 @@ class MissingTensorError(CheckpointError):
 
 
 class UnknownTensorError(CheckpointError):
-    """The checkpoint holds an expert tensor that the name table does not know."""
+    """The checkpoint holds an expert tensor that is not in the name table."""
 
 
 class DuplicateTensorError(CheckpointError):
@@ -85,7 +85,7 @@ class DuplicateTensorError(CheckpointError):
 
 
 class TensorMismatchError(CheckpointError):
-    """A tensor's shape or dtype, or an entry of a hash table, is not what the config implies."""
+    """A tensor's shape or dtype, or an entry of a hash table, contradicts the config."""
 
 
 class BadScaleError(CheckpointError):
@@ -97,27 +97,28 @@ class ConfigError(CheckpointError):
 
 
 class PlanError(CollegiumError):
-    """No kernel can run the problem; the text lists every refusal."""
+    """No kernel can run the problem; the message lists every refusal."""
 
 
 class MeasurementError(CollegiumError):
-    """What is to be measured computes the wrong numbers; no time is given."""
+    """A layer to be measured computes wrong results; no time is reported."""
 
 
 class RankError(CollegiumError):
-    """Another rank is gone, late, or does something else than this one; this rank can go on without it.
+    """Another rank is dead, late, or out of step; this rank can continue without it.
 
-    ranks: which. phase: what this rank waited for.
+    ranks: the other ranks. phase: the step in which this rank waited for them.
     """
 
     def __init__(self, text: str, *, ranks: tuple[int, ...], phase: str) -> None:
         super().__init__(text)
-        self.ranks, self.phase = ranks, phase
+        self.ranks = ranks
+        self.phase = phase
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle with ranks and phase, as a process that starts others passes errors on."""
+        """Pickle with ranks and phase, so that a parent process can receive the error."""
         return partial(RankError, ranks=self.ranks, phase=self.phase), (str(self),)
 
 
 class MissingExtraError(CollegiumError, ImportError):
-    """An optional package is needed; the text names the extra to install."""
+    """An optional package is needed; the message names the extra to install."""

@@ -1,6 +1,6 @@
-"""Ctrl-C at the command line: one line and exit code 130, from the first import to the last thread.
+"""Ctrl-C at the command line prints one line and exits with status 130, from the first import to the last thread.
 
-Imported first by ``cli``: while the other packages are imported an interrupt is already one line and no traceback.
+``cli`` imports this module first, so that an interrupt during the other imports prints no traceback either.
 """
 
 import os
@@ -11,47 +11,47 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 
-__all__ = ["EXIT_CODE", "TEXT", "install", "interrupted", "one_interrupt"]
+__all__ = ["EXIT_CODE", "TEXT", "install", "interrupt_once", "was_interrupted"]
 
 EXIT_CODE = 128 + signal.SIGINT
 TEXT = "stopped by Ctrl-C"
 _GRACE = 10.0  # seconds in which temporary files are removed
-_count = [0]
-_watches: list[threading.Timer] = []
+_count = [0]  # interrupts so far
+_timers: list[threading.Timer] = []
 
 
-def interrupted() -> bool:
-    """Return whether Ctrl-C was pressed: whatever an unwinding program raises then is no error."""
+def was_interrupted() -> bool:
+    """Return whether Ctrl-C was pressed; exceptions raised while the program unwinds are then not errors."""
     return _count[0] > 0
 
 
 @contextmanager
-def one_interrupt() -> Generator[None]:
-    """Raise KeyboardInterrupt at the first Ctrl-C inside the block; end the process at the second, or when it hangs."""
+def interrupt_once() -> Generator[None]:
+    """Raise KeyboardInterrupt at the first Ctrl-C inside the block; exit at the second, or after a timeout."""
     _count[0] = 0
-    if threading.current_thread() is not threading.main_thread():  # Python handles signals in that one alone
+    if threading.current_thread() is not threading.main_thread():  # Python handles signals only in the main thread
         yield
         return
-    before = signal.signal(signal.SIGINT, _on_interrupt)
+    handler_before = signal.signal(signal.SIGINT, _on_interrupt)
     try:
         yield
     finally:
-        for watch in _watches:
-            watch.cancel()
-        _watches.clear()
-        if not interrupted():  # else a second Ctrl-C still ends a process that waits for its threads
-            signal.signal(signal.SIGINT, before)
+        for timer in _timers:
+            timer.cancel()
+        _timers.clear()
+        if not was_interrupted():  # otherwise a second Ctrl-C must still end a process that waits for its threads
+            signal.signal(signal.SIGINT, handler_before)
 
 
 def _on_interrupt(_: int, __: FrameType | None) -> None:
     _count[0] += 1
     if _count[0] > 1:
         os._exit(EXIT_CODE)
-    # Code that swallows the interrupt does not keep the process alive.
-    watch = threading.Timer(_GRACE, os._exit, (EXIT_CODE,))
-    watch.daemon = True
-    watch.start()
-    _watches.append(watch)
+    # Ends the process even if code swallows the interrupt.
+    timer = threading.Timer(_GRACE, os._exit, (EXIT_CODE,))
+    timer.daemon = True
+    timer.start()
+    _timers.append(timer)
     raise KeyboardInterrupt
 
 
@@ -62,7 +62,7 @@ def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 
 def _unraisable_hook(unraisable: "sys.UnraisableHookArgs") -> None:
-    # Ctrl-C while a destructor runs: Python would print a traceback and go on.
+    # Ctrl-C in a destructor: Python would print a traceback and continue.
     if issubclass(unraisable.exc_type, KeyboardInterrupt):
         _end()
     sys.__unraisablehook__(unraisable)
@@ -75,7 +75,7 @@ def _end() -> None:
 
 
 def install() -> None:
-    """Let Ctrl-C end this process with one line; for the command alone, before it imports anything slow."""
+    """Let Ctrl-C end this process with one line; only for the command, before its slow imports."""
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _hook
     if sys.unraisablehook is sys.__unraisablehook__:

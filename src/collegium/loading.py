@@ -1,4 +1,4 @@
-"""One call from a checkpoint to layers that run: read, audit, plan, pack."""
+"""From a checkpoint to layers that run, in one call: read, audit, plan, pack."""
 
 import os
 from dataclasses import replace
@@ -11,7 +11,7 @@ from .checkpoint.audit import check_dense_layers
 from .checkpoint.layer_view import CheckpointLayer
 from .checkpoint.loader import load_experts
 from .checkpoint.non_expert_weights import check_non_expert_weights, load_latent, load_router, load_shared
-from .checkpoint.problems import raise_first
+from .checkpoint.problems import raise_if_any
 from .checkpoint.reader import Checkpoint
 from .encoding import encoded
 from .errors import InputError
@@ -25,9 +25,10 @@ from .planning import plan
 from .problem import DeviceFacts, Limits, Overrides, Problem
 from .runtime.arguments import Dtype, dtype_name, refuse_others
 from .runtime.devices import plain_torch, probe
-from .types import ExpertWeights, MoESpec
+from .stages.shared import merge_shared
+from .types import ExpertWeights, MoESpec, SharedWeights
 
-__all__ = ["asked_activations", "load_layer", "load_routed"]
+__all__ = ["load_layer", "load_routed", "requested_activations"]
 
 
 @plain_torch()
@@ -49,26 +50,33 @@ def load_layer(  # noqa: PLR0913  every option of a layer that is read from disk
     path: a folder or file, ``fables-16m`` for the shipped model, or an id of the Hugging Face Hub (``org/name`` or
     ``org/name@revision``) in the local cache; an existing path wins. download: fetch what the cache lacks.
     weight_format: encode the experts into this format instead of the published one. overrides, limits: as ``plan``.
-    device: the best of this machine when None; Ranks: this rank's part of a layer whose experts several share, read
-    from disk without the others'. dtype: of the layer's input and output, a name or a torch.dtype. checked: as
+    device: the best of this machine when None; Ranks: this rank's part of a layer whose experts several ranks share;
+    experts of other ranks are not read. dtype: of the layer's input and output, a name or a torch.dtype. checked: as
     ``MoELayer``.
     Raises the CheckpointErrors of the audit, InputError for a layer without experts, PlanError, and with Ranks
-    InputError on every rank where they read different checkpoints or limits, RankError where one does not come.
+    InputError on every rank where they read different checkpoints or limits, RankError where one does not respond.
     """
     refuse_others(load_layer, others)
     dtype = dtype_name("load_layer", dtype)
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path, download=download)
-    opened = CheckpointLayer.open(checkpoint, layer)
-    facts, placement = _placed(opened, device, limits=limits, dtype=dtype, format=weight_format, overrides=overrides)
-    weights = _experts(opened, weight_format, facts.place, placement, overrides)
-    raise_first(checkpoint, [*check_dense_layers(checkpoint), *check_non_expert_weights(opened)])
-    problem = _problem(opened.spec, weights, facts, placement, limits=limits or Limits(), dtype=dtype)
+    view = CheckpointLayer.open(checkpoint, layer)
+    facts, placement = _device_and_placement(
+        view, device, limits=limits, dtype=dtype, format=weight_format, overrides=overrides
+    )
+    weights = _load_experts(view, weight_format, facts.place, placement, overrides)
+    raise_if_any(checkpoint, [*check_dense_layers(checkpoint), *check_non_expert_weights(view)])
+    shared = load_shared(view, device=facts.place, activations=requested_activations(overrides))
+    problem = _problem(view.spec, weights, shared, facts, placement, limits=limits or Limits(), dtype=dtype)
+    layer_plan = plan(problem, overrides)
+    if shared is not None and layer_plan.merged_shared_experts:
+        weights = merge_shared(layer_plan, weights, shared)
+        shared = None
     return MoELayer(
         weights,
-        plan(problem, overrides),
-        router=load_router(opened, device=facts.place),
-        shared=load_shared(opened, device=facts.place, activations=asked_activations(overrides)),
-        latent=load_latent(opened, device=facts.place),
+        layer_plan,
+        router=load_router(view, device=facts.place),
+        shared=shared,
+        latent=load_latent(view, device=facts.place),
         checked=checked,
     )
 
@@ -84,68 +92,88 @@ def load_routed(
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16",
     placement: Placement | None = None,
 ) -> MoELayer:
-    """Load only the routed experts of an opened layer, for a caller that keeps router and shared expert.
+    """Load only the routed experts of an opened layer, for a caller that runs router and shared expert itself.
 
-    placement: the experts and the slice of them that this rank reads and holds; with
-    ``overrides=Overrides(dispatcher="partial")`` the layer gives this rank's part of the sum. None: what Ranks as
-    ``device``
-    say, or all. Other arguments and errors as ``load_layer``; the layer takes a routing or logits at every call.
+    placement: the experts and the slice of them that this rank reads; with
+    ``overrides=Overrides(dispatcher="partial")`` the layer returns this rank's part of the sum. None: the placement of
+    Ranks as ``device``, or all experts. Other arguments and errors as ``load_layer``; every call of the layer needs a
+    routing or logits.
     """
-    facts, own = _placed(layer, device, limits=limits, dtype=dtype, format=weight_format, overrides=overrides)
-    if placement is not None and own is not None:
+    facts, rank_placement = _device_and_placement(
+        layer, device, limits=limits, dtype=dtype, format=weight_format, overrides=overrides
+    )
+    if placement is not None and rank_placement is not None:
         raise InputError(
-            f"load_routed: Ranks and the placement {placement} were given; one of the two says who holds what"
+            f"load_routed: Ranks and the placement {placement} were given, and each determines the experts of this "
+            "rank; give one of them"
         )
-    placement = placement or own
-    weights = _experts(layer, weight_format, facts.place, placement, overrides)
-    problem = _problem(layer.spec.routed_alone(), weights, facts, placement, limits=limits or Limits(), dtype=dtype)
+    placement = placement or rank_placement
+    weights = _load_experts(layer, weight_format, facts.place, placement, overrides)
+    spec = layer.spec.routed_alone()
+    problem = _problem(spec, weights, None, facts, placement, limits=limits or Limits(), dtype=dtype)
     return MoELayer(weights, plan(problem, overrides))
 
 
-def _placed(
-    layer: CheckpointLayer, device: torch.device | str | Ranks | None, **asked: Any
+def _device_and_placement(
+    layer: CheckpointLayer, device: torch.device | str | Ranks | None, **options: Any
 ) -> tuple[DeviceFacts, Placement | None]:
-    """Return the device and the part of the layer that are this rank's, once all ranks agree on what they load.
+    """Return this rank's device and its part of the layer, once all ranks agree on what they load.
 
-    asked: by name what has to be the same too.
+    options: by name, other values that must be equal on all ranks.
     """
     if not isinstance(device, Ranks):
         return probe(device), None
     placement = device.placement(layer.spec.num_experts)
-    same = fingerprint(layer.checkpoint, layer.found.infos())
-    device.agree({"checkpoint": same, **asked}, f"loading layer {layer.number}")
+    checkpoint = fingerprint(layer.checkpoint, layer.expert_tensors.infos())
+    device.agree({"checkpoint": checkpoint, **options}, f"loading layer {layer.number}")
     return probe(device.device), placement if device.groups or device.spare else None
 
 
 def _problem(
-    spec: MoESpec, weights: ExpertWeights[Payload], facts: DeviceFacts, placement: Placement | None, **asked: Any
+    spec: MoESpec,
+    weights: ExpertWeights[Payload],
+    shared: SharedWeights[Payload] | None,
+    facts: DeviceFacts,
+    placement: Placement | None,
+    **options: Any,
 ) -> Problem:
+    """Return the problem of a layer whose weights were read; options: fields of ``Problem``."""
     if placement is not None:
-        # Read with padding up to whole groups, a slice is wider than its share.
+        # Slices are read with padding to whole groups, so they may be wider than their share.
         placement = replace(placement, slice_size=weights.down.shape[-1])
-    return Problem(spec=replace(spec, **weights.formats), device=facts, placement=placement, **asked)
+    return Problem(spec=_stored_spec(spec, weights, shared), device=facts, placement=placement, **options)
 
 
-def asked_activations(overrides: Overrides | None) -> str:
-    """Return the activation format that ``overrides`` asks for, or one without scales where it asks for none."""
-    # What is no Overrides is refused by the plan.
+def _stored_spec(spec: MoESpec, weights: ExpertWeights[Payload], shared: SharedWeights[Payload] | None) -> MoESpec:
+    """Return ``spec`` with the formats in which routed and shared experts are stored."""
+    spec = replace(spec, **weights.formats)
+    if spec.shared is None or shared is None:
+        return spec
+    stored = replace(spec, shared=replace(spec.shared, **shared.experts.formats))
+    # A shared expert in the routed experts' formats keeps its spec, which names no format.
+    return spec if spec.shared_alone().formats == stored.shared_alone().formats else stored
+
+
+def requested_activations(overrides: Overrides | None) -> str:
+    """Return the activation format that ``overrides`` forces, or a format without scales if it forces none."""
+    # The plan refuses an argument that is not an Overrides.
     return getattr(overrides, "activation_format", None) or "fp32"
 
 
-def _experts(
+def _load_experts(
     layer: CheckpointLayer,
     weight_format: str | None,
     place: str,
     placement: Placement | None,
     overrides: Overrides | None,
 ) -> ExpertWeights[Payload]:
-    """Read the experts of ``placement``, or all, on the device ``place``, encoded if asked.
+    """Read the experts of ``placement``, or all, to the device ``place``, and encode them into ``weight_format``.
 
-    Static scales of activations are those of all experts, so that bits do not depend on who holds them.
+    Static scales of activations are computed over all experts, so that bits do not depend on the placement.
     """
-    held = placement or linear(layer.spec.num_experts, 0, 1)
-    everyone = (source for _, source in layer.sources())
-    reach = input_reach(layer.checkpoint, everyone, layer.both_stored, asked_activations(overrides))
-    weights = load_experts(layer, held, device=place, pad=held.tp_size > 1, convert=weight_format is not None)
+    placement = placement or linear(layer.spec.num_experts, 0, 1)
+    sources = (source for _, source in layer.sources())
+    reach = input_reach(layer.checkpoint, sources, layer.both_stored, requested_activations(overrides))
+    weights = load_experts(layer, placement, device=place, pad=placement.tp_size > 1, convert=weight_format is not None)
     weights = replace(weights, input_reach=reach)
     return encoded(weights, weight_format)

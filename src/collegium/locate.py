@@ -1,9 +1,9 @@
 """Find a model by the name a user types: a local path, the shipped model, or an id of the Hugging Face Hub.
 
 Every entry point resolves names here, so ``load_layer``, ``load_model``, ``Checkpoint.open`` and all commands accept
-the same ones. Order: a path that exists, then ``fables-16m``, then the local Hugging Face cache, then, only where the
-caller allows it, a download. Only data files are downloaded (safetensors, JSON, tokenizer); no code of a repository is
-fetched or run. Needs no torch, as the command line parses its arguments before torch is imported.
+the same names. Order: an existing path, then ``fables-16m``, then the local Hugging Face cache, then a download, if the
+caller allows it. Only data files are downloaded (safetensors, JSON, tokenizer); no code of a repository is fetched or
+run. This module does not import torch, because the command line parses its arguments before importing it.
 """
 
 import json
@@ -25,18 +25,20 @@ SHIPPED = "fables-16m"
 _LOG = logging.getLogger(__name__)
 _HUB_ID = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)(?:@(\w[\w./-]*))?", re.ASCII)
 _COMMIT = re.compile(r"\w[\w.-]*", re.ASCII)
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-_ADAPTER_CONFIG, _ADAPTER = "adapter_config.json", "adapter_model.safetensors"
-# Files that describe a model: its configs, its tokenizer, its chat template. Weights are chosen by name afterwards.
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_ADAPTER_CONFIG = "adapter_config.json"
+_ADAPTER = "adapter_model.safetensors"
+# Files that describe a model: configs, tokenizer, chat template. Weights are selected by name afterwards.
 _DESCRIPTION = ["*.json", "*.jinja", "*.model", "*.tiktoken", "tokenizer*", "merges.txt", "vocab.txt"]
-# Folders of a repository hold the same weights in other layouts (original/, onnx/); the rest can hold code.
+# Folders of a repository hold the same weights in other layouts (original/, onnx/); the other files may contain code.
 _IGNORED = ["*/*", "*.py", "*.bin", "*.pt", "*.pth", "*.pkl", "*.safetensors", "*.gguf"]
 
 
 def shipped_model() -> Path:
-    """Return the folder of the shipped model: in the package, or in the clone that the package runs from.
+    """Return the folder of the shipped model: in the package, or in the clone from which the package runs.
 
-    Raises CheckpointError where neither has it.
+    Raises CheckpointError if neither has it.
     """
     package = Path(__file__).resolve().parent
     for root in (package / "shipped", package.parents[1] / "demo", Path.cwd() / "demo"):
@@ -59,19 +61,20 @@ def locate(
     """Return the local folder or file of a model.
 
     name: a path, which is returned unchanged; ``fables-16m`` for the shipped model; or an id of the Hugging Face Hub,
-    ``org/name`` or ``org/name@revision``. A path that exists wins over an id of the same spelling, and a line of the
-    log reports it where the id is cached too or a download was requested.
+    ``org/name`` or ``org/name@revision``. An existing path takes precedence over an id of the same spelling; if the id
+    is cached too or a download was requested, a warning is logged.
     revision: branch, tag or commit of an id. download: fetch what the cache lacks; interrupted downloads are resumed.
-    weights: whether the safetensors files are needed, or config and tokenizer alone. progress: show the progress bars
-    of huggingface_hub on stderr.
+    weights: whether the safetensors files are needed, or only config and tokenizer. progress: show the progress bars of
+    huggingface_hub on stderr.
 
     Raises CheckpointError for an id that is not cached, with the command that downloads it, and for a failed download;
-    InputError for a revision of something that is no id; MissingExtraError for an id without huggingface_hub.
+    InputError for a revision with a name that is not an id; MissingExtraError for an id without huggingface_hub.
     """
-    path, match = Path(name), _HUB_ID.fullmatch(os.fspath(name))
+    path = Path(name)
+    match = _HUB_ID.fullmatch(os.fspath(name))
     if match is not None and not _exists(path):
         repository = match[1]
-        return _cached_or_downloaded(
+        return _resolve_hub_id(
             repository, _revision(repository, match[2], revision), download=download, weights=weights, show=progress
         )
     if revision is not None:
@@ -93,9 +96,9 @@ def cached_ids() -> list[str]:
 
 
 def missing_files(folder: Path) -> list[str]:
-    """Return the names of the weight files that ``folder`` lacks, by its index or by the usual name; [] if complete.
+    """Return the names of missing weight files, by the folder's index or the usual file name; [] if complete.
 
-    A folder with GGUF files is complete, as they have no index.
+    A folder with GGUF files counts as complete, because they have no index.
     """
     if (folder / _INDEX).is_file():
         return [name for name in _shards(folder / _INDEX) if not (folder / name).is_file()]
@@ -108,21 +111,21 @@ def missing_files(folder: Path) -> list[str]:
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
-    except OSError:  # a name that no file system takes, or a folder without permission: opening it reports that
+    except OSError:  # an invalid file name, or a folder without permission: opening it reports that
         return True
 
 
 def _revision(repository: str, in_name: str | None, option: str | None) -> str | None:
     if in_name is not None and option not in (None, in_name):
-        raise InputError(f"{repository}: revision {in_name!r} in the name and revision={option!r}; give one of them")
+        raise InputError(f"{repository}: revision {in_name!r} in the name and revision={option!r}; pass one of them")
     revision = in_name or option
     if revision is not None and (".." in revision or revision.startswith("/")):
         raise InputError(f"{repository}: revision {revision!r}; allowed are a branch, a tag or a commit")
     return revision
 
 
-def _cached_or_downloaded(repository: str, revision: str | None, *, download: bool, weights: bool, show: bool) -> Path:
-    folder = _cached(repository, revision)
+def _resolve_hub_id(repository: str, revision: str | None, *, download: bool, weights: bool, show: bool) -> Path:
+    folder = _find_snapshot(repository, revision)
     typed = repository if revision is None else f"{repository}@{revision}"
     if not download:
         if folder is None:
@@ -132,23 +135,23 @@ def _cached_or_downloaded(repository: str, revision: str | None, *, download: bo
             )
         if weights and (missing := missing_files(folder)):
             raise CheckpointError(
-                f"{typed}: the Hugging Face cache holds a part of this model, {_listed(missing)} missing in {folder}; "
-                f"{_how_to_get(repository, revision)}"
+                f"{typed}: the Hugging Face cache holds a part of this model, {_format_names(missing)} missing in "
+                f"{folder}; {_how_to_get(repository, revision)}"
             )
         return folder
-    if folder is not None and not _lacks(folder, weights):
+    if folder is not None and not _is_incomplete(folder, weights):
         return folder
-    with _bars(show):
-        return _downloaded(repository, revision, weights, typed)
+    with _progress_bars(show):
+        return _download(repository, revision, weights, typed)
 
 
-def _lacks(folder: Path, weights: bool) -> bool:
-    """Return whether a download may add something needed."""
+def _is_incomplete(folder: Path, weights: bool) -> bool:
+    """Return whether needed files are missing."""
     described = any((folder / name).is_file() for name in ("config.json", _ADAPTER_CONFIG))
     return not described or (weights and bool(missing_files(folder)))
 
 
-def _downloaded(repository: str, revision: str | None, weights: bool, typed: str) -> Path:
+def _download(repository: str, revision: str | None, weights: bool, typed: str) -> Path:
     fetch = _hub().snapshot_download
     try:
         # Config and index first: they name the weight files, and repositories often hold a second set of weights.
@@ -156,19 +159,19 @@ def _downloaded(repository: str, revision: str | None, weights: bool, typed: str
         if weights and (missing := missing_files(folder)):
             # The same commit, even where the branch has moved since.
             fetch(repository, revision=folder.name, allow_patterns=[escape(name) for name in missing])
-    except Exception as error:  # of many kinds, some of the HTTP library below
+    except Exception as error:  # of many classes, some from the HTTP library
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(
             f"{typed}: cannot be downloaded ({type(error).__name__}: {reason}); {_after_failure(repository, revision)}"
         ) from error
     if weights and (missing := missing_files(folder)):
-        if (folder / _INDEX).is_file() or _constants().HF_HUB_OFFLINE:  # the index names files that the repository has
+        if (folder / _INDEX).is_file() or _constants().HF_HUB_OFFLINE:  # the index lists files of the repository
             raise CheckpointError(
-                f"{typed}: {_listed(missing)} could not be downloaded; {_after_failure(repository, revision)}"
+                f"{typed}: {_format_names(missing)} could not be downloaded; {_after_failure(repository, revision)}"
             )
         raise CheckpointError(
-            f"{typed}: the repository has no {_listed(missing)}; only safetensors are downloaded, never .bin or .pth. "
-            f"For one GGUF file: hf download {repository} FILE.gguf, then give the path it prints"
+            f"{typed}: the repository has no {_format_names(missing)}; only safetensors are downloaded, never .bin or "
+            f".pth. For one GGUF file: hf download {repository} FILE.gguf, then give the path it prints"
         )
     return folder
 
@@ -186,12 +189,12 @@ def _after_failure(repository: str, revision: str | None) -> str:
     return f"check the id, the network and, for a private or gated model, hf auth login; run again to resume, or {text}"
 
 
-def _listed(names: list[str]) -> str:
+def _format_names(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more files" if len(names) > 3 else "")
 
 
 def _shards(index: Path) -> list[str]:
-    """Return the file names in an index; what is wrong with the index is reported where it is opened."""
+    """Return the file names in an index; errors in the index are reported when the checkpoint is opened."""
     try:
         table: Any = json.loads(index.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -203,11 +206,11 @@ def _shards(index: Path) -> list[str]:
     return sorted(name for name in names if name.endswith(".safetensors") and ".." not in name and name[0] != "/")
 
 
-def _cached(repository: str, revision: str | None) -> Path | None:
-    """Return the snapshot folder of a cached model; None where the cache has none of this revision.
+def _find_snapshot(repository: str, revision: str | None) -> Path | None:
+    """Return the snapshot folder of a cached model, None if the cache lacks this revision.
 
-    Layout: https://huggingface.co/docs/huggingface_hub/guides/manage-cache. Read here and not by
-    ``snapshot_download(local_files_only=True)``, which refuses snapshots without the files that are never needed.
+    Layout: https://huggingface.co/docs/huggingface_hub/guides/manage-cache. This does not use
+    ``snapshot_download(local_files_only=True)``, which rejects snapshots that lack files Collegium never needs.
     """
     store = Path(_constants().HF_HUB_CACHE).expanduser() / f"models--{repository.replace('/', '--')}"
     reference = store / "refs" / (revision or "main")
@@ -221,7 +224,7 @@ def _cached(repository: str, revision: str | None) -> Path | None:
 
 def _report_shadowed(repository: str, revision: str | None, download: bool) -> None:
     try:
-        shadowed = download or _cached(repository, revision) is not None
+        shadowed = download or _find_snapshot(repository, revision) is not None
     except MissingExtraError:
         return
     if shadowed:
@@ -229,14 +232,14 @@ def _report_shadowed(repository: str, revision: str | None, download: bool) -> N
 
 
 def _hub() -> Any:
-    return _needed("huggingface_hub")
+    return _import_hub("huggingface_hub")
 
 
 def _constants() -> Any:
-    return _needed("huggingface_hub.constants")
+    return _import_hub("huggingface_hub.constants")
 
 
-def _needed(module: str) -> Any:
+def _import_hub(module: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
@@ -247,9 +250,9 @@ def _needed(module: str) -> Any:
 
 
 @contextmanager
-def _bars(show: bool) -> Generator[None]:
-    """Hide the progress bars of huggingface_hub inside the block, unless ``show``."""
-    bars = _needed("huggingface_hub.utils")
+def _progress_bars(show: bool) -> Generator[None]:
+    """Hide the progress bars of huggingface_hub inside the block unless ``show``."""
+    bars = _import_hub("huggingface_hub.utils")
     if show or bars.are_progress_bars_disabled():
         yield
         return

@@ -1,4 +1,4 @@
-"""Which experts one of several ranks holds, and which part of them."""
+"""Which experts one of several ranks holds, and which slice of them."""
 
 from dataclasses import dataclass
 
@@ -9,16 +9,17 @@ __all__ = ["Placement"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """Which experts and which slice of their intermediate width this rank holds.
+    """The experts of one rank, and its slice of their intermediate width.
 
-    rank, world_size: among the ranks that split the experts. expert_ids: logical ids of the local experts, in local
-    slot order, each once; several ranks may hold the same expert. spare: slots after those that hold no expert yet.
-    tp_rank, tp_size: the slice of I held here: rows of gate and up, columns of down.
-    slice_size: rows of the slice; None: I / tp_size, rounded up. A slice that is filled up to whole groups has more.
-    ranks: what every rank holds, in the order of ranks, for dispatchers that send tokens to others; empty: not told.
-    same_tokens: every rank is called with the same tokens, instead of its own; each then serves a share of them.
-    group, slice_group: names of the process groups of those that split the experts, and of those that hold the slices
-    of one part; empty: torch's default group.
+    rank, world_size: among the ranks that split the experts. expert_ids: logical ids of the local experts in the order
+    of local slots, each once; several ranks may hold the same expert. spare: empty slots after those.
+    tp_rank, tp_size: the local slice of I: rows of gate and up, columns of down.
+    slice_size: rows of the slice; None: I / tp_size, rounded up. Slices that are padded to whole groups have more.
+    ranks: the experts of every rank, in the order of ranks, for dispatchers that send tokens to others; empty: unknown.
+    same_tokens: all ranks are called with the same tokens and each serves a share of them; otherwise every rank is
+    called with different tokens.
+    group, slice_group: names of the process groups of the ranks that split the experts, and of the ranks that hold the
+    slices of the same experts; empty: torch's default group.
     """
 
     rank: int = 0
@@ -40,27 +41,33 @@ class Placement:
             require(len(set(ids)) == len(ids), "expert_ids", ids, "each id once")
         require(self.slice_size is None or self.slice_size >= 1, "slice_size", self.slice_size, "None, or at least 1")
         require(self.spare >= 0, "spare", self.spare, "0 or more slots")
-        told = len(self.ranks)
-        require(told in (0, self.world_size), "ranks", told, f"none, or one entry for each of {self.world_size} ranks")
-        own = self.ranks[self.rank] if told else self.expert_ids
-        require(own == self.expert_ids, f"ranks[{self.rank}]", own, f"expert_ids={self.expert_ids}")
+        entries = len(self.ranks)
+        allowed = f"none, or one entry for each of {self.world_size} ranks"
+        require(entries in (0, self.world_size), "ranks", entries, allowed)
+        if self.ranks:
+            ids = self.ranks[self.rank]
+            require(ids == self.expert_ids, f"ranks[{self.rank}]", ids, f"expert_ids={self.expert_ids}")
 
     def __str__(self) -> str:
-        """Return rank, experts and slice in words."""
+        """Return rank, experts and slice as text."""
         ids = list(self.expert_ids)
-        whole = len(ids) > 2 and ids == list(range(ids[0], ids[0] + len(ids)))
-        held = f"{ids[0]} to {ids[-1]}" if whole else ", ".join(map(str, ids)) or "none"
-        part = f", slice {self.tp_rank} of {self.tp_size}" if self.tp_size > 1 else ""
-        free = f", {self.spare} spare slots" if self.spare else ""
-        same = ", the same tokens on every rank" if self.same_tokens else ""
-        return f"rank {self.rank} of {self.world_size}, experts {held}{free}{part}{same}"
+        consecutive = len(ids) > 2 and ids == list(range(ids[0], ids[0] + len(ids)))
+        experts = f"{ids[0]} to {ids[-1]}" if consecutive else ", ".join(map(str, ids)) or "none"
+        text = f"rank {self.rank} of {self.world_size}, experts {experts}"
+        if self.spare:
+            text += f", {self.spare} spare slots"
+        if self.tp_size > 1:
+            text += f", slice {self.tp_rank} of {self.tp_size}"
+        if self.same_tokens:
+            text += ", the same tokens on every rank"
+        return text
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """Names of the process groups with which this rank shares layers, the one that splits experts first."""
+        """Names of the process groups whose ranks call the layer together, the one that splits experts first."""
         return (self.group,) * (self.world_size > 1) + (self.slice_group,) * (self.tp_size > 1)
 
     @property
     def width(self) -> int:
-        """Slots of the rank that has most, this one where others are not told."""
+        """Slots of the rank with the most; of this rank where the others are unknown."""
         return max(map(len, self.ranks or (self.expert_ids,))) + self.spare

@@ -1,11 +1,11 @@
-"""plan(): which pipeline, dispatcher and kernel run a problem, in which formats and memory, and why not others.
+"""plan(): which kernel, dispatcher and pipelines run a problem, in which formats and memory, and why not others.
 
-Pure: it looks at no device and allocates nothing, so a laptop can plan for an H200.
+A pure function: it reads no device and allocates nothing, so a laptop can plan for an H200.
 """
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -19,22 +19,31 @@ from .formats.find_storage import SAFETENSORS_DTYPES
 from .ops import linear
 from .ops.quantize import ACTIVATION_FORMATS, activation_format
 from .ops.route import route_regions
-from .ops.route_wide import widened_regions
+from .ops.route_wide import append_shared_experts_regions
 from .parallel import DispatcherKind
 from .parallel.input_check import compared_words
 from .parallel.traffic import OutgoingTokens, Traffic
 from .pipelines import PipelineKind, PipelineQuery
-from .problem import ExpertsProblem, Overrides, Problem, Refusal
+from .problem import DeviceFacts, ExpertsProblem, Overrides, Problem, Refusal
 from .runtime.memory import Region, Regions, elementwise_max, memory_map, with_prefix
-from .sharing import SharedWay, shared_way
+from .sharing import SharedPlan, plan_shared
 from .types import MoESpec, format_names, named, require
 
-__all__ = ["Plan", "TokenRange", "dispatcher_named", "expert_bytes", "kernel_named", "plan", "token_ranges"]
+__all__ = [
+    "Plan",
+    "TokenRange",
+    "dispatcher_named",
+    "expert_bytes",
+    "kernel_named",
+    "plan",
+    "plan_swap",
+    "token_ranges",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenRange:
-    """From ``tokens`` tokens on, up to the next stretch: the pipeline, and the family of its kernel's tiles."""
+    """The pipeline for ``tokens`` tokens and more, up to the next range, and the family of its kernel's tiles."""
 
     tokens: int
     pipeline: str
@@ -43,18 +52,17 @@ class TokenRange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Every choice made, and what runs is exactly this.
+    """Every choice that was made for a problem; a layer runs exactly this.
 
-    problem: the question, with activation format, combine and what tokens are sent as filled in. kernel,
-    shared_kernel, dispatcher: names of what was chosen; shared_kernel is None without a shared expert. token_ranges:
-    which
-    pipeline and tiles run how many tokens; a layer corrects them where packing finds what a problem cannot say (groups
-    of INT4, weights at odd addresses).
-    wire_format: what travels between ranks. capacity: rows one pass brings to this rank's experts at most.
-    expert_bytes, weight_bytes: one expert, all of this rank's slots in one layer. regions: temporary memory of a
-    pass. capturable: whether the forward pass may be captured in a CUDA graph. refusals: the other candidates and why.
-    merged: as how many more routed experts the shared one runs; 0: on its own, or there is none. beside: up to how many
-    tokens it then has a stream of its own in a CUDA graph. overrides: what the caller chose.
+    problem: with activation format, combine and message format filled in. kernel, shared_kernel, dispatcher: names of
+    the chosen rows; shared_kernel is None without a shared expert. token_ranges: pipeline and tiles by number of
+    tokens. activation_format: of rows before each product. wire_format: what travels between ranks. capacity: maximum
+    number of rows that one pass brings to this rank's experts. expert_bytes, weight_bytes: of one expert, and of all of
+    this rank's slots in one layer. regions: temporary memory of a pass. capturable: whether a CUDA graph can capture
+    the forward pass. refusals: the other candidates, and why they were not chosen. merged_shared_experts: number of
+    routed experts that the shared expert is split into; 0: it runs separately, or there is none. side_stream_tokens: up
+    to how many tokens the shared expert runs on a side stream in a CUDA graph. overrides: what the caller forced.
+    ranges_from_packing: the token ranges are not those that ``plan`` returned; see ``with_token_ranges``.
     """
 
     problem: Problem
@@ -70,102 +78,129 @@ class Plan:
     regions: tuple[Region, ...]
     capturable: bool
     refusals: tuple[Refusal, ...]
-    merged: int = 0
-    beside: int = 0
+    merged_shared_experts: int = 0
+    side_stream_tokens: int = 0
     overrides: Overrides = field(default_factory=Overrides, compare=False)
+    ranges_from_packing: bool = False
 
     @property
-    def inside(self) -> Problem:
-        """What kernel, dispatcher and pipelines run: the problem, with the shared expert among the routed ones."""
-        return self.problem.widened(self.merged)
+    def routed_problem(self) -> Problem:
+        """The problem of kernel, dispatcher and pipelines: a merged shared expert is part of the routed experts."""
+        return self.problem.with_merged_experts(self.merged_shared_experts)
 
     @property
     def down_kernel(self) -> str:
-        """Name of the kernel of the down projections, which is another one where their format is."""
+        """Name of the kernel of the down projections, which differs where their format does."""
         return kernel_named(self.kernel).kernels(self.problem.routed)[1]
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of temporary memory of one pass at most."""
+        """Maximum bytes of temporary memory of one pass."""
         return memory_map(self.regions).nbytes
 
     @property
     def groups(self) -> tuple[str, ...]:
         """Names of the process groups whose ranks call the layer together, the one that splits experts first."""
-        placed = self.problem.placement
-        return () if placed is None or self.dispatcher == "partial" else placed.groups
+        placement = self.problem.placement
+        return () if placement is None or self.dispatcher == "partial" else placement.groups
 
     @property
     def pipelines(self) -> tuple[str, ...]:
-        """Names of the pipelines that run, each once, from the fewest tokens on."""
-        return tuple(dict.fromkeys(stretch.pipeline for stretch in self.token_ranges))
+        """Names of the pipelines, without repetition, in the order of token counts."""
+        return tuple(dict.fromkeys(token_range.pipeline for token_range in self.token_ranges))
+
+    def with_token_ranges(self, ranges: tuple[TokenRange, ...]) -> "Plan":
+        """Return the plan of a packed layer, whose ``ranges`` may differ from the planned ones.
+
+        Only packing shows whether weights are aligned for the fastest loads, how INT4 groups are stored, and which
+        measured tiles exist. ``explain`` reports a difference.
+        """
+        changed = self.ranges_from_packing or ranges != self.token_ranges
+        return replace(self, token_ranges=ranges, ranges_from_packing=changed)
 
     def traffic(self, away: OutgoingTokens) -> Traffic:
-        """Return the bytes between a rank and the others for its tokens, ``away`` being what of them goes elsewhere.
+        """Return the bytes that a rank exchanges with the others for its outgoing tokens ``away``.
 
-        Of slices, and of the same tokens on every rank, without the sums and shares that are gathered around it.
+        Sums of slices, and outputs that are gathered for ``same_tokens``, are not included.
         """
         return parallel.wrapped_for(dispatcher_named(self.dispatcher), self.problem).traffic(self.problem, away)
 
     def explain(self) -> str:
-        """Return the plan as lines a person can read."""
-        spec, device = self.problem.spec, self.problem.device
-        where = f"{device.kind} {device.name}".strip()
-        where += "" if device.nvrtc else "; no NVRTC, so large batches run small tiles: install nvidia-cuda-nvrtc"
-        compared = compared_words(self.problem.placement, self.dispatcher)
-        kernels = _product_kernels(self.kernel, self.problem.routed)
-        shared = None if self.shared_kernel is None else _product_kernels(self.shared_kernel, self.problem.shared())
-        if shared not in (None, kernels):
-            kernels += f", {shared} for the shared expert" if " for " not in shared else f"; shared expert: {shared}"
+        """Return the plan as text, one choice a line."""
+        spec, placement = self.problem.spec, self.problem.placement
+        compared = compared_words(placement, self.dispatcher)
         lines = [
-            f"layer      {spec.num_experts} experts, top-{spec.routing.top_k} ({spec.routing.method}), "
-            f"hidden {spec.hidden_size}, intermediate {spec.intermediate_size}, {spec.activation.kind}"
-            + (f" limit {spec.activation.limit:g}" if spec.activation.limit is not None else "")
-            + (" in fast math" if spec.activation.fast else ""),
-            f"machine    {where}, {device.threads} threads" if device.kind == "cpu" else f"machine    {where}",
-            f"kernel     {kernels}",
-            *([] if spec.shared is None else [f"shared     {self._shared()}"]),
-            f"batches    {self.batches()}",
-            f"dispatch   {self.dispatcher}, at most {self.capacity:,} rows"
-            + ("" if self.problem.placement is None else f"; {self.problem.placement}")
-            + ("" if self.wire_format == "none" else f"; {self.wire_format} between ranks"),
-            *([] if compared is None else [f"inputs     {compared}"]),
+            f"layer      {_layer_text(spec)}",
+            f"machine    {_device_text(self.problem.device)}",
+            f"kernel     {self._kernel_text()}",
+        ]
+        if spec.shared is not None:
+            lines.append(f"shared     {self._shared_text()}")
+        lines += [f"batches    {self.batches()}", f"dispatch   {self._dispatch_text()}"]
+        if compared is not None:
+            lines.append(f"inputs     {compared}")
+        lines += [
             f"formats    weights {format_names(spec.formats)}, activations {self.activation_format}",
             f"bytes      {self.expert_bytes:,} an expert, {self.weight_bytes:,} a layer, "
             f"workspace at most {self.workspace_bytes:,} for {self.problem.limits.max_tokens:,} tokens",
             f"graph      {'can' if self.capturable else 'cannot'} be captured in a CUDA graph",
         ]
-        told = {"kernel": True, "dispatcher": self.problem.placement is not None, "pipeline": device.kind == "cuda"}
-        lines += [f"refused    {refusal.name}: {refusal.reason}" for refusal in self.refusals if told[refusal.what]]
+        printed = {
+            "kernel": True,
+            "dispatcher": placement is not None,
+            "pipeline": self.problem.device.kind == "cuda",
+        }
+        lines += [f"refused    {refusal.name}: {refusal.reason}" for refusal in self.refusals if printed[refusal.what]]
         return "\n".join(lines)
 
     def batches(self) -> str:
-        """Return in words which pipeline and tiles run how many tokens."""
-        does = {kind.name: kind.does for kind in pipelines.PIPELINES}
-        most, found = self.problem.limits.max_tokens, list[str]()
-        for own, following in zip(self.token_ranges, (*self.token_ranges[1:], None), strict=True):
-            last = most if following is None else following.tokens - 1
-            count = f"{own.tokens:,} to {last:,} tokens" if own.tokens < last else f"{last:,} token{'s' * (last > 1)}"
-            tiles = f", {own.tiles}" if own.tiles else ""
-            found.append(f"{count} {own.pipeline} ({does[own.pipeline]}{tiles})")
-        return "; ".join(found)
+        """Return as text which pipeline and tiles run how many tokens."""
+        descriptions = {kind.name: kind.description for kind in pipelines.PIPELINES}
+        starts = [token_range.tokens for token_range in self.token_ranges]
+        ends = [start - 1 for start in starts[1:]] + [self.problem.limits.max_tokens]
+        texts: list[str] = []
+        for token_range, last in zip(self.token_ranges, ends, strict=True):
+            first = token_range.tokens
+            count = f"{first:,} to {last:,} tokens" if first < last else f"{last:,} token{'s' * (last > 1)}"
+            tiles = f", {token_range.tiles}" if token_range.tiles else ""
+            texts.append(f"{count} {token_range.pipeline} ({descriptions[token_range.pipeline]}{tiles})")
+        return "; ".join(texts) + (" (changed by packing)" if self.ranges_from_packing else "")
 
-    def _shared(self) -> str:
-        if self.merged:
-            return f"merged: {self.merged} more routed expert{'s' * (self.merged > 1)}, for every token"
-        beside = f"; in a CUDA graph beside the routed experts up to {self.beside} tokens"
-        return f"apart{beside if self.beside else ''}"
+    def _kernel_text(self) -> str:
+        text = _product_kernels(self.kernel, self.problem.routed)
+        if self.shared_kernel is None:
+            return text
+        shared = _product_kernels(self.shared_kernel, self.problem.shared())
+        if shared == text:
+            return text
+        return f"{text}; shared expert: {shared}" if " for " in shared else f"{text}, {shared} for the shared expert"
+
+    def _shared_text(self) -> str:
+        count = self.merged_shared_experts
+        if count:
+            return f"merged into {count} routed expert{'s' * (count > 1)} that receive{'s' * (count == 1)} every token"
+        if self.side_stream_tokens:
+            return f"apart; on a side stream in a CUDA graph up to {self.side_stream_tokens} tokens"
+        return "apart"
+
+    def _dispatch_text(self) -> str:
+        text = f"{self.dispatcher}, at most {self.capacity:,} rows"
+        if self.problem.placement is not None:
+            text += f"; {self.problem.placement}"
+        if self.wire_format != "none":
+            text += f"; {self.wire_format} between ranks"
+        return text
 
     def to_json(self) -> dict[str, object]:
         """Return the plan as plain values for ``--json``."""
-        placed = self.problem.placement
+        placement = self.problem.placement
         return {
             "kernel": self.kernel,
             "shared_kernel": self.shared_kernel,
-            "merged": self.merged,
-            "beside": self.beside,
+            "merged_shared_experts": self.merged_shared_experts,
+            "side_stream_tokens": self.side_stream_tokens,
             "dispatcher": self.dispatcher,
-            "token_ranges": [asdict(stretch) for stretch in self.token_ranges],
+            "token_ranges": [asdict(token_range) for token_range in self.token_ranges],
             "device": self.problem.device.kind,
             "device_name": self.problem.device.name,
             "weight_format": self.problem.spec.weight_format,
@@ -173,7 +208,7 @@ class Plan:
             "down_kernel": self.down_kernel,
             "activation_format": self.activation_format,
             "wire_format": self.wire_format,
-            "rank": 0 if placed is None else placed.rank,
+            "rank": 0 if placement is None else placement.rank,
             "world_size": self.problem.world_size,
             "local_experts": len(self.problem.local_experts),
             "capacity": self.capacity,
@@ -186,33 +221,56 @@ class Plan:
         }
 
 
+def _layer_text(spec: MoESpec) -> str:
+    text = (
+        f"{spec.num_experts} experts, top-{spec.routing.top_k} ({spec.routing.method}), hidden {spec.hidden_size}, "
+        f"intermediate {spec.intermediate_size}, {spec.activation.kind}"
+    )
+    if spec.activation.limit is not None:
+        text += f" limit {spec.activation.limit:g}"
+    if spec.activation.fast:
+        text += " in fast math"
+    return text
+
+
+def _device_text(device: DeviceFacts) -> str:
+    text = f"{device.kind} {device.name}".strip()
+    if not device.nvrtc:
+        text += "; no NVRTC, so large batches run small tiles: install nvidia-cuda-nvrtc"
+    if device.kind == "cpu":
+        text += f", {device.threads} threads"
+    return text
+
+
 def _product_kernels(name: str, problem: ExpertsProblem) -> str:
-    """Return the kernel called ``name`` as text; of weights in two formats, the kernels of both products."""
+    """Return ``name``, or the kernels of both products where their weights have two formats."""
     if not problem.mixed:
         return name
-    first, second = kernel_named(name).kernels(problem)
-    return f"{first} for gate_up, {second} for down"
+    gate_up, down = kernel_named(name).kernels(problem)
+    return f"{gate_up} for gate_up, {down} for down"
 
 
 def kernel_named(name: str) -> ExpertKernel:
     """Return the experts kernel called ``name``; raises PlanError naming the known ones."""
-    return _named("kernel", name, experts.KERNELS)
+    return _forced_row("kernel", name, experts.KERNELS)
 
 
 def dispatcher_named(name: str) -> DispatcherKind:
     """Return the dispatcher called ``name``; raises PlanError naming the known ones."""
-    return _named("dispatcher", name, parallel.DISPATCHERS)
+    return _forced_row("dispatcher", name, parallel.DISPATCHERS)
 
 
 def expert_bytes(spec: MoESpec, intermediate: int | None = None) -> int:
-    """Return the bytes one routed expert takes in the spec's weight format, biases included, padding included.
+    """Return the bytes of one routed expert in the spec's weight format, with biases and padding.
 
-    intermediate: the width of a slice instead of the whole.
+    intermediate: the width of a slice; None: the whole width.
     """
-    hidden, wide, parts = spec.expert_hidden_size, intermediate or spec.intermediate_size, spec.gate_up_parts
-    first, second = spec.formats
-    matrices = parts * _matrix_bytes(first, wide, hidden) + _matrix_bytes(second, hidden, wide)
-    biases = 2 * (parts * wide + hidden) if spec.expert_bias else 0
+    intermediate = intermediate or spec.intermediate_size
+    hidden, parts = spec.expert_hidden_size, spec.gate_up_parts
+    gate_up_format, down_format = spec.formats
+    matrices = parts * _matrix_bytes(gate_up_format, intermediate, hidden)
+    matrices += _matrix_bytes(down_format, hidden, intermediate)
+    biases = 2 * (parts * intermediate + hidden) if spec.expert_bias else 0
     return matrices + biases
 
 
@@ -220,112 +278,151 @@ def _matrix_bytes(name: str, rows: int, columns: int) -> int:
     layout = by_name(name)
     if layout.row_block == 1 and layout.group:
         columns = -(-columns // layout.group) * layout.group
-    needed = (part for part in layout.storages[0].parts if part.required)
-    return sum(
-        math.prod(p.stored_shape(rows, columns)) * SAFETENSORS_DTYPES.get(p.dtypes[0], torch.uint8).itemsize
-        for p in needed
-    )
+    total = 0
+    for part in layout.storages[0].parts:
+        if part.required:
+            itemsize = SAFETENSORS_DTYPES.get(part.dtypes[0], torch.uint8).itemsize
+            total += math.prod(part.stored_shape(rows, columns)) * itemsize
+    return total
 
 
 def plan(problem: Problem, overrides: Overrides | None = None) -> Plan:
     """Choose the first kernel, dispatcher and pipelines of the tables that do not refuse ``problem``.
 
-    overrides: explicit choices, which are obeyed or refused, never replaced. Raises PlanError listing every refusal.
+    overrides: forced choices, which are obeyed or refused, never replaced. Raises PlanError listing every refusal.
     """
     overrides = overrides or Overrides()
     require(type(overrides) is Overrides, "overrides", overrides, "an Overrides, such as Overrides(kernel=...)")
-    wanted = activation_format(overrides.activation_format or problem.activation_format or problem.dtype).name
-    asked = replace(problem, activation_format=wanted, combine=overrides.combine or problem.combine)
+    activations = activation_format(overrides.activation_format or problem.activation_format or problem.dtype).name
+    problem = replace(problem, activation_format=activations, combine=overrides.combine or problem.combine)
     refusals: list[Refusal] = []
-
-    def refuse_kernel(kernel: Any) -> str | None:
-        return _cannot_capture(kernel, asked) or kernel.refuse(asked.routed)
-
-    kernel = _first("kernel", experts.KERNELS, overrides.kernel, refuse_kernel, refusals)
-    if kernel is None:
-        raise _no_kernel(asked, refusals)
-    asked = _with_wire(asked, kernel)
-
-    def refuse_dispatcher(kind: Any) -> str | None:
-        whole = parallel.wrapped_for(kind, asked)
-        return _cannot_capture(whole, asked) or whole.refuse(asked, requested=overrides.dispatcher == kind.name)
-
-    chosen = _first("dispatcher", parallel.DISPATCHERS, overrides.dispatcher, refuse_dispatcher, refusals)
-    if chosen is None:
-        reasons = _listed([r for r in refusals if r.what == "dispatcher"]) + "\nChange the choice or the placement."
-        raise PlanError(f"no dispatcher serves {asked.placement or 'one rank'}:\n{reasons}")
-    dispatcher = parallel.wrapped_for(chosen, asked)
-    capturable = kernel.capturable and dispatcher.capturable
-    shared = shared_way(asked, kernel, chosen.name, overrides, capturable=capturable)
-    inside = asked.widened(shared.merged)
-    capacity = dispatcher.capacity(inside)
-    brought = replace(inside.routed, rows=capacity, tokens=dispatcher.batch_tokens(inside))
-    parts: dict[str, Any] = {"experts": brought, "tiling": kernel.tiling(brought), "pipeline": overrides.pipeline}
-    question = PipelineQuery(problem=inside, kernel=kernel, dispatcher=dispatcher, **parts)
-    kinds = _pipelines(question, overrides, refusals)
-    one = expert_bytes(asked.spec, asked.routed.intermediate)
-    regions = _regions_beside(asked, inside, shared) | _largest_regions(kinds, question)
+    kernel = _choose_kernel(problem, overrides, refusals)
+    problem = _with_wire_format(problem, kernel)
+    dispatcher = _choose_dispatcher(problem, overrides, refusals)
+    wrapped = parallel.wrapped_for(dispatcher, problem)
+    capturable = kernel.capturable and wrapped.capturable
+    shared = plan_shared(problem, kernel, dispatcher.name, overrides, capturable=capturable)
+    if shared.kernel is not None:
+        capturable = capturable and shared.kernel.capturable
+    routed_problem = problem.with_merged_experts(shared.merged_experts)
+    capacity = wrapped.capacity(routed_problem)
+    tokens = wrapped.batch_tokens(routed_problem)
+    experts_problem = replace(routed_problem.routed, rows=capacity, tokens=tokens)
+    query = PipelineQuery(
+        problem=routed_problem,
+        experts=experts_problem,
+        kernel=kernel,
+        dispatcher=wrapped,
+        tiling=kernel.tiling(experts_problem),
+        pipeline=overrides.pipeline,
+    )
+    kinds = _choose_pipelines(query, refusals)
+    regions = _layer_regions(problem, routed_problem, shared) | _pipeline_regions(kinds, query)
+    bytes_per_expert = expert_bytes(problem.spec, problem.routed.intermediate)
     return Plan(
-        problem=asked,
+        problem=problem,
         kernel=kernel.name,
         shared_kernel=None if shared.kernel is None else shared.kernel.name,
-        dispatcher=chosen.name,
-        token_ranges=token_ranges(kinds, dispatcher, question.tiling, inside),
-        activation_format=wanted,
-        wire_format=dispatcher.wire_format(asked),
+        dispatcher=dispatcher.name,
+        token_ranges=token_ranges(kinds, wrapped, query.tiling, routed_problem),
+        activation_format=activations,
+        wire_format=wrapped.wire_format(problem),
         capacity=capacity,
-        expert_bytes=one,
-        weight_bytes=one * asked.slots,
+        expert_bytes=bytes_per_expert,
+        weight_bytes=bytes_per_expert * problem.slots,
         regions=tuple(Region(name, size) for name, size in regions.items()),
-        capturable=capturable and (shared.kernel is None or shared.kernel.capturable),
+        capturable=capturable,
         refusals=tuple(refusals),
-        merged=shared.merged,
-        beside=shared.beside,
+        merged_shared_experts=shared.merged_experts,
+        side_stream_tokens=shared.side_stream_tokens,
         overrides=overrides,
     )
 
 
-def _no_kernel(asked: Problem, refusals: Sequence[Refusal]) -> PlanError:
-    return PlanError(
-        f"no kernel runs {format_names(asked.spec.formats)} weights with {asked.activation_format} activations on "
-        f"{asked.device.kind}:\n"
-        f"{_listed(refusals)}\nAllowed activation formats: {', '.join(f.name for f in ACTIVATION_FORMATS)}. "
-        "Drop the forced choice or change the named limit."
-    )
+def plan_swap(old: Plan, formats: Mapping[str, Any], overrides: Overrides | None = None) -> Plan:
+    """Return the plan of the layer of ``old`` with routed experts in other ``formats``; see ``MoELayer.swap``.
 
-
-def _regions_beside(asked: Problem, inside: Problem, shared: SharedWay) -> Regions:
-    """Return the memory of what is beside the pipelines."""
-    tokens, wide = asked.limits.max_tokens, inside.spec.routing.top_k
-    regions: Regions = with_prefix("routing", route_regions(tokens, asked.spec.routing.top_k))
-    if shared.merged:
-        regions |= with_prefix("routing", widened_regions(tokens, wide))
-    if shared.kernel is not None and not shared.merged:
-        regions |= with_prefix("shared", shared.kernel.regions(asked.shared()))
-    return regions | linear.regions_of(asked)
-
-
-def _largest_regions(kinds: Sequence[PipelineKind], question: PipelineQuery) -> Regions:
-    """Return the memory of every pipeline; where ranks read each other's, with the experts of any of them.
-
-    So they have one map of it, whatever experts each of them holds.
+    formats: the fields ``weight_format`` and ``down_format`` of the spec. The shared expert stays as it is stored.
     """
-    brought, placed = question.experts, question.problem.placement
-    widths = {brought.experts}
-    if placed is not None and question.dispatcher.symmetric:
-        widths |= {len(ids) + placed.spare for ids in placed.ranks}
-    asks = [replace(question, experts=replace(brought, experts=width)) for width in sorted(widths)]
-    return elementwise_max(*(kind.regions(ask) for kind in kinds for ask in asks))
+    spec = replace(old.problem.spec, **formats)
+    if spec.shared is not None:
+        stored = old.problem.spec.shared_alone()
+        shared = replace(spec.shared, weight_format=stored.weight_format, down_format=stored.down_format)
+        spec = replace(spec, shared=shared)
+    if overrides is None:
+        overrides = Overrides(dispatcher=old.dispatcher)
+    overrides = replace(overrides, shared=overrides.shared or old.overrides.shared)
+    return plan(replace(old.problem, spec=spec), overrides)
 
 
-def _cannot_capture(candidate: Any, problem: Problem) -> str | None:
+def _choose_kernel(problem: Problem, overrides: Overrides, refusals: list[Refusal]) -> ExpertKernel:
+    """Return the kernel of the routed experts; raises PlanError."""
+
+    def refuse(kernel: ExpertKernel) -> str | None:
+        return _cannot_capture(kernel, problem) or kernel.refuse(problem.routed)
+
+    kernel = _first_accepting("kernel", experts.KERNELS, overrides.kernel, refuse, refusals)
+    if kernel is None:
+        raise PlanError(
+            f"no kernel runs {format_names(problem.spec.formats)} weights with {problem.activation_format} activations "
+            f"on {problem.device.kind}:\n{_refusal_lines(refusals)}\n"
+            f"Allowed activation formats: {', '.join(f.name for f in ACTIVATION_FORMATS)}. "
+            "Drop the forced choice or change the named limit."
+        )
+    return kernel
+
+
+def _choose_dispatcher(problem: Problem, overrides: Overrides, refusals: list[Refusal]) -> DispatcherKind:
+    """Return the row of the dispatcher, without the wrappers that the placement requires; raises PlanError."""
+
+    def refuse(kind: DispatcherKind) -> str | None:
+        wrapped = parallel.wrapped_for(kind, problem)
+        return _cannot_capture(wrapped, problem) or wrapped.refuse(problem, requested=overrides.dispatcher == kind.name)
+
+    kind = _first_accepting("dispatcher", parallel.DISPATCHERS, overrides.dispatcher, refuse, refusals)
+    if kind is None:
+        reasons = _refusal_lines([refusal for refusal in refusals if refusal.what == "dispatcher"])
+        raise PlanError(
+            f"no dispatcher serves {problem.placement or 'one rank'}:\n{reasons}\nChange the choice or the placement."
+        )
+    return kind
+
+
+def _layer_regions(problem: Problem, routed_problem: Problem, shared: SharedPlan) -> Regions:
+    """Return the memory of what is outside the pipelines: routing, shared expert, router and latent projections."""
+    tokens = problem.limits.max_tokens
+    regions: Regions = with_prefix("routing", route_regions(tokens, problem.spec.routing.top_k))
+    if shared.merged_experts:
+        regions |= with_prefix("routing", append_shared_experts_regions(tokens, routed_problem.spec.routing.top_k))
+    elif shared.kernel is not None:
+        regions |= with_prefix("shared", shared.kernel.regions(problem.shared()))
+    return regions | linear.regions_of(problem)
+
+
+def _pipeline_regions(kinds: Sequence[PipelineKind], query: PipelineQuery) -> Regions:
+    """Return the memory of every pipeline.
+
+    Ranks that read each other's memory need the same memory map, so it has room for the experts of any of them.
+    """
+    placement = query.problem.placement
+    counts = {query.experts.experts}
+    if placement is not None and query.dispatcher.symmetric:
+        counts |= {len(ids) + placement.spare for ids in placement.ranks}
+    queries = [replace(query, experts=replace(query.experts, experts=count)) for count in sorted(counts)]
+    return elementwise_max(*(kind.regions(rank_query) for kind in kinds for rank_query in queries))
+
+
+def _cannot_capture(candidate: ExpertKernel | DispatcherKind, problem: Problem) -> str | None:
     if problem.graph and not candidate.capturable:
-        return "asked for a layer that a CUDA graph can capture; it reads sizes on the host"
+        return "a layer that a CUDA graph can capture was requested; it reads sizes on the host"
     return None
 
 
-def _with_wire(problem: Problem, kernel: ExpertKernel) -> Problem:
-    """Return ``problem`` with what tokens travel as: codes where they are weighted later and ``kernel`` takes them."""
+def _with_wire_format(problem: Problem, kernel: ExpertKernel) -> Problem:
+    """Return ``problem`` with the format in which tokens travel.
+
+    Tokens travel as codes if ``kernel`` takes codes and the router weight is applied after the experts.
+    """
     if problem.world_size == 1:
         return problem
     form = activation_format(problem.routed.activation_format)
@@ -333,75 +430,77 @@ def _with_wire(problem: Problem, kernel: ExpertKernel) -> Problem:
     return replace(problem, sent_as=form.name if codes else None)
 
 
-def _first(
+def _first_accepting(
     what: str, table: Sequence[Any], forced: str | None, refuse: Callable[[Any], str | None], refusals: list[Refusal]
 ) -> Any:
     """Return the first row of ``table`` that does not refuse, or None; add a refusal for every other row."""
     if forced is not None:
-        _named(what, forced, table)
+        _forced_row(what, forced, table)
     chosen: Any = None
     for row in table:
         reason = f"{what} {forced} was forced" if forced not in (None, row.name) else refuse(row)
         if reason is None and chosen is None:
             chosen = row
-        else:
-            reason = reason or f"it can run this, but {chosen.name} is before it in the table"
-            refusals.append(Refusal(what=what, name=row.name, reason=reason))
+            continue
+        if reason is None:
+            reason = f"it can run this, but {chosen.name} is before it in the table"
+        refusals.append(Refusal(what=what, name=row.name, reason=reason))
     return chosen
 
 
-def _named(what: str, name: str, table: Sequence[Any]) -> Any:
+def _forced_row(what: str, name: str, table: Sequence[Any]) -> Any:
     return named(table, name, f"{what} {name!r} was forced; known {what}s: ", PlanError)
 
 
-def _listed(refusals: Sequence[Refusal]) -> str:
+def _refusal_lines(refusals: Sequence[Refusal]) -> str:
     return "\n".join(f"  {refusal.name}: {refusal.reason}" for refusal in refusals)
 
 
-def _pipelines(question: PipelineQuery, overrides: Overrides, refusals: list[Refusal]) -> list[PipelineKind]:
-    """Return the pipelines that share the batches, the one for the fewest tokens first; the last serves any number."""
-    rows, found, top_k = pipelines.PIPELINES, list["PipelineKind"](), question.problem.spec.routing.top_k
-    forced = None if overrides.pipeline is None else _named("pipeline", overrides.pipeline, rows)
-    # One that is forced and serves any number needs none beside it; one for few tokens needs one for the rest.
-    alone = forced is not None and forced.max_tokens(question.tiling, top_k) is None
-    own: list[Refusal] = []
-    for kind in rows:
-        reason = kind.refuse(question)
-        if (
-            reason is None
-            and forced not in (None, kind)
-            and (alone or kind.max_tokens(question.tiling, top_k) is not None)
-        ):
-            reason = f"pipeline {overrides.pipeline} was forced"
-        if reason is None and found and found[-1].max_tokens(question.tiling, top_k) is None:
-            reason = f"it can run this, but {found[-1].name} is before it in the table"
+def _choose_pipelines(query: PipelineQuery, refusals: list[Refusal]) -> list[PipelineKind]:
+    """Return the pipelines in the order of token counts; the last one runs any number. Raises PlanError."""
+    top_k = query.problem.spec.routing.top_k
+    forced: PipelineKind | None = None
+    if query.pipeline is not None:
+        forced = _forced_row("pipeline", query.pipeline, pipelines.PIPELINES)
+    # A forced pipeline that runs any number of tokens runs all batches; one for few tokens needs another for the rest.
+    forced_runs_all = forced is not None and forced.max_tokens(query.tiling, top_k) is None
+    chosen: list[PipelineKind] = []
+    pipeline_refusals: list[Refusal] = []
+    for kind in pipelines.PIPELINES:
+        runs_all = kind.max_tokens(query.tiling, top_k) is None
+        reason = kind.refuse(query)
+        if reason is None and forced not in (None, kind) and (forced_runs_all or not runs_all):
+            reason = f"pipeline {query.pipeline} was forced"
+        if reason is None and chosen and chosen[-1].max_tokens(query.tiling, top_k) is None:
+            reason = f"it can run this, but {chosen[-1].name} is before it in the table"
         if reason is None:
-            found.append(kind)
+            chosen.append(kind)
         else:
-            own.append(Refusal(what="pipeline", name=kind.name, reason=reason))
-    refusals += own
-    forced_away = overrides.pipeline is not None and overrides.pipeline not in {kind.name for kind in found}
-    if forced_away or not found or found[-1].max_tokens(question.tiling, top_k) is not None:
-        raise PlanError(f"no pipeline runs every number of tokens as asked:\n{_listed(own)}")
-    return found
+            pipeline_refusals.append(Refusal(what="pipeline", name=kind.name, reason=reason))
+    refusals += pipeline_refusals
+    complete = bool(chosen) and chosen[-1].max_tokens(query.tiling, top_k) is None
+    if not complete or (forced is not None and forced not in chosen):
+        reasons = _refusal_lines(pipeline_refusals)
+        raise PlanError(f"no pipelines run every number of tokens with the forced choices:\n{reasons}")
+    return chosen
 
 
 def token_ranges(
     kinds: Sequence[PipelineKind], dispatcher: DispatcherKind, tiling: Tiling, problem: Problem
 ) -> tuple[TokenRange, ...]:
-    """Return every count of tokens, up to ``max_tokens``, from which another pipeline or tile family runs."""
-
-    def family_at(tokens: int, kind: PipelineKind) -> str:
-        return kind.family(tiling, dispatcher.rows(problem, tokens))
-
-    found: list[TokenRange] = []
-    start, top_k, limit = 1, problem.spec.routing.top_k, problem.limits.max_tokens
+    """Return every number of tokens, up to ``max_tokens``, from which another pipeline or tile family runs."""
+    top_k, max_tokens = problem.spec.routing.top_k, problem.limits.max_tokens
+    ranges: list[TokenRange] = []
+    start = 1
     for kind in kinds:
-        most = kind.max_tokens(tiling, top_k)
-        last = limit if most is None else min(most, limit)
+        limit = kind.max_tokens(tiling, top_k)
+        last = max_tokens if limit is None else min(limit, max_tokens)
         while start <= last:
-            family = family_at(start, kind)
-            found.append(TokenRange(tokens=start, pipeline=kind.name, tiles=family))
-            later = range(start, last + 1)
-            start += bisect_left(later, True, key=lambda n, k=kind, f=family: family_at(n, k) != f)
-    return tuple(found)
+            family = kind.family(tiling, dispatcher.rows(problem, start))
+
+            def other_family(tokens: int, kind: PipelineKind = kind, family: str = family) -> bool:
+                return kind.family(tiling, dispatcher.rows(problem, tokens)) != family
+
+            ranges.append(TokenRange(tokens=start, pipeline=kind.name, tiles=family))
+            start += bisect_left(range(start, last + 1), True, key=other_family)
+    return tuple(ranges)

@@ -1,4 +1,4 @@
-"""The question ``plan()`` answers: a layer, on a machine, over ranks, within limits; and what a kernel is asked."""
+"""What ``plan()`` decides about: a layer on a device, over ranks, within limits; and its part for an experts kernel."""
 
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -14,14 +14,14 @@ COMBINES = ("exact", "reduced", "reduced_fp8")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceFacts:
-    """The machine as far as planning needs it; made by hand or by ``collegium.probe``.
+    """The device as far as planning needs it; written by hand or returned by ``collegium.probe``.
 
-    kind: ``cpu`` or ``cuda``. capability: (major, minor) of a CUDA device, None on CPU.
-    memory: bytes of the device, 0 when unknown. threads: CPU threads torch will use. index: number of the CUDA device
-    on this machine, None for one that is not here. sms: its multiprocessors, None for those of an H100 or H200.
-    peers: GPUs of its host whose memory it reaches, itself included, None where that is not known. bandwidth: bytes a
-    second that its memory is clocked for, None for those of an H200. nvrtc: whether the compiler that PyTorch brings
-    for CUDA is there.
+    kind: ``cpu`` or ``cuda``. capability: (major, minor) of a CUDA device, None on a CPU.
+    memory: bytes of the device, 0 when unknown. threads: CPU threads that torch uses. index: number of the CUDA device
+    on this host, None for a device that is not present. sms: number of its multiprocessors; None: as an H100 or H200.
+    peers: number of GPUs of its host whose memory it can access, itself included, None when unknown. bandwidth: bytes
+    per second from its memory clock; None: as an H200. nvrtc: whether the CUDA compiler that PyTorch ships is
+    installed.
     """
 
     kind: Literal["cpu", "cuda"]
@@ -37,16 +37,16 @@ class DeviceFacts:
 
     @property
     def place(self) -> str:
-        """What torch calls the device: ``cpu``, ``cuda:1``, or ``cuda`` for one without a number."""
+        """The torch name of the device: ``cpu``, ``cuda:1``, or ``cuda`` without an index."""
         return self.kind if self.index is None else f"{self.kind}:{self.index}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Bounds the plan sizes its workspace for.
+    """Sizes that the plan reserves workspace for.
 
-    max_tokens: of one pass. rank_tokens: how many of them one rank may send to one other where that is fixed before
-    (``all_to_all_fixed``); more are an error. None: all of them.
+    max_tokens: of one pass. rank_tokens: how many of them one rank may send to another where that is fixed in advance
+    (``all_to_all_fixed``), more are an error; None: all of them.
     """
 
     max_tokens: int = 8192
@@ -60,13 +60,13 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertsProblem:
-    """What an experts kernel is asked on one rank, where it knows neither routing nor ranks; of a shared expert too.
+    """What an experts kernel has to run on one rank, without routing and ranks; also describes a shared expert.
 
-    experts, parts, intermediate, hidden: the weights ``[experts, parts, intermediate, hidden]`` and
-    ``[experts, hidden, intermediate]`` it packs. weighted: rows are multiplied by a weight before they are quantised.
-    tokens, rows: the most of each in one batch; a row is a token at one of its experts.
+    experts, parts, intermediate, hidden: sizes of the weights ``[experts, parts, intermediate, hidden]`` and
+    ``[experts, hidden, intermediate]``. weighted: rows are multiplied by a weight before they are quantised.
+    tokens, rows: maximum of one batch; a row is one token at one of its experts.
     weight_format: of gate_up, and of down unless ``down_format`` names another.
-    activation_format: what rows become before each product; dtype: of the tokens.
+    activation_format: of rows before each product. dtype: of the tokens.
     """
 
     experts: int
@@ -91,19 +91,20 @@ class ExpertsProblem:
 
     @property
     def mixed(self) -> bool:
-        """Whether the two products have weights in two formats."""
+        """Whether gate_up and down have different formats."""
         return self.formats[0] != self.formats[1]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """The printable question ``plan()`` answers.
+    """What ``plan()`` decides about, as a printable value.
 
-    activation_format: format activations take before each multiplication (``collegium.ops.quantize``); None lets the
-        plan choose the one that loses nothing. dtype: of the layer's input and output.
-    placement: what this rank holds; None: every expert, whole. graph: a CUDA graph has to be able to capture the layer.
-    combine: one of ``COMBINES``, how rows come back from other ranks. sent_as: the activation format whose codes travel
-        to them, None for tokens as they are; the plan says which.
+    activation_format: format of activations before each product (``collegium.ops.quantize``); None: the plan chooses
+        the one that loses nothing. dtype: of the layer's input and output.
+    placement: the experts of this rank; None: all experts, whole. graph: a CUDA graph must be able to capture the
+        layer.
+    combine: how rows return from other ranks, one of ``COMBINES``. sent_as: activation format of the codes that travel
+        to other ranks, None for unquantised tokens; set by the plan.
     """
 
     spec: MoESpec
@@ -122,43 +123,46 @@ class Problem:
         require(self.dtype in ("bf16", "fp16", "fp32"), "dtype", self.dtype, "bf16, fp16, fp32")
         require(type(self.limits) is Limits, "limits", self.limits, "Limits(max_tokens=...)")
         if self.placement is not None:
-            held = self.placement.ranks or (self.placement.expert_ids,)
-            beyond = [expert for ids in held for expert in ids if not 0 <= expert < self.spec.num_experts]
-            require(not beyond, "placement.expert_ids", beyond, f"0 to {self.spec.num_experts - 1}")
+            ranks = self.placement.ranks or (self.placement.expert_ids,)
+            unknown = [expert for ids in ranks for expert in ids if not 0 <= expert < self.spec.num_experts]
+            require(not unknown, "placement.expert_ids", unknown, f"0 to {self.spec.num_experts - 1}")
 
     @property
     def local_experts(self) -> tuple[int, ...]:
-        """Logical ids of the experts this rank holds."""
+        """Logical ids of the experts on this rank."""
         return tuple(range(self.spec.num_experts)) if self.placement is None else self.placement.expert_ids
 
     @property
     def slots(self) -> int:
-        """How many experts this rank has room for."""
+        """Number of slots for experts on this rank, spare ones included."""
         return len(self.local_experts) + (0 if self.placement is None else self.placement.spare)
 
     @property
     def world_size(self) -> int:
-        """How many ranks share the layer."""
+        """Number of ranks that share the layer."""
         return 1 if self.placement is None else self.placement.world_size
 
     @property
     def alone(self) -> bool:
-        """Whether every rank holds everything, so that nothing has to be exchanged; all ranks say the same."""
-        placed, whole = self.placement, tuple(range(self.spec.num_experts))
-        held = () if placed is None else {*placed.ranks, placed.expert_ids}
-        return placed is None or (held == {whole} and placed.tp_size == 1 and not placed.spare)
+        """Whether every rank holds all experts whole, so nothing is exchanged; the same on all ranks."""
+        placement = self.placement
+        if placement is None:
+            return True
+        all_experts = tuple(range(self.spec.num_experts))
+        complete = {*placement.ranks, placement.expert_ids} == {all_experts}
+        return complete and placement.tp_size == 1 and not placement.spare
 
     @property
     def routed(self) -> ExpertsProblem:
-        """What the kernel of the routed experts is asked on this rank."""
-        spec, placed = self.spec, self.placement
-        wide = spec.intermediate_size
-        if placed is not None and placed.tp_size > 1:
-            wide = placed.slice_size or -(-wide // placed.tp_size)
+        """The routed experts of this rank, for a kernel."""
+        spec, placement = self.spec, self.placement
+        intermediate = spec.intermediate_size
+        if placement is not None and placement.tp_size > 1:
+            intermediate = placement.slice_size or -(-intermediate // placement.tp_size)
         return ExpertsProblem(
             experts=self.slots,
             parts=spec.gate_up_parts,
-            intermediate=wide,
+            intermediate=intermediate,
             hidden=spec.expert_hidden_size,
             activation=spec.activation,
             weight_format=spec.weight_format,
@@ -172,27 +176,26 @@ class Problem:
             device=self.device,
         )
 
-    def widened(self, more: int) -> "Problem":
-        """Return the problem of the routed experts alone with ``more`` like them, to which every token goes too."""
-        if not more:
+    def with_merged_experts(self, count: int) -> "Problem":
+        """Return the problem of the routed experts with ``count`` more of them, each of which receives every token."""
+        if not count:
             return self
-        old = self.spec.routing
-        rule = RoutingSpec(top_k=old.top_k + more, weight_on_input=old.weight_on_input)
-        spec = replace(self.spec, num_experts=self.spec.num_experts + more, routing=rule, shared=None)
+        routing = RoutingSpec(top_k=self.spec.routing.top_k + count, weight_on_input=self.spec.routing.weight_on_input)
+        spec = replace(self.spec, num_experts=self.spec.num_experts + count, routing=routing, shared=None)
         return replace(self, spec=spec, placement=None)
 
     def shared(self) -> ExpertsProblem:
-        """Return what the kernel of the shared expert is asked; raises SpecError when there is none."""
+        """Return the shared expert for a kernel; raises SpecError when there is none."""
         return replace(self, spec=self.spec.shared_alone(), placement=None).routed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overrides:
-    """A user's explicit wish; the plan obeys or refuses, it never falls back. Names as the plan prints them.
+    """Choices that the caller forces. The plan obeys or refuses them; it never falls back. Names are those of the plan.
 
-    combine: one of ``COMBINES``, for layers over ranks. shared: whether the shared expert runs as ``merged``, more
-    routed experts that every token goes to, ``beside`` them, for few tokens on a stream of its own in a CUDA graph,
-    or ``apart``; nothing to a layer without one.
+    combine: one of ``COMBINES``, for layers over ranks. shared: how the shared expert runs. ``merged``: split into
+    routed experts that receive every token; ``beside``: on a side stream in a CUDA graph, for few tokens; ``apart``:
+    after the routed experts. Ignored for layers without a shared expert.
     """
 
     kernel: str | None = None
@@ -208,7 +211,7 @@ class Overrides:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refusal:
-    """One candidate and the reason, with numbers, why it was not chosen. what: kernel, dispatcher or pipeline."""
+    """A candidate that was not chosen, and why, with numbers. what: kernel, dispatcher or pipeline."""
 
     what: str
     name: str

@@ -1,4 +1,4 @@
-"""How the shared expert runs: as more routed experts that every token goes to, beside them, or apart after them."""
+"""How the shared expert runs: merged with the routed experts, on a side stream, or after them."""
 
 import math
 from typing import NamedTuple
@@ -10,102 +10,116 @@ from .formats import by_name
 from .problem import Overrides, Problem
 from .types import format_names
 
-__all__ = ["SharedWay", "forced_in_vain", "shared_way"]
+__all__ = ["SharedPlan", "forced_shared_error", "plan_shared"]
 
-# Above it the routed experts have work for the whole GPU: docs/benchmark-tables.md, shared_h200.csv.
-_BESIDE = 512
-
-
-def _kernel(problem: Problem, kernel: ExpertKernel, *, capturable: bool) -> ExpertKernel:
-    """Return the kernel of the shared expert, to which it is one expert that every token goes to.
-
-    The routed experts' ``kernel`` where it takes the weights; otherwise (FP8 or BF16 beside routed experts of four
-    bits) the first one of the table that does, and can be captured where the plan is. Raises PlanError, and SpecError
-    for a format that is not known.
-    """
-    asked, reasons = problem.shared(), list[str]()
-    for name in asked.formats:
-        by_name(name)  # raises where there is no such format
-    for other in dict.fromkeys((kernel, *experts.KERNELS)):
-        reason = other.refuse(asked)
-        if reason is None and capturable and not other.capturable:
-            reason = "no CUDA graph can capture it; it is taken where neither a graph nor activations were asked for"
-        if reason is None:
-            return other
-        reasons.append(f"  {other.name}: {reason}")
-    raise PlanError(
-        f"{kernel.name} runs the routed experts, no kernel runs the shared expert ({format_names(asked.formats)}):\n"
-        + "\n".join(reasons)
-        + "\nForce another activation format or kernel, or ask for no graph."
-    )
+# With more tokens the routed experts keep the whole GPU busy: benchmarks/results/shared_h200.csv.
+_SIDE_STREAM_TOKENS = 512
 
 
-class SharedWay(NamedTuple):
-    """The kernel of the shared expert, None without one; as how many more routed experts it runs (0: on its own).
+class SharedPlan(NamedTuple):
+    """How the shared expert of a layer runs.
 
-    beside: up to how many tokens it then has a stream of its own in a CUDA graph.
+    kernel: None without a shared expert. merged_experts: the number of routed experts it is split into, each of which
+    receives every token; 0: it is run separately. side_stream_tokens: up to how many tokens it runs on a side stream in
+    a CUDA graph.
     """
 
     kernel: ExpertKernel | None
-    merged: int = 0
-    beside: int = 0
+    merged_experts: int = 0
+    side_stream_tokens: int = 0
 
 
-def shared_way(
+def plan_shared(
     problem: Problem, kernel: ExpertKernel, dispatcher: str, overrides: Overrides, *, capturable: bool
-) -> SharedWay:
-    """Return how the shared expert runs beside routed ones with ``kernel`` and ``dispatcher``.
+) -> SharedPlan:
+    """Return how the shared expert runs, given the ``kernel`` and ``dispatcher`` of the routed experts.
 
-    Raises PlanError where no kernel runs it, and where it cannot be as it was forced to be.
+    capturable: whether a CUDA graph can capture those. Raises PlanError where no kernel runs the shared expert, and
+    where it cannot run in the way that ``overrides`` forces.
     """
     if problem.spec.shared is None:
-        return SharedWay(None)
+        return SharedPlan(None)
     if overrides.shared == "merged":
         reason = _cannot_merge(problem, dispatcher)
         if reason is not None:
-            raise forced_in_vain("merged", reason)
-        return SharedWay(kernel, merged=problem.shared().intermediate // problem.spec.intermediate_size)
-    reason = "shared apart was forced" if overrides.shared == "apart" else None
-    if problem.device.kind != "cuda":
-        reason = f"a {problem.device.kind} has no streams"
-    elif dispatcher != "local":
-        reason = f"with the dispatcher {dispatcher} it already runs while tokens travel"
-    elif not capturable:
-        reason = "no CUDA graph can capture the layer"
+            raise forced_shared_error("merged", reason)
+        return SharedPlan(kernel, merged_experts=problem.shared().intermediate // problem.spec.intermediate_size)
+    reason = _no_side_stream(problem, dispatcher, overrides, capturable=capturable)
     if reason is not None and overrides.shared == "beside":
-        raise forced_in_vain("beside", reason)
-    # A slow kernel that nobody asked for is taken where nothing else would run, and the plan says so.
-    asked = problem.graph or overrides.activation_format is not None
-    own = _kernel(problem, kernel, capturable=capturable and asked)
-    return SharedWay(own, beside=_BESIDE if reason is None and own.capturable else 0)
+        raise forced_shared_error("beside", reason)
+    # A slow kernel that was not forced is used where nothing else would run; the plan reports it.
+    requires_capture = problem.graph or overrides.activation_format is not None
+    shared_kernel = _shared_kernel(problem, kernel, capturable=capturable and requires_capture)
+    on_side_stream = reason is None and shared_kernel.capturable
+    return SharedPlan(shared_kernel, side_stream_tokens=_SIDE_STREAM_TOKENS if on_side_stream else 0)
 
 
-def _cannot_merge(problem: Problem, dispatcher: str) -> str | None:
-    """Return why the shared expert cannot be routed experts, as far as sizes and formats say, or None."""
-    own, routed, shared = problem.spec.shared, problem.routed, problem.shared()
-    assert own is not None
+def forced_shared_error(way: str, reason: str) -> PlanError:
+    """Return the error for a shared expert that cannot run in the forced ``way`` for ``reason``."""
+    return PlanError(f"shared={way!r} was forced and is not possible: {reason}. Use Overrides(shared='apart')")
+
+
+def _no_side_stream(problem: Problem, dispatcher: str, overrides: Overrides, *, capturable: bool) -> str | None:
+    """Return why the shared expert cannot run on a side stream, or None."""
+    if problem.device.kind != "cuda":
+        return f"a {problem.device.kind} has no streams"
     if dispatcher != "local":
-        return f"asked for the dispatcher {dispatcher}; each rank has the whole shared expert, and a part of the others"
-    if own.gated:
-        return "its gate gives each token a weight of its own, which is computed beside the experts"
-    for name, found, wanted in (
-        ("weights", format_names(shared.formats), format_names(routed.formats)),
-        ("activation", shared.activation, routed.activation),
-        ("biases", shared.bias, routed.bias),
-        ("latent width", None, problem.spec.latent_size),
-    ):
-        if found != wanted:
-            return f"found {name} {found}, those of the routed experts are {wanted}"
-    layouts, wide = [by_name(name) for name in shared.formats], routed.intermediate
-    step = math.lcm(*(size for layout in layouts for size in (layout.row_block, layout.group or 1)))
-    if shared.intermediate % wide or (shared.intermediate > wide and wide % step):
-        return (
-            f"found {shared.intermediate:,} columns; needed are those of whole routed experts, {wide:,} each, in whole "
-            f"groups of {step}"
-        )
+        return f"with the dispatcher {dispatcher} it already runs while tokens travel"
+    if not capturable:
+        return "no CUDA graph can capture the layer"
+    if overrides.shared == "apart":
+        return "shared='apart' was forced"
     return None
 
 
-def forced_in_vain(way: str, reason: str) -> PlanError:
-    """Return the error for a shared expert that was to run in a ``way`` that it cannot, for ``reason``."""
-    return PlanError(f"shared {way} was forced, it cannot be: {reason}. Use Overrides(shared='apart')")
+def _shared_kernel(problem: Problem, kernel: ExpertKernel, *, capturable: bool) -> ExpertKernel:
+    """Return the kernel of the shared expert, for which it is a single expert that receives every token.
+
+    That is the routed experts' ``kernel`` where it takes the weights; otherwise (FP8 or BF16 next to 4-bit routed
+    experts) the first row of the table that does. capturable: skip kernels that no CUDA graph can capture. Raises
+    PlanError, and SpecError for an unknown format.
+    """
+    shared_problem = problem.shared()
+    reasons: list[str] = []
+    for name in shared_problem.formats:
+        by_name(name)  # raises SpecError for an unknown format
+    for candidate in dict.fromkeys((kernel, *experts.KERNELS)):
+        reason = candidate.refuse(shared_problem)
+        if reason is None and capturable and not candidate.capturable:
+            reason = "no CUDA graph can capture it; it is used only if neither a graph nor activations are requested"
+        if reason is None:
+            return candidate
+        reasons.append(f"  {candidate.name}: {reason}")
+    raise PlanError(
+        f"{kernel.name} runs the routed experts, but no kernel runs the shared expert "
+        f"({format_names(shared_problem.formats)}):\n"
+        + "\n".join(reasons)
+        + "\nForce another activation format or kernel, or plan without a graph."
+    )
+
+
+def _cannot_merge(problem: Problem, dispatcher: str) -> str | None:
+    """Return why the shared expert cannot become routed experts, as far as sizes and formats decide, or None."""
+    spec, routed, shared = problem.spec, problem.routed, problem.shared()
+    assert spec.shared is not None
+    if dispatcher != "local":
+        return f"the dispatcher is {dispatcher}; each rank has the whole shared expert and only some routed experts"
+    if spec.shared.gated:
+        return "its gate gives each token a separate weight, which is computed outside the experts"
+    for name, shared_value, routed_value in (
+        ("weights", format_names(shared.formats), format_names(routed.formats)),
+        ("activation", shared.activation, routed.activation),
+        ("biases", shared.bias, routed.bias),
+        ("latent width", None, spec.latent_size),
+    ):
+        if shared_value != routed_value:
+            return f"found {name} {shared_value}, those of the routed experts are {routed_value}"
+    layouts = [by_name(name) for name in shared.formats]
+    columns = routed.intermediate
+    group = math.lcm(*(size for layout in layouts for size in (layout.row_block, layout.group or 1)))
+    if shared.intermediate % columns or (shared.intermediate > columns and columns % group):
+        return (
+            f"found {shared.intermediate:,} columns; needed are those of whole routed experts, {columns:,} each, in "
+            f"whole groups of {group}"
+        )
+    return None

@@ -1,7 +1,7 @@
-"""Frozen values that cross borders between rooms.
+"""Frozen values that packages exchange.
 
 Shape letters: T tokens, K experts per token (top-k), E experts, D hidden size of the model, H width the routed
-experts read and write (differs from D only for latent MoE), I intermediate size, R received rows (T*K at most).
+experts read and write (other than D only for latent MoE), I intermediate size, R received rows (T*K at most).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ACTIVATION_KINDS = (*GATED_KINDS, "relu2", "silu", "gelu")
 
 ScoreFunction = Literal["softmax", "topk_softmax", "sigmoid", "sqrt_softplus", "sparsemixer"]
 SCORE_FUNCTIONS = ("softmax", "topk_softmax", "sigmoid", "sqrt_softplus", "sparsemixer")
-# What serving engines call a rule, by score, renormalize and correction_bias.
+# Names that serving engines use for a rule, by score, renormalize and correction_bias.
 _METHODS = {
     ("softmax", False, False): "default",
     ("softmax", True, False): "renormalize_naive",
@@ -56,28 +56,31 @@ _METHODS = {
 }
 
 
-def require(ok: bool, asked: str, found: object, allowed: str) -> None:
-    """Raise SpecError, which names what was asked, found and allowed, unless ``ok``."""
+def require(ok: bool, name: str, value: object, allowed: str) -> None:
+    """Raise SpecError, with the ``name`` of a setting, its ``value`` and what is ``allowed``, unless ``ok``."""
     if not ok:
-        raise SpecError(f"{asked}: found {found!r}, allowed: {allowed}")
+        raise SpecError(f"{name}: found {value!r}, allowed: {allowed}")
 
 
-def named(table: Iterable[Any], name: str, said: str, error: type[CollegiumError] = SpecError) -> Any:
-    """Return the row of ``table`` called ``name``; without one raise ``error``: ``said``, all names, the closest."""
+def named(table: Iterable[Any], name: str, message: str, error: type[CollegiumError] = SpecError) -> Any:
+    """Return the row of ``table`` called ``name``.
+
+    Without such a row raise ``error`` with ``message``, all names, and those that are spelled like ``name``.
+    """
     rows = list(table)
     row = next((row for row in rows if row.name == name), None)
     if row is None:
         names = [row.name for row in rows]
         near = closest(str(name), names)
-        raise error(said + ", ".join(names) + (f"; {near}" if near else ""))
+        raise error(message + ", ".join(names) + (f"; {near}" if near else ""))
     return row
 
 
 def closest(name: str, names: Iterable[str]) -> str:
     """Return a clause with up to three of ``names`` that are spelled like ``name``, empty where none is."""
-    by_lower = {each.lower(): each for each in names}
+    by_lower = {candidate.lower(): candidate for candidate in names}
     near = get_close_matches(name.lower(), by_lower, n=3, cutoff=0.6)
-    return f"closest to {name!r}: {', '.join(by_lower[each] for each in near)}" if near else ""
+    return f"closest to {name!r}: {', '.join(by_lower[match] for match in near)}" if near else ""
 
 
 def format_names(formats: tuple[str, str]) -> str:
@@ -86,21 +89,21 @@ def format_names(formats: tuple[str, str]) -> str:
     return first if first == second else f"{first} (gate_up) and {second} (down)"
 
 
-def _require_count(asked: str, found: object) -> None:
-    require(isinstance(found, int) and found >= 1, asked, found, "a whole number, at least 1")
+def _require_count(name: str, value: object) -> None:
+    require(isinstance(value, int) and value >= 1, name, value, "a whole number, at least 1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationSpec:
-    """What comes between the two projections.
+    """The activation between the two projections of an expert.
 
     kind: one of ``ACTIVATION_KINDS``.
     limit: clamp bound. For ``swiglu`` and ``swiglu_oai`` the gate is clamped above and up on both sides *before*
         the activation; for ``swiglu_step`` silu(gate) is clamped above and up on both sides *after* it. None: no clamp.
-    alpha, beta: of ``swiglu_oai``, the factor inside the sigmoid, and what is added to up (gpt-oss: 1.702 and 1).
+    alpha, beta: of ``swiglu_oai``: the factor inside the sigmoid, and the constant added to up (gpt-oss: 1.702 and 1).
     gate_bound, up_bound: the two tanh bounds of ``situ`` (Kimi-K3: 4 and 25).
-    fast: sigmoid and tanh by the GPU's approximation where Triton's kernels run: off by up to 2^-11 and 2^-10, however
-        small the right number is. Elsewhere nothing changes.
+    fast: Triton kernels use the GPU's approximate sigmoid and tanh, with absolute errors up to 2^-11 and 2^-10, also
+        for values near zero. Other kernels ignore it.
     """
 
     kind: ActivationKind = "swiglu"
@@ -129,8 +132,8 @@ class RoutingSpec:
     """How router logits ``[T, E]`` become ``topk_ids`` and ``topk_weights`` ``[T, K]``.
 
     score: ``softmax`` over all experts before top-k; ``topk_softmax`` over the selected logits only; ``sigmoid`` and
-        ``sqrt_softplus`` elementwise before top-k; ``sparsemixer``: two experts one after the other, each weighted by
-        a softmax over the logits within ``2 * jitter`` of the best left (Phi-3.5-MoE).
+        ``sqrt_softplus`` elementwise before top-k; ``sparsemixer``: two experts one after the other, weighted by a
+        softmax over the logits within ``2 * jitter`` of the best remaining one (Phi-3.5-MoE).
     renormalize: divide the selected weights by (their sum + ``renormalize_eps``), or by ``renormalize_floor`` if that
         is larger.
     groups, topk_groups: grouped top-k; ``group_score`` is the maximum of the group or the sum of its two best.
@@ -138,11 +141,11 @@ class RoutingSpec:
     correction_bias: whether a per-expert bias is added for selection only, never to the weights.
     weight_on_input: the router weight multiplies the expert's input instead of its output (Llama-4).
     hash_routing: experts are looked up by token id in a table; the weights still come from the scores.
-    input_norm_eps: the router reads its input after an RMS norm without weight (Gemma-4); None: as it is.
-    expert_scale: whether the weight of each assignment is multiplied by a factor of its expert at the very end.
-    round_logits: the logits that the layer's own router makes are rounded to the dtype of the layer's input before they
-        are scored, as by a model that computes its router in that dtype; False: they stay float32.
-    id_dtype: of ``topk_ids`` where this rule chooses them, ``int64`` or ``int32``.
+    input_norm_eps: epsilon of an RMS norm without weight on the router's input (Gemma-4); None: no norm.
+    expert_scale: whether the weight of each assignment is finally multiplied by a factor of its expert.
+    round_logits: whether logits of the layer's router are rounded to the dtype of the layer's input before they are
+        scored, as in models that compute the router in that dtype; False: they stay float32.
+    id_dtype: of the ``topk_ids`` that this rule chooses, ``int64`` or ``int32``.
     """
 
     top_k: int
@@ -167,8 +170,8 @@ class RoutingSpec:
         for name in ("top_k", "groups", "topk_groups"):
             _require_count(name, getattr(self, name))
         require(self.score in SCORE_FUNCTIONS, "score function", self.score, ", ".join(SCORE_FUNCTIONS))
-        kept = 1 <= self.topk_groups <= self.groups
-        require(kept, "topk_groups", self.topk_groups, f"1 to groups={self.groups}")
+        valid = 1 <= self.topk_groups <= self.groups
+        require(valid, "topk_groups", self.topk_groups, f"1 to groups={self.groups}")
         require(self.group_score in ("max", "top2_sum"), "group_score", self.group_score, "max, top2_sum")
         require(self.renormalize_eps >= 0, "renormalize_eps", self.renormalize_eps, "0 or more")
         require(self.renormalize_floor >= 0, "renormalize_floor", self.renormalize_floor, "0 or more")
@@ -181,11 +184,11 @@ class RoutingSpec:
 
     @property
     def method(self) -> str:
-        """What serving engines call this rule from logits to weights, for a kernel that routes by itself.
+        """The name that serving engines use for this rule, for a kernel that routes by itself.
 
         ``default``, ``renormalize_naive``, ``renormalize``, ``sigmoid``, ``sigmoid_renorm``, ``deepseek_v3`` (groups or
         none), ``deepseek_v4``, ``llama4``; ``unspecified`` for every other rule. ``docs/routing.md`` has the table.
-        top_k, groups, scale and renormalize_eps are beside the name.
+        The name does not cover top_k, groups, scale and renormalize_eps.
         """
         name = _METHODS.get((self.score, self.renormalize, self.correction_bias), "unspecified")
         if self.weight_on_input:
@@ -197,11 +200,11 @@ class RoutingSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedSpec:
-    """The dense expert every token passes through, width ``intermediate_size``.
+    """The dense expert that every token passes through.
 
-    gated: its output is multiplied by sigmoid(Linear(x) -> 1) (Qwen2-MoE family). activation: None for that of the
-    routed experts. weight_format: of gate and up, and of down unless ``down_format`` names another; None for those of
-    the routed experts.
+    gated: its output is multiplied by sigmoid(Linear(x) -> 1) (Qwen2-MoE family). activation: None: that of the routed
+    experts. weight_format: of gate and up, and of down unless ``down_format`` names another; None: those of the routed
+    experts.
     """
 
     intermediate_size: int
@@ -213,7 +216,7 @@ class SharedSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoESpec:
-    """One Mixture-of-Experts layer, as the model's config states it. Sizes are logical, never padded.
+    """One Mixture-of-Experts layer, as the model's config describes it. Sizes are logical, never padded.
 
     hidden_size: D, width of the layer's input and output.
     intermediate_size: I, width between the projections of one expert.
@@ -244,8 +247,8 @@ class MoESpec:
         k, e, g = self.routing.top_k, self.num_experts, self.routing.groups
         require(k <= e, "top_k", k, f"at most num_experts={e}")
         require(e % g == 0, "num_experts with routing groups", (e, g), "num_experts a multiple of groups")
-        held = self.routing.topk_groups * (e // g)
-        require(k <= held, "top_k with kept groups", k, "at most the experts they hold")
+        candidates = self.routing.topk_groups * (e // g)
+        require(k <= candidates, "top_k with topk_groups", k, f"at most the {candidates} experts of those groups")
 
     @property
     def expert_hidden_size(self) -> int:
@@ -263,19 +266,19 @@ class MoESpec:
         return 2 if self.activation.gated else 1
 
     def routed_alone(self) -> MoESpec:
-        """Return the layer of the routed experts alone, of their width H; a caller gives it the routing."""
+        """Return a layer of the routed experts only, with their width H; callers pass the routing."""
         rule = RoutingSpec(top_k=self.routing.top_k)
         return replace(
             self, hidden_size=self.expert_hidden_size, latent_size=None, latent_norm_eps=None, shared=None, routing=rule
         )
 
     def shared_alone(self) -> MoESpec:
-        """Return the shared expert as a layer of one expert that every token goes to: to a kernel that is what it is.
+        """Return the shared expert as a layer of one expert that receives every token; kernels run it as such.
 
         Raises SpecError when there is none.
         """
         if self.shared is None:
-            raise SpecError("shared_alone: the spec has no shared expert; ask only where spec.shared is given")
+            raise SpecError("shared_alone: the spec has no shared expert; call it only where spec.shared is set")
         first = self.shared.weight_format or self.weight_format
         return MoESpec(
             hidden_size=self.hidden_size,
@@ -298,8 +301,8 @@ class ExpertWeights(Generic[F_co]):
     gate_up: payload with logical shape ``[E, P, I, H]``; P is 2 (index 0 gate, 1 up) or 1 without a gate.
     down: payload with logical shape ``[E, H, I]``.
     gate_up_bias ``[E, P, I]`` and down_bias ``[E, H]``: floating point, or None when the model has no biases.
-    input_reach: the largest inputs of gate_up and of down that a calibration lets through, for static activation
-        formats; the same on every rank that shares the layer. None: not told.
+    input_reach: the largest inputs of gate_up and of down that the calibration represents, for static activation
+        formats; the same on every rank that shares the layer. None: unknown.
     """
 
     gate_up: F_co
@@ -310,7 +313,7 @@ class ExpertWeights(Generic[F_co]):
 
     @property
     def formats(self) -> dict[str, Any]:
-        """The fields ``weight_format`` and ``down_format`` of a spec that describes payloads like these."""
+        """The fields ``weight_format`` and ``down_format`` of a spec for these payloads."""
         first, second = (cast("Any", payload).name for payload in (self.gate_up, self.down))
         return {"weight_format": first, "down_format": None if second == first else second}
 
@@ -319,8 +322,8 @@ class ExpertWeights(Generic[F_co]):
 class Routing:
     """``topk_ids [T, K]`` of an integer dtype and ``topk_weights [T, K]`` of a floating one, read as float32.
 
-    An id of -1 means "not here" and adds nothing, whatever its weight is. Any other that is no expert makes the output
-    of its token NaN, and so does a weight of NaN.
+    An id of -1 means "not here" and adds nothing, whatever its weight is. Other ids that are not an expert make the
+    output of their token NaN, and so does a NaN weight.
     """
 
     topk_ids: Tensor
@@ -374,11 +377,11 @@ class TileRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RemoteOutput:
-    """Where experts store their rows, each at its owner's, instead of returning them in the order of the batch.
+    """Output buffers on several ranks: experts write each row to the rank that owns its token.
 
-    rows: ``[N, H]`` contiguous, where this rank's own come from all ranks. places: ``[R]`` int64, where row r goes, in
-    elements from the first of ``rows``, in this memory or a peer's, which may come before it;
-    ``kernels.enums.NOWHERE``: the row is nobody's and is not stored.
+    rows: ``[N, H]`` contiguous, this rank's buffer. offsets: ``[R]`` int64, where row r is written, in elements from
+    the start of ``rows``; it may be in a peer's memory, also at a negative offset. ``kernels.enums.NOWHERE``: the row
+    is not written.
     """
 
     rows: Tensor
@@ -387,19 +390,18 @@ class RemoteOutput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ContiguousBatch:
-    """Rows packed by expert, named by where they come from; nothing is gathered yet.
+    """Rows sorted by expert, as indices into the tokens; nothing is gathered yet.
 
-    x: ``[T, H]`` activations, or E4M3 codes that arrived with scale, ``[T, G]`` float32. source: ``[R]`` int64, row r
-    reads ``x[source[r]]``; rows are sorted by expert, and within an expert by token. expert_offsets: ``[E+1]`` int64 on
-    x's device, expert e owns rows ``expert_offsets[e]:expert_offsets[e+1]``; rows from ``expert_offsets[E]`` on belong
-    to dropped assignments and must not be read from the result. input_weights: ``[R]`` float32 that multiply the row
-    before everything else (router weight on the input), or None. tiles: token tile lists made with the order, for
-    kernels that asked. rows: how many rows to choose tiles for, R when None; a batch with room for more rows than it is
-    likely to hold says how many those are. dtype: of the tokens and the result, x's own when None. order: of the
-    columns of codes that arrived, as ``ops/quantize.py`` numbers them. back: where rows are to be stored, which ``run``
-    then returns as ``back.rows``; only for experts that said they do that (``Packed.storing``).
-    x_ready: nothing launched since x was written touches x or the buffers taken next, so a kernel that reads only x may
-    overlap the sort.
+    x: ``[T, H]`` activations, or E4M3 codes with ``scale [T, G]`` float32. source: ``[R]`` int64, row r reads
+    ``x[source[r]]``; rows are sorted by expert, and within an expert by token. expert_offsets: ``[E+1]`` int64 on x's
+    device, expert e has rows ``expert_offsets[e]:expert_offsets[e+1]``; rows from ``expert_offsets[E]`` on belong to
+    dropped assignments and must not be read from the result. input_weights: ``[R]`` float32, factors of the rows before
+    everything else (router weight on the input), or None. tiles: token tile lists for kernels that request them. rows:
+    number of rows to choose tiles for, None: R; less than R where the batch has room for more rows than it is likely to
+    contain. dtype: of the tokens and the result, None: that of x. order: column order of codes, numbered as in
+    ``ops/quantize.py``. x_ready: whether no launch since x was written touches x or the buffers allocated next, so that
+    a kernel that reads only x may overlap the sort. remote: where ``run`` writes the rows; it then returns
+    ``remote.rows``. Only for experts with an ``output_spec``.
     """
 
     x: Tensor

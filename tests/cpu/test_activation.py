@@ -10,6 +10,7 @@ import torch
 from collegium.errors import InputError
 from collegium.ops.activation import activate, deinterleave, interleave
 from collegium.types import ACTIVATION_KINDS, ActivationSpec
+from raising import raises_with
 
 OAI = ActivationSpec(kind="swiglu_oai", limit=7.0)
 V4 = ActivationSpec(kind="swiglu", limit=10.0)
@@ -181,7 +182,7 @@ def test_activate_empty():
 
 @pytest.mark.parametrize("shape", [(3, 1, 4), (3, 8), (3, 3, 4)])
 def test_activate_refuses_wrong_shapes(shape):
-    with pytest.raises(InputError, match=r"swiglu_oai: found .*allowed: floating \[R, 2, I\]"):
+    with raises_with(InputError, "swiglu_oai", "[R, 2, I]"):
         activate(torch.zeros(shape), OAI)
 
 
@@ -215,5 +216,5 @@ def test_interleave_refusals():
         deinterleave(torch.zeros(3, 5), 1)
     with pytest.raises(InputError, match="not 2"):
         interleave(torch.zeros(3, 5), 0)
-    with pytest.raises(InputError, match="allowed: -2 to 1"):
+    with raises_with(InputError, "-2", "1"):
         deinterleave(torch.zeros(2, 2), 2)

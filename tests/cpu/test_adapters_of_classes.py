@@ -22,6 +22,7 @@ from collegium.errors import ConfigError
 from collegium.integrations.transformers.loading import load_model_in
 from collegium.models import family_of
 from family_cases import CASES, IDS, build
+from raising import raises_with
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -153,6 +154,7 @@ def compare(found: dict[str, Tensor], wanted: dict[str, Tensor], changed: set[st
         assert far <= 1e-5 * tensor.double().abs().max().clamp(min=1.0), name
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize(("original", "width"), [(True, 32), (True, 16), (False, 24)])
 @pytest.mark.parametrize("name", CLASSES)
 def test_every_module_of_every_class(name: str, original: bool, width: int, tmp_path: Path) -> None:
@@ -185,7 +187,7 @@ def test_a_stack_that_peft_cannot_merge_is_refused(tmp_path: Path) -> None:
     """One expert, [in, out] and not square: PEFT takes it for a matrix [out, in]."""
     model = build(single("gpt_oss", 32), tmp_path / "base")
     tensors, _, config = random_pairs(copy.deepcopy(model))
-    with pytest.raises(ConfigError, match=r"gate_up_proj has one expert, \[1, 32, 64\]"):
+    with raises_with(ConfigError, "gate_up_proj", "[1, 32, 64]"):
         with_adapter(Checkpoint.open(tmp_path / "base"), write(tmp_path / "adapter", tensors, config))
     down = {name: tensor for name, tensor in tensors.items() if "experts.base_layer" not in name}
     config["target_parameters"] = [name for name in config["target_parameters"] if "gate_up_proj" not in name]
@@ -198,6 +200,7 @@ def test_a_stack_that_peft_cannot_merge_is_refused(tmp_path: Path) -> None:
 
 
 # PEFT compares the patterns of ranks with modules alone, and warns of those that are of parameters.
+@pytest.mark.each_choice
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("width", [24, 32, 16])
 @pytest.mark.parametrize("name", [*CLASSES, *(f"{name} of one expert" for name in SINGLE)])

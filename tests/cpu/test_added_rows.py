@@ -86,7 +86,7 @@ class Gemm:
     name: str
     packed: Any
 
-    def chosen(self, rows: int) -> Tile:
+    def default_tile(self, rows: int) -> Tile:
         return Tile(16)
 
     def candidates(self, rows: int) -> tuple[Tile, ...]:
@@ -210,7 +210,7 @@ def test_a_kernel_is_one_row(row: ThrowAway, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(tune, "random_weights", lambda *_: random_experts(6, 2, 40, 48, seed=1))
     monkeypatch.setattr(tune, "check_free_memory", lambda *_: None)
     packed, problem = made.experts, made.plan.problem
-    rows = tune.measure_tiles(packed, replace(problem, device=replace(GPU, kind="cpu")), 4, most=1, rounds=1)
+    rows = tune.measure_tiles(packed, replace(problem, device=replace(GPU, kind="cpu")), 4, candidates=1, rounds=1)
     assert [(r.product, r.chosen, r.best) for r in rows] == [(n, Tile(16), Tile(32)) for n in ("only", "other")]
     tables = {r.product: ((r.rows, r.best),) for r in rows}
     measuring.write_tiles(problem, tables, tmp_path)

@@ -10,8 +10,8 @@ from ranks import run_ranks
 from split_layers import compare, disagree
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_a_layer_over_ranks_has_the_bits_of_one_layer(world: int) -> None:
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_ranks_equal_one_layer(world: int) -> None:
     assert run_ranks(partial(compare, dispatchers=("all_gather",)), world, seconds=300) == [[]] * world
 
 

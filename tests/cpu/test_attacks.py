@@ -184,7 +184,7 @@ def test_many_remarks_are_counted_not_listed(tmp_path) -> None:
 
     found = findings(attacked(tmp_path, change, "bf16"))
     assert len(found) == 21
-    assert found[-1] == "4 more remarks of these kinds"
+    assert found[-1] == "4 more findings of these kinds"
 
 
 @pytest.mark.parametrize("name", ["bf16", "mxfp4"])

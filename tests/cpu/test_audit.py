@@ -20,6 +20,7 @@ from collegium.errors import (
     UnknownTensorError,
 )
 from collegium.parallel.placement import linear
+from raising import raises_with
 from toys import TinySize, combinations, write_checkpoint
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ def one_bad(value: float | int) -> Callable[[Tensor], Tensor]:
     return make
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize(("family", "name", "storage", "stacked"), combinations())
 def test_good_checkpoints_pass(tmp_path: Path, family: str, name: str, storage: str, stacked: bool) -> None:
     tiny = write_checkpoint(tmp_path, family, name, storage, size=SIZE, stacked=stacked)
@@ -104,7 +106,7 @@ def test_good_checkpoints_pass(tmp_path: Path, family: str, name: str, storage: 
         ("bf16", drop(*(f"{PATH}1.{p}_proj.weight" for p in ("gate", "up", "down"))), MissingTensorError,
          r"layer 1, expert 1: no tensor at all; 3 of 4 experts"),
         ("bf16", drop(*(f"{PATH}3.{p}_proj.weight" for p in ("gate", "up", "down"))), ConfigError,
-         r"experts 0 to 2 \(3\), config.json says num_experts=4"),
+         r"experts 0 to 2 \(3\), config.json has num_experts=4"),
         ("bf16", put(f"{PATH}0.down_proj.weight", lambda t: t.mT), TensorMismatchError,
          r"layer 1, expert 0, down: weight is \(64, 96\), bf16 with N=96 and K=64 needs \(96, 64\)"),
         ("bf16", put(f"{PATH}0.down_proj.weight", lambda t: t.half()), TensorMismatchError,
@@ -124,7 +126,7 @@ def test_good_checkpoints_pass(tmp_path: Path, family: str, name: str, storage: 
         ("fp8_channel", put(f"{PATH}0.down_proj.weight_scale", one_bad(-1.0)), BadScaleError, r"expert 0, down"),
         ("int4_group", put(f"{PATH}0.down_proj.weight_scale", one_bad(float("nan"))), BadScaleError, r"expert 0, down"),
         ("int4_group", put(f"{PATH}0.down_proj.weight_shape", lambda t: t + 1), TensorMismatchError,
-         r"weight_shape says \[97, 65\], the config implies \[96, 64\]"),
+         r"weight_shape is \[97, 65\], the config implies \[96, 64\]"),
         ("int4_group", put(f"{PATH}0.down_proj.weight_scale", lambda t: t.float()), TensorMismatchError,
          r"weight_scale differs in dtype"),
         ("bf16", put(f"{PATH}0.down_proj.weight", one_bad(float("nan"))), BadScaleError,
@@ -148,11 +150,11 @@ def extra(name: str) -> Change:
     ("name", "text"),
     [
         (f"{PATH}0.gate_proj.bias", r"gate_proj.bias is not known to qwen3_moe in bf16.*known suffixes are"),
-        (f"{PATH}0.w1.weight", r"experts.0.w1.weight lies in the MoE block, qwen3_moe has no such tensor"),
-        (f"{PATH}01.gate_proj.weight", r"experts.01.gate_proj.weight lies in the MoE block"),
+        (f"{PATH}0.w1.weight", r"experts.0.w1.weight is in the MoE block, qwen3_moe has no such tensor"),
+        (f"{PATH}01.gate_proj.weight", r"experts.01.gate_proj.weight is in the MoE block"),
         (f"{PATH}0.gate_proj.weight_g_idx", r"weight_g_idx: an activation order of the columns"),
         (f"{PATH}0.gate_proj.weight_zero_point", r"weight_zero_point: a zero point, where the config declares no"),
-        (f"{PATH}9.gate_proj.weight", r"experts \[9\] are in the files, config.json says num_experts=4"),
+        (f"{PATH}9.gate_proj.weight", r"experts \[9\] are in the files, config.json has num_experts=4"),
     ],
 )
 def test_unknown_tensors(tmp_path: Path, name: str, text: str) -> None:
@@ -163,7 +165,7 @@ def test_unknown_tensors(tmp_path: Path, name: str, text: str) -> None:
 def test_stacked_and_single_at_once(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, size=SIZE)
     checkpoint = rewrite(tmp_path, extra(f"{STACK}gate_up_proj"))
-    refused(checkpoint, DuplicateTensorError, "stored one by one and stacked at once")
+    refused(checkpoint, DuplicateTensorError, "stored both one by one and stacked")
 
 
 @pytest.mark.parametrize(
@@ -189,7 +191,7 @@ def test_stacked_and_single_at_once(tmp_path: Path) -> None:
         (
             put(f"{STACK}down_proj_blocks", lambda t: t[:3]),
             TensorMismatchError,
-            r"down_proj_blocks is \(3, 96, 2, 16\), for 3 experts; .*num_experts=4, and 3 of 4 tensors",
+            r"down_proj_blocks is \(3, 96, 2, 16\), for 3 experts; .*num_experts=4, which 3 of 4 tensors match",
         ),
         (drop(f"{STACK}down_proj_blocks"), MissingTensorError, r"down: .*down_proj_blocks missing"),
         (extra(f"{STACK}down_proj_zeros"), UnknownTensorError, r"down_proj_zeros is not known to gpt_oss"),
@@ -223,14 +225,14 @@ def test_config_contradicts_tensors(tmp_path: Path, name: str, config: dict[str,
 def test_config_sizes_contradict_tensors(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "mixtral", size=SIZE)
     checkpoint = rewrite(tmp_path, lambda tensors: None, {"intermediate_size": 128})
-    with pytest.raises(TensorMismatchError, match=r"gate: weight is \(64, 96\).*needs \(128, 96\)"):
+    with raises_with(TensorMismatchError, "gate", "(64, 96)", "(128, 96)"):
         audit(checkpoint)
 
 
 def test_wrong_family_says_where_experts_are(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "mixtral", size=SIZE)
     table = {"model_type": "qwen3_moe", "moe_intermediate_size": 64}
-    with pytest.raises(MissingTensorError, match=r"no tensor starts with 'model.layers.0.mlp.experts.'.*exist below"):
+    with raises_with(MissingTensorError, "'model.layers.0.mlp.experts.'"):
         audit(rewrite(tmp_path, lambda tensors: None, table))
 
 
@@ -255,7 +257,7 @@ def test_unequal_global_scales_are_a_finding_and_stay_apart(tmp_path: Path) -> N
     checkpoint = Checkpoint.open(tmp_path)
     report = audit(checkpoint)
     assert report.findings[1:] == tuple(
-        f"layer {layer}: gate and up of 4 of 4 experts have different global scales; each keeps its own, exactly"
+        f"layer {layer}: gate and up of 4 of 4 experts have different global scales; both are kept exactly"
         for layer in (0, 1)
     )
     weights = load_experts(CheckpointLayer.open(checkpoint, 0), linear(4))

@@ -12,6 +12,7 @@ from collegium.balance import balancedness, moves
 from collegium.balance.metrics import Metrics
 from collegium.errors import InputError, MissingExtraError
 from collegium.runtime import profiler_ranges
+from raising import raises_with
 
 
 def lines(metrics: Metrics) -> dict[str, float]:
@@ -48,7 +49,7 @@ def test_what_is_observed_is_exposed():
     assert found['checksum_failures_total{layer="7"}'] == 1
 
 
-def test_two_engines_do_not_share_numbers_and_one_registry_takes_one():
+def test_engines_have_separate_metrics():
     pytest.importorskip("prometheus_client")
     one, other = Metrics(), Metrics()
     one.observe_rebalance(0, (), 5, 0.0)
@@ -64,11 +65,11 @@ def test_two_engines_do_not_share_numbers_and_one_registry_takes_one():
 
 def test_without_the_extra_it_is_one_clear_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'collegium\[metrics\]'"):
+    with raises_with(MissingExtraError, "'collegium[metrics]'"):
         Metrics()
 
 
-def test_a_range_is_named_on_a_gpu_and_nothing_on_a_cpu(monkeypatch):
+def test_ranges_are_named_on_a_gpu(monkeypatch):
     seen: list[str] = []
 
     @contextmanager

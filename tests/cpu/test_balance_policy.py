@@ -12,6 +12,7 @@ from collegium.balance import POLICIES, balancedness, moves, policy_named, rank_
 from collegium.balance.least_moves import TOLERANCE
 from collegium.balance.slots import aligned
 from collegium.errors import InputError
+from raising import raises_with
 
 GREEDY, LEAST = policy_named("greedy").place, policy_named("least_moves").place
 EVERY = pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
@@ -55,9 +56,10 @@ def check(load, old, new):
 
 
 @EVERY
-def test_a_thousand_random_loads(policy):
+@pytest.mark.parametrize("count", [150, pytest.param(1000, marks=pytest.mark.exhaustive)])
+def test_random_loads(policy, count):
     rng, gained = np.random.default_rng(0), 0
-    for _ in range(1000):
+    for _ in range(count):
         load, old = random_case(rng)
         new = policy.place(load, old)
         check(load, old, new)
@@ -66,7 +68,7 @@ def test_a_thousand_random_loads(policy):
         again = policy.place(load, new)
         assert balancedness(load, again) >= balancedness(load, new)
         gained += balancedness(load, new) > balancedness(load, old) + 0.01
-    assert gained > 500
+    assert gained > count / 2
 
 
 @given(st.lists(st.floats(0, 1e12), min_size=1, max_size=12), st.integers(1, 5), st.integers(0, 3))
@@ -87,7 +89,7 @@ def best_of_all(load, ranks, width):
     return max(balancedness(load, held) for held in every if len(set().union(*held)) == len(load))
 
 
-def test_tiny_cases_come_close_to_the_best_placement_there_is():
+def test_tiny_placements_are_near_optimal():
     """Over every placement of up to 6 experts in up to 6 slots, whose number grows too fast for more."""
     rng, ratios = np.random.default_rng(7), {"greedy": [], "least_moves": []}
     for _ in range(150):
@@ -157,14 +159,14 @@ def test_groups_stay_on_a_host_with_every_copy():
         assert balancedness(later, moved) >= balancedness(later, new)
 
 
-def test_experts_of_a_rank_that_is_gone_are_placed_and_read_anew():
+def test_experts_of_lost_ranks_are_reloaded():
     load, left = [5, 4, 3, 2, 1, 1], ((0, 1, -1, -1), (2, 3, -1, -1))
     for policy in POLICIES:
         new = policy.place(load, left)
         assert set().union(*new) >= set(range(6))
         anew = {m.expert for m in moves(left, new) if (m.source_rank, m.source_slot) == (-1, -1)}
         assert anew == {4, 5}
-    with pytest.raises(InputError, match="no rank has experts \\[4, 5\\]"):
+    with raises_with(InputError, "[4, 5]"):
         rank_loads(load, left)
 
 
@@ -183,7 +185,7 @@ def test_balancedness_of_steps_is_not_that_of_their_sum():
     assert rank_loads([6, 2], ((0, 1), (0, -1))).tolist() == [5, 3]
 
 
-def test_a_move_pays_when_the_steps_ahead_save_more_than_it_takes():
+def test_moves_that_pay_off():
     """100 assignments of 1 us on the busiest rank become 70: 30 us a step. 1 MB at 1 ns a byte takes 1 ms: 34 steps."""
     load, old, new = [40, 60, 10, 10], ((0, 1), (2, 3)), ((0, 2), (1, 3))
     old_busiest, new_busiest = (float(rank_loads(load, slots).max()) for slots in (old, new))

@@ -29,6 +29,7 @@ from collegium.ops import permute
 from collegium.parallel.placement import linear
 from collegium.pipelines.batched import run_batched
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error
+from grids import exhaustive
 from truth import moe_truth
 
 COUNTS = (0, 7, 40, 3, 0, 1)  # none, some, and all there is room for
@@ -73,12 +74,12 @@ def check(found: torch.Tensor, x: torch.Tensor, weights: Any, bound: float) -> N
 @pytest.mark.parametrize(
     ("kernel", "weights", "dtype"),
     [
-        ("cpu_grouped", "fp32", "fp32"),
-        ("cpu_grouped", "bf16", "bf16"),
-        ("cpu_grouped", "fp8_block", "bf16"),
         ("cpu_grouped", "mxfp4", "fp16"),
         ("cpu_fused", "mxfp4", "bf16"),
         ("reference", "nvfp4", "bf16"),
+        *exhaustive(
+            ("cpu_grouped", "fp32", "fp32"), ("cpu_grouped", "bf16", "bf16"), ("cpu_grouped", "fp8_block", "bf16")
+        ),
     ],
 )
 def test_a_layer_runs_rows_that_are_packed_by_expert(kernel: str, weights: str, dtype: str) -> None:
@@ -106,6 +107,7 @@ def test_a_layer_runs_rows_that_are_packed_by_expert(kernel: str, weights: str, 
     assert torch.equal(compiled(x.nan_to_num(), counts + 1000), full)
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize(
     ("kernel", "weights", "dtype", "activations"),
     [
@@ -185,7 +187,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 @pytest.mark.parametrize("beyond", [M + 1, -1])
-def test_a_count_of_rows_that_are_not_there_is_an_error_of_a_checked_layer(beyond: int) -> None:
+def test_checked_layers_refuse_wrong_row_counts(beyond: int) -> None:
     weights = random_experts(E, 2, INNER, H, seed=1, bias=True)
     made = plan(problem_of("fp32", "fp32", DeviceFacts(kind="cpu")))
     x, counts = rows_of("fp32"), torch.tensor(COUNTS)
@@ -194,5 +196,5 @@ def test_a_count_of_rows_that_are_not_there_is_an_error_of_a_checked_layer(beyon
     counts[2] = beyond
     others = HELD & (torch.arange(E) != 2)[:, None]
     assert torch.equal(plain.run_batched(x, counts)[others], checked.run_batched(x, torch.tensor(COUNTS))[others])
-    with pytest.raises(RoutingError, match=r"counts go from -?\d+ to \d+, allowed: 0 to 40"):
+    with pytest.raises(RoutingError, match=r"counts range from -?\d+ to \d+, allowed: 0 to 40"):
         checked.run_batched(x, counts)

@@ -27,7 +27,7 @@ from collegium.commands.measure import (
 from collegium.commands.plot import draw_bench, save_picture
 from collegium.errors import ConfigError, InputError, MeasurementError, SpecError
 from collegium.experts.cpu import grouped as cpu_grouped
-from collegium.experts.cpu.panels import lacking
+from collegium.experts.cpu.panels import missing_requirement
 from collegium.problem import DeviceFacts, Problem
 from collegium.testing.compare import relative_error
 from collegium.types import Routing
@@ -52,7 +52,7 @@ def routing(ids: list[list[int]]) -> Routing:
     return Routing(topk_ids=found, topk_weights=torch.ones(found.shape))
 
 
-def test_the_floor_counts_the_experts_that_are_hit_and_nothing_else():
+def test_the_floor_counts_active_experts():
     # Four of six experts in the first routing, two in the second: three on average; five rows of six in the first.
     routings = [routing([[0, 1], [2, -1], [3, 0]]), routing([[4, 5], [4, 5], [5, 4]])]
     found = floor_of(spec(), "bf16", routings, CEILINGS)
@@ -64,14 +64,14 @@ def test_the_floor_counts_the_experts_that_are_hit_and_nothing_else():
     assert floor_of(spec(), "bf16", routings, quick).bound == "math"
     half = floor_of(spec(), "fp8_token", routings, quick).seconds
     assert half == pytest.approx(floor_of(spec(), "bf16", routings, quick).seconds / 2)
-    given = floor_of(spec(), "bf16", routings, CEILINGS, each=100.0)
+    given = floor_of(spec(), "bf16", routings, CEILINGS, expert_nbytes=100.0)
     assert given.nbytes == 3 * 100 + 2 * 3 * 64 * 2
     small = floor_of(spec(weights="mxfp4"), "bf16", routings, CEILINGS)
     assert small.nbytes == 3 * 3 * 64 * 32 * (4.25 / 8) + 2 * 3 * 64 * 2
 
 
 @pytest.mark.parametrize("style", ROUTINGS)
-def test_a_routing_gives_each_token_distinct_experts_and_normalised_weights(style):
+def test_routings_are_distinct_and_normalised(style):
     made = random_routing(50, spec(), style, generator())
     assert made.topk_ids.shape == made.topk_weights.shape == (50, 2)
     assert int(made.topk_ids.min()) >= 0
@@ -135,7 +135,7 @@ def test_ceilings_of_this_machine_are_plausible():
     assert cache_bytes(CPU) >= 0
 
 
-def test_the_ceiling_of_a_disturbed_machine_is_what_it_does_undisturbed(monkeypatch):
+def test_ceilings_ignore_disturbances(monkeypatch):
     """Seven long operations, each of which waited for other programs, made floors of 187 to 1297 % of the time."""
     seconds = iter(range(10**9))
 
@@ -149,7 +149,7 @@ def test_the_ceiling_of_a_disturbed_machine_is_what_it_does_undisturbed(monkeypa
     assert found.rate_16 == pytest.approx(2 * 64**3 / 1e-3)
 
 
-def test_weights_that_may_stay_in_a_cache_are_not_timed_against_memory(monkeypatch):
+def test_cached_weights_have_no_memory_floor(monkeypatch):
     monkeypatch.setattr("collegium.commands.measure.cache_bytes", lambda _: 1 << 20)
     assert stays_cached(4 << 20, CPU)
     assert not stays_cached((4 << 20) + 1, CPU)
@@ -180,16 +180,16 @@ def test_the_caches_of_all_cores_count():
     [
         ("64x32x6x2", ("bf16", "bf16"), (1, 64)),
         ("1024x512x8x2", ("mxfp4", "bf16"), (1, 32)),
-        ("1024x1024x48x4", ("bf16", "bf16"), (1, 16, 256)),
+        pytest.param("1024x1024x48x4", ("bf16", "bf16"), (1, 16, 256), marks=pytest.mark.exhaustive),
     ],
 )
-def test_no_layer_on_a_cpu_is_faster_than_its_floor(what, recipe, tokens):
+def test_no_layer_is_faster_than_its_floor(what, recipe, tokens):
     report = bench(what, [recipe], tokens=tokens, device="cpu", rounds=3)
     assert all(row.of_floor < 1.1 for row in report.rows), [(r.tokens, r.of_floor, r.bound) for r in report.rows]
 
 
 @pytest.mark.parametrize("weights", ["bf16", "mxfp4", "nvfp4"])
-def test_the_judge_agrees_with_truth_written_by_hand_and_sees_swapped_parts(weights):
+def test_reference_agrees_with_hand_written_truth(weights):
     own = spec(weights=weights)
     made = random_weights(own, CPU)
     problem = Problem(spec=own, device=DeviceFacts(kind="cpu"))
@@ -234,7 +234,7 @@ def test_experts_differ_and_the_spec_is_kept():
     assert torch.equal(scales[:, 0], scales[:, 1])
 
 
-def test_a_spec_comes_from_a_name_from_sizes_or_from_a_config():
+def test_specs_from_names_sizes_and_configs():
     assert named_layer("dsv3")[1].num_experts == 256
     name, found = named_layer("64x32x6x2")
     assert (name, found.hidden_size, found.intermediate_size) == ("64x32x6x2", 64, 32)
@@ -253,7 +253,7 @@ def test_a_shape_that_means_nothing_is_refused(what):
 
 
 def test_a_folder_without_a_config_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"no config\.json"):
+    with pytest.raises(ConfigError, match=r"config\.json is missing"):
         named_layer(str(tmp_path))
 
 
@@ -281,7 +281,7 @@ def test_the_command_reports_every_recipe_at_every_token_count():
     assert one["of_floor"] == pytest.approx(one["floor_seconds"] / one["seconds"])
     assert one["error"] < TOLERANCES[16]
     # Tokens are fp16 too.
-    assert rows["int4_group", "fp16", 5]["kernel"] == ("cpu_grouped" if lacking() else "cpu_fused")
+    assert rows["int4_group", "fp16", 5]["kernel"] == ("cpu_grouped" if missing_requirement() else "cpu_fused")
     assert 0.01 < rows["nvfp4", "nvfp4", 5]["error"] < TOLERANCES[4]
     assert not one["cold"]
 
@@ -289,7 +289,7 @@ def test_the_command_reports_every_recipe_at_every_token_count():
 def test_the_table_says_what_was_measured():
     result = RUNNER.invoke(cli.app, arguments("--routing", "hot"), env={"COLUMNS": "120"})
     assert result.exit_code == 0, result.output
-    for word in ("bf16 x bf16", "cpu_grouped", "hot routing", "of floor", "0.01 TB/s", "may stay in a cache"):
+    for word in ("bf16 x bf16", "cpu_grouped", "hot routing", "of floor", "0.01 TB/s", "may be in a cache"):
         assert word in result.output
 
 
@@ -298,7 +298,7 @@ def test_a_wrong_layer_gets_no_time(monkeypatch, capsys):
     monkeypatch.setattr(
         cpu_grouped, "fast_activate", lambda inner, kind: right(torch.cat(inner.chunk(2, -1)[::-1], -1), kind)
     )
-    with pytest.raises(MeasurementError, match="FP32 truth"):
+    with pytest.raises(MeasurementError, match="against FP32"):
         bench("64x32x6x2", [("bf16", "bf16")], tokens=(1, 5), ceilings=CEILINGS, device="cpu", rounds=1)
     monkeypatch.setattr("sys.argv", ["collegium", *arguments()])
     with pytest.raises(SystemExit) as stop:

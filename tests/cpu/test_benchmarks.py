@@ -50,7 +50,8 @@ def test_every_program_prints_its_help_and_measures_nothing() -> None:
     assert done.stdout.splitlines() == [f"{name} ['usage:', '{name}'] False" for name in names]
 
 
-def test_experts_move_while_layers_serve_and_a_damaged_one_is_caught(tmp_path):
+@pytest.mark.exhaustive
+def test_rebalance_benchmark_catches_damage(tmp_path):
     given = "--device cpu --shape 128x64x12x3 --layers 3 --tokens 16 --steps 24 --spare 1 --dispatcher symm_mem"
     (row,) = rows_of("rebalance.py", *given.split(), "--recipes", "mxfp4:bf16", out=tmp_path / "rows.csv")
     assert (row["same_bits"], row["caught"], row["ranks"], row["dispatcher"]) == ("True", "True", "2", "symm_mem")
@@ -60,7 +61,7 @@ def test_experts_move_while_layers_serve_and_a_damaged_one_is_caught(tmp_path):
     assert 0 < float(row["stall_us"]) < 1e6
 
 
-def test_a_layer_has_a_row_for_each_recipe_that_runs(tmp_path):
+def test_bench_layer_has_a_row_per_recipe(tmp_path):
     recipes = ("bf16:bf16", "mxfp4:fp8_token", "mxfp4:nothing")
     rows = rows_of(
         "bench_layer.py",
@@ -72,6 +73,7 @@ def test_a_layer_has_a_row_for_each_recipe_that_runs(tmp_path):
     assert all(float(row["layer_us"]) > 0 and float(row["floor_us"]) > 0 for row in rows)
 
 
+@pytest.mark.exhaustive
 def test_absent_peers_are_rows_beside_ours(tmp_path):
     pytest.importorskip("transformers")
     rows = rows_of(
@@ -92,6 +94,7 @@ def test_absent_peers_are_rows_beside_ours(tmp_path):
     assert all(note.startswith("absent: ") for note in notes.values())
 
 
+@pytest.mark.exhaustive
 def test_whole_models_run_with_each_implementation(tmp_path):
     pytest.importorskip("transformers")
     folder = tiny_config(tmp_path / "tiny", "gpt_oss")

@@ -62,7 +62,7 @@ def layer_of(rule: RoutingSpec, most: int = 64, **more: Any) -> MoELayer:
 
 @pytest.mark.parametrize("name", list(SPECS))
 @pytest.mark.parametrize("most", [64, 4])
-def test_what_a_layer_chooses_can_be_kept_and_given_again(name: str, most: int) -> None:
+def test_routings_can_be_reused(name: str, most: int) -> None:
     """Rollout routing replay: ids in a byte each, weights as they were, and every bit of the layer's own pass."""
     layer, x = layer_of(SPECS[name], most), heavy_tailed(T, H, seed=2)
     asked: dict[str, Any] = {}
@@ -79,7 +79,7 @@ def test_what_a_layer_chooses_can_be_kept_and_given_again(name: str, most: int) 
     assert relative_error(layer(x, routing=other), wanted[0]) > 0.1, "ids that are given decide"
 
 
-def test_what_others_choose_is_told_too_and_what_is_wrong_is_refused_as_by_a_call() -> None:
+def test_routing_by_others_is_checked() -> None:
     x, logits = heavy_tailed(T, H, seed=2), heavy_tailed(T, E, seed=4)
     layer = layer_of(SPECS["plain"])
     assert torch.equal(layer(x, routing=layer.route(x, router_logits=logits)), layer(x, router_logits=logits))
@@ -127,7 +127,7 @@ def test_zero_experts_give_their_input_and_take_no_row() -> None:
     assert int(batch.expert_offsets[-1]) == int(real.sum())
 
 
-def test_tokens_of_an_image_choose_with_a_bias_of_their_own() -> None:
+def test_image_tokens_have_another_bias() -> None:
     """DeepSeek-V4.1: two biases select, one for each kind of token, and neither weighs."""
     rule = RoutingSpec(top_k=2, score="sqrt_softplus", correction_bias=True)
     logits, biases, image = heavy_tailed(T, E, seed=4), heavy_tailed(2, E, seed=5), torch.arange(T) % 3 == 0

@@ -47,7 +47,7 @@ def _ends_late(rank: int) -> list[Any]:
     return found
 
 
-def test_rows_that_come_as_the_wait_gives_up_are_taken_and_an_error_is_told() -> None:
+def test_rows_that_arrive_at_the_timeout() -> None:
     zero, one = run_ranks(_ends_late, 2)
     assert zero[0] == [0, 100]
     assert one[0] == [2, 4, 6, 102, 104, 106]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from collegium.kernels.enums import FAST_MATH
-from compiling import compile_apart, skip_other_compilers
+from compiling import compile_selected, grid, skip_other_compilers
 
 skip_other_compilers()
 
@@ -317,16 +317,23 @@ print("RESULT" + json.dumps(found))
 
 
 @pytest.fixture(scope="module")
-def compiled() -> list[Any]:
+def compiled(request: pytest.FixtureRequest) -> dict[int, Any]:
     asked = []
     for arch, weight, changes, *_ in CASES:
         constants = BASE | {name: value for name, value in changes.items() if name != "STACK"}
         asked.append([arch, weight, constants, constants.pop("warps", 4), constants.pop("REGISTERS", None)])
-    return compile_apart(_PROGRAM, asked)
+    return compile_selected(request, "test_instructions_registers_and_shared_memory", _PROGRAM, asked)
 
 
-@pytest.mark.parametrize("index", range(len(CASES)), ids=[f"sm{c[0]}-{c[1]}-{i}" for i, c in enumerate(CASES)])
-def test_instructions_registers_and_shared_memory(compiled: list[Any], index: int) -> None:
+def facts_of(arch: int, _: str, changes: dict[str, Any], *__: Any) -> list[Any]:
+    """What ``make test`` compiles at least once: each kind of weights, machine, flag and large tile."""
+    tile = (changes.get("BLOCK_N"), changes.get("BLOCK_T"), "JOINED" in changes)
+    flags = [name for name in ("HALF", "STACKED", "EARLY", "TOP_K", "DEPTH", "PARTS") if name in changes]
+    return [arch, (changes.get("WEIGHT"), changes.get("SCALE")), tile, *flags]
+
+
+@grid(CASES, facts_of, lambda arch, weight, *_: f"sm{arch}-{weight}")
+def test_instructions_registers_and_shared_memory(compiled: dict[int, Any], index: int) -> None:
     arch, weight, changes, wanted, most_registers, most_shared = CASES[index]
     registers, stack, shared, codes, waits, (fresh, any_kind), straight = compiled[index]
     assert any(code.startswith(wanted) for code in codes), codes
@@ -357,17 +364,15 @@ SMALL_CASES = [
 
 
 @pytest.fixture(scope="module")
-def small_compiled() -> list[Any]:
+def small_compiled(request: pytest.FixtureRequest) -> dict[int, Any]:
     asked = []
     for arch, file, name, types, constants, warps, _ in SMALL_CASES:
         asked.append([arch, file, name, _POINTERS | types, constants | {"PDL": arch >= 90}, warps])
-    return compile_apart(_SMALL_PROGRAM, asked)
+    return compile_selected(request, "test_small_kernels_do_not_spill", _SMALL_PROGRAM, asked)
 
 
-@pytest.mark.parametrize(
-    "index", range(len(SMALL_CASES)), ids=[f"sm{c[0]}-{c[2]}-{i}" for i, c in enumerate(SMALL_CASES)]
-)
-def test_small_kernels_do_not_spill(small_compiled: list[Any], index: int) -> None:
+@grid(SMALL_CASES, lambda arch, _, name, *__: [arch, name], lambda arch, _, name, *__: f"sm{arch}-{name}")
+def test_small_kernels_do_not_spill(small_compiled: dict[int, Any], index: int) -> None:
     arch, _, name, *_, most_registers = SMALL_CASES[index]
     registers, stack, codes = small_compiled[index]
     assert stack == 0

@@ -38,6 +38,7 @@ def test_a_recipe_is_compiled_once(tmp_path: Path) -> None:
     assert compiled_into(tmp_path, *asked) == (said, found), "another process has other keys"
 
 
+@pytest.mark.exhaustive
 def test_what_tests_of_the_gpu_start(tmp_path: Path) -> None:
     said, found = compiled_into(
         tmp_path, "--tests", "tests/gpu/test_read_only_formats.py::test_a_layer_equals_the_cpu[Q4_K]"

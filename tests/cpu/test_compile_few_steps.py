@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from compiling import compile_apart
+from compiling import compile_selected, grid
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs Triton", allow_module_level=True)
@@ -74,12 +74,13 @@ print("RESULT" + json.dumps(found))
 
 
 @pytest.fixture(scope="module")
-def compiled() -> list[Any]:
-    return compile_apart(_PROGRAM, [list(case) for case in CASES])
+def compiled(request: pytest.FixtureRequest) -> dict[int, Any]:
+    asked = [list(case) for case in CASES]
+    return compile_selected(request, "test_products_of_one_to_three_steps_compile", _PROGRAM, asked)
 
 
-@pytest.mark.parametrize("index", range(len(CASES)), ids=[f"sm{c}0-{w}-{a}" for c, w, a, _ in CASES])
-def test_products_of_one_to_three_steps_compile(compiled: list[Any], index: int) -> None:
+@grid(CASES, lambda major, _, act, *__: [major, (major == 9, act)], lambda major, w, act, _: f"sm{major}0-{w}-{act}")
+def test_products_of_one_to_three_steps_compile(compiled: dict[int, Any], index: int) -> None:
     major, weights, activations, _ = CASES[index]
     names, steps, count, failed = compiled[index]
     assert not failed

@@ -104,7 +104,7 @@ def copies(made: MoELayer) -> list[MoELayer]:
     return [copy.deepcopy(made), pickle.loads(pickle.dumps(made)), torch.load(kept, weights_only=False)]
 
 
-def test_a_layer_that_was_sent_to_another_process_runs_on_in_this_one() -> None:
+def test_sent_layers_keep_running_here() -> None:
     """Sending a tensor moves it into memory that both processes see."""
     sent, x = layer(1), heavy_tailed(3, 40, seed=9)
     wanted = sent(x)
@@ -114,7 +114,7 @@ def test_a_layer_that_was_sent_to_another_process_runs_on_in_this_one() -> None:
     assert torch.equal(there(x), wanted)
 
 
-def test_a_copied_layer_runs_itself_also_when_the_original_is_gone() -> None:
+def test_copied_layers_outlive_originals() -> None:
     made, x = layer(1), heavy_tailed(3, 40, seed=5)
     wanted = made(x)
     found = copies(made)
@@ -136,7 +136,7 @@ def test_a_transformers_model_compiled_whole_gives_its_eager_logits(first: str) 
         assert relative_error(compiled(IDS[:, :length]).logits, wanted[length]) < 2e-5
 
 
-def test_a_compiled_model_sees_changed_weights_and_a_copy_of_it_has_its_own() -> None:
+def test_compiled_models_see_changed_weights() -> None:
     register()
     model = qwen()
     model.set_experts_implementation("collegium")

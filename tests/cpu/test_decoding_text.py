@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from collegium.experts.triton import lanes
+from collegium.experts.triton.packing import interleave
 from collegium.formats.codecs import E2M1_VALUES
 from collegium.kernels import decode
 from ptx import LANES, halves, paired, run
@@ -38,9 +38,9 @@ def drawn(most: int, seed: int, quarters: int = 4) -> Tensor:
     return torch.randint(0, most, (2, LANES, quarters), generator=torch.Generator().manual_seed(seed))
 
 
-def lanes_of(codes: Tensor, lay: Any) -> Tensor:
+def lanes_of(codes: Tensor, codec: interleave.LaneCodec) -> Tensor:
     """Return lanes of codes ``[2, LANES, 4]``: ``[2, LANES, 1 or 2]``."""
-    return lay(codes.view(-1, 1, 4, 1).int()).view(2, LANES, -1)
+    return codec.pack(codes.view(-1, 1, 4, 1).int()).view(2, LANES, -1)
 
 
 @pytest.mark.parametrize(("dtype", "kind"), KINDS, ids=["bf16", "fp16"])
@@ -50,7 +50,7 @@ def test_e2m1(dtype: torch.dtype, kind: str) -> None:
     for seed in range(40):
         codes, exponents = drawn(16, seed), top - drawn(20, seed + 100)
         scales = [torch.ldexp(torch.ones(2, LANES), exponents[..., q]).to(dtype) for q in range(4)]
-        both = lanes_of(codes, lanes._E2M1[dtype == torch.float16])[..., 0]
+        both = lanes_of(codes, interleave.E2M1_HALF if dtype == torch.float16 else interleave.E2M1)[..., 0]
         found = decoded(text_of(f"_E2M1{kind}_ASM"), both, [paired(*scale) for scale in scales], 4, dtype)
         for quarter in range(4):
             own = codes[..., quarter]
@@ -70,7 +70,7 @@ def test_e4m3(dtype: torch.dtype, kind: str, scaled: bool) -> None:
         codes, exponents = drawn(256, seed), top - drawn(15, seed + 500)
         codes = torch.where(codes & 127 == 127, 0, codes)
         scales = [torch.ldexp(torch.ones(2, LANES), exponents[..., q]).to(dtype) for q in range(2)]
-        both = lanes_of(codes, lanes._e4m3_lane)[..., 0]
+        both = lanes_of(codes, interleave.EIGHT_BITS)[..., 0]
         beside = [paired(*scale) for scale in scales] if scaled else []
         found = decoded(text_of(f"_E4M3{'' if scaled else '_ALONE'}{kind}_ASM"), both, beside, 2, dtype)
         for half in range(2):
@@ -84,7 +84,7 @@ def test_e4m3(dtype: torch.dtype, kind: str, scaled: bool) -> None:
 def test_int4(dtype: torch.dtype, kind: str) -> None:
     for seed in range(40):
         codes, zeros = drawn(16, seed), drawn(17, seed + 100)
-        both = lanes_of(codes, lanes._int4_lane)[..., 0]
+        both = lanes_of(codes, interleave.INT4)[..., 0]
         away = -(1024 + zeros) if kind else zeros / -64
         beside = [paired(*away[..., q].to(dtype)) for q in range(4)]
         found = decoded(text_of(f"_INT4{kind}_ASM"), both, beside, 4, dtype)
@@ -97,7 +97,7 @@ def test_int8(dtype: torch.dtype, kind: str) -> None:
     met: set[tuple[int, int]] = set()
     for seed in range(200):
         codes, zeros = drawn(256, seed), drawn(256, seed + 200)
-        both = lanes_of(codes, lanes._e4m3_lane)[..., 0]
+        both = lanes_of(codes, interleave.EIGHT_BITS)[..., 0]
         away = -(1024 + zeros) if kind else zeros / -64
         beside = [paired(*away[..., q].to(dtype)) for q in range(2)]
         found = decoded(text_of(f"_INT8{kind}_ASM"), both, beside, 2, dtype)
@@ -110,7 +110,7 @@ def test_int8(dtype: torch.dtype, kind: str) -> None:
 def test_steps_times_codes() -> None:
     for seed in range(40):
         codes, steps = drawn(16, seed), drawn(64, seed + 100)
-        both = lanes_of(codes, lanes._int4_lane)[..., 0]
+        both = lanes_of(codes, interleave.INT4)[..., 0]
         # One word of four bytes for each row, and both lanes of a pair are of one row.
         word = sum(steps[0, :, q] << (8 * q) for q in range(4))
         found = decoded(text_of("_STEPPED_FOURS_ASM"), both, [word], 4, torch.float16)

@@ -58,9 +58,7 @@ def _but_fp8_blocks(self: CpuGrouped, problem: ExpertsProblem) -> str | None:
     return "it takes no FP8 blocks" if problem.weight_format == "fp8_block" else None
 
 
-def test_a_shared_expert_the_kernel_does_not_take_has_a_kernel_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shared_experts_with_another_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where the kernels of four-bit weights take no others."""
     toy = write(tmp_path)
     monkeypatch.setattr(CpuGrouped, "refuse", _but_fp8_blocks)
@@ -207,7 +205,7 @@ def test_a_longer_hash_table_and_other_integers_are_read(tmp_path: Path) -> None
     assert (found - wanted).abs().max() <= 2e-5 * wanted.abs().max()
 
 
-def test_what_the_config_does_not_speak_of_is_not_left_out_in_silence(tmp_path: Path) -> None:
+def test_tensors_absent_from_the_config_are_reported(tmp_path: Path) -> None:
     toy = write(tmp_path)
     toy.config["n_shared_experts"] = 0
     toy.save()

@@ -57,7 +57,7 @@ def test_products_are_rounded_once(monkeypatch: pytest.MonkeyPatch, lead: tuple[
 
 
 @pytest.mark.usefixtures("avx2")
-def test_what_is_no_plain_layer_in_bfloat16_is_left_alone() -> None:
+def test_only_plain_bfloat16_layers_change() -> None:
     class Own(nn.Linear):
         """A layer of somebody else's."""
 
@@ -67,7 +67,7 @@ def test_what_is_no_plain_layer_in_bfloat16_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize("found", ["AVX512", "DEFAULT", "AVX2"])
-def test_a_model_on_a_cpu_with_avx2_alone_has_them(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
+def test_models_on_a_cpu_with_avx2(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: found)
     model = load_model(SHIPPED)
     kinds = {type(module) for module in model.modules() if isinstance(module, nn.Linear)}
@@ -75,7 +75,7 @@ def test_a_model_on_a_cpu_with_avx2_alone_has_them(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.usefixtures("avx2")
-def test_a_prompt_of_many_tokens_and_a_copy_of_the_model_are_as_near_as_torch_is(
+def test_long_prompts_and_copies_match_torch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, truth = load_model(SHIPPED), load_model_in("fp32", SHIPPED)

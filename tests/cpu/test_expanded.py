@@ -14,11 +14,12 @@ if torch.cuda.is_available():
     pytest.skip("tests/gpu makes these comparisons on the device", allow_module_level=True)
 
 from collegium.commands.integers import nf4
-from collegium.experts.triton import layout, tiles
+from collegium.experts.triton import layout
 from collegium.experts.triton.dequantized import dequantize_experts
-from collegium.experts.triton.lanes import pack_bnb4, pack_gguf, pack_int, pack_mx
-from collegium.experts.triton.tile_choice import TileProblem
-from collegium.experts.triton.tiles import prefill_tile
+from collegium.experts.triton.packing import pack_bnb4, pack_gguf, pack_int, pack_mx
+from collegium.experts.triton.tiles import choice as tiles
+from collegium.experts.triton.tiles.choice import prefill_tile
+from collegium.experts.triton.tiles.problem import TileProblem
 from collegium.formats import MxFp8
 from collegium.planning import plan
 from collegium.problem import DeviceFacts, Limits, Problem
@@ -27,6 +28,7 @@ from collegium.runtime.machine import Machine, machine_at, machine_for, machine_
 from collegium.testing.compare import relative_error
 from collegium.types import MoESpec, RoutingSpec
 from decoded_layers import decoded_layer
+from grids import exhaustive
 from integers import affine, random_blocks
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ HOPPER = Machine(copies=True, compiles=True)
 
 
 def expand(packed: PackedMatrix) -> PackedMatrix:
-    return dequantize_experts(packed, torch.empty(packed.layout.expanded_bytes, dtype=torch.int8))
+    return dequantize_experts(packed, torch.empty(packed.layout.dequantized_bytes, dtype=torch.int8))
 
 
 def numbers_of(packed: PackedMatrix) -> torch.Tensor:
@@ -54,25 +56,25 @@ def numbers_of(packed: PackedMatrix) -> torch.Tensor:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_integers_stay_with_the_small_tiles(bits: int, group: int) -> None:
     made = pack_int(affine(torch.randn(3, 2, 40, 272), bits, group), None)
-    assert (made.layout.expands, made.layout.expanded_bytes) == (False, 0)
+    assert (made.layout.runs_large, made.layout.dequantized_bytes) == (False, 0)
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q6_K", "Q4_1", "Q4_K", "Q5_K"])
 def test_blocks_stay_with_the_small_tiles(kind: str) -> None:
     made = pack_gguf(random_blocks(kind, 2, 1, 24, 512), None).layout
-    assert (made.expands, made.expanded_bytes) == (False, 0)
+    assert (made.runs_large, made.dequantized_bytes) == (False, 0)
 
 
 def test_scales_that_are_powers_of_two_leave_no_factors() -> None:
     payload: Any = MxFp8.encode(torch.randn(3, 2, 40, 272))
     packed = pack_mx(payload, None)
-    assert packed.layout.expanded.words == 0
+    assert packed.layout.dequantized.words == 0
     assert torch.equal(numbers_of(packed), payload.decode())
 
 
-def test_numbers_that_are_looked_up_in_groups_of_32_stay_with_the_small_tiles() -> None:
+def test_looked_up_groups_keep_small_tiles() -> None:
     made = pack_bnb4(nf4(torch.randn(3, 2, 40, 96)), None).layout
-    assert (made.expands, made.expanded_bytes) == (False, 0)
+    assert (made.runs_large, made.dequantized_bytes) == (False, 0)
 
 
 @pytest.mark.parametrize("half", [False, True])
@@ -94,19 +96,15 @@ def test_numbers_that_are_looked_up_become_two_terms(half: bool) -> None:
 @pytest.mark.parametrize(
     ("name", "act", "group"),
     [
-        ("nvfp4", "bf16", 128),
         ("nvfp4", "fp16", 128),
-        ("mxfp4", "fp16", 128),
         ("fp8_block", "bf16", 128),
-        ("fp8_block", "fp16", 128),
         ("bnb4", "bf16", 64),
+        *exhaustive(("nvfp4", "bf16", 128), ("mxfp4", "fp16", 128), ("fp8_block", "fp16", 128)),
     ],
 )
-def test_a_large_batch_gives_the_rows_of_the_small_tiles(
-    name: str, act: str, group: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_batches_equal_small_tiles(name: str, act: str, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "dequantize_threshold", lambda *_: 1)
-    monkeypatch.setattr(tiles, "_LONG", 8)
+    monkeypatch.setattr(tiles, "_MIN_K", 8)
     device = DeviceFacts(kind="cuda", capability=(9, 0))
     packed, batch, truth = decoded_layer(name, act, group, device, tokens=6, sizes=(3, 72, 136))
     stop = int(batch.expert_offsets[-1])
@@ -119,7 +117,7 @@ def test_a_large_batch_gives_the_rows_of_the_small_tiles(
     weighted = replace(batch, input_weights=torch.rand(12) + 0.5)
     whole = large.run(weighted)[:stop]
     assert relative_error(whole, packed.run(weighted)[:stop]) < 0.02
-    monkeypatch.setattr(layout, "_MOST", 1)
+    monkeypatch.setattr(layout, "_MAX_DEQUANTIZED_BYTES", 1)
     assert torch.equal(large.run(weighted)[:stop], whole)
 
 

@@ -18,7 +18,7 @@ def _map(rank: int, spare: int = 1) -> ExpertMap:
     return ExpertMap(Placement(rank=rank, world_size=3, expert_ids=RANKS[rank], ranks=RANKS, spare=spare), 5, "cpu")
 
 
-def test_copies_are_served_in_turn_and_every_place_holds_the_expert() -> None:
+def test_replicas_are_served_in_turn() -> None:
     for rank in range(3):
         own = _map(rank)
         assert own.width == 4
@@ -33,7 +33,7 @@ def test_copies_are_served_in_turn_and_every_place_holds_the_expert() -> None:
         assert torch.equal(_map(1).choose(ids, rank=rank), places)
 
 
-def test_a_row_has_as_many_places_as_an_expert_can_have() -> None:
+def test_replica_columns_of_a_row() -> None:
     assert _map(0).physical_ids.shape == (5, 3)
     for experts, ranks, spare, most in ((8, 4, 0, 1), (7, 2, 0, 2), (8, 2, 1, 2), (8, 4, 2, 4), (1, 1, 0, 1)):
         maps = [ExpertMap(replace(linear(experts, rank, ranks), spare=spare), experts, "cpu") for rank in range(ranks)]
@@ -73,7 +73,7 @@ def test_switching_moves_an_expert_and_keeps_the_tensors() -> None:
         (((0, 1, 2), (2, 3), (0, 2, 4)), r"found slots \[3, 2, 3\], allowed: 4 for 3 ranks"),
     ],
 )
-def test_a_map_that_loses_an_expert_is_refused_and_changes_nothing(slots, said: str) -> None:
+def test_maps_that_lose_experts_are_refused(slots, said: str) -> None:
     own = _map(0)
     before = own.slots, own.physical_ids.clone(), own.replica_counts.clone()
     with pytest.raises(InputError, match=said):

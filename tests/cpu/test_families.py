@@ -95,9 +95,10 @@ def logits(case: Case, model: torch.nn.Module) -> torch.Tensor:
     return text_model(IDS).logits
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("original", [True, False], ids=["published", "fused"])
 @pytest.mark.parametrize("name", list(CASES))
-def test_a_toy_model_loads_and_computes_like_its_own_class(tmp_path: Path, name: str, original: bool) -> None:
+def test_toy_models_compute_like_their_class(tmp_path: Path, name: str, original: bool) -> None:
     case = CASES[name]
     model = build(case, tmp_path, original=original)
     checkpoint = Checkpoint.open(tmp_path)
@@ -126,14 +127,14 @@ def test_a_toy_model_loads_and_computes_like_its_own_class(tmp_path: Path, name:
     assert (after - before).abs().max() <= 1e-4 * before.abs().max()
 
 
-def test_every_family_has_a_case_of_its_class_or_by_hand() -> None:
+def test_every_family_has_a_case() -> None:
     named = [name for name in CASES if any(name in family.model_types for family in FAMILIES)]
     proved = {family_of({"model_type": name}).name for name in named}
     assert {family.name for family in FAMILIES} - proved == {"arctic", "step3", "gguf", "gguf_gpt_oss"}
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_a_wrong_entry_of_a_config_is_an_error_of_ours(name: str) -> None:
+def test_wrong_config_entries_raise(name: str) -> None:
     case = CASES[name]
     if not hasattr(transformers, case.stem + case.config):
         pytest.skip(f"transformers {transformers.__version__} has no {case.stem}{case.config}")

@@ -20,6 +20,7 @@ from collegium.errors import ConfigError, InputError, SpecError
 from collegium.formats import by_name
 from collegium.loading import load_layer
 from collegium.models import describe, moe_layers
+from raising import raises_with
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -274,7 +275,7 @@ def write(path: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Che
 
 
 @pytest.mark.parametrize("name", list(TOYS))
-def test_a_published_layout_loads_and_computes_what_the_description_says(tmp_path: Path, name: str) -> None:
+def test_published_layouts_load_and_compute(tmp_path: Path, name: str) -> None:
     torch.manual_seed(11)
     toy = TOYS[name]()
     checkpoint = write(tmp_path, toy.config, toy.tensors)
@@ -404,7 +405,7 @@ def test_an_entry_that_changes_the_mathematics_is_refused(
         describe({**config, **entry})
 
 
-def test_a_router_with_an_input_of_its_own_asks_for_it(tmp_path: Path) -> None:
+def test_separate_router_input_is_required(tmp_path: Path) -> None:
     text = {
         "model_type": "gemma4_text", "hidden_size": D, "moe_intermediate_size": WIDE, "num_experts": EXPERTS,
         "top_k_experts": 2, "num_hidden_layers": 1, "enable_moe_block": True, "dtype": "float32",
@@ -421,14 +422,14 @@ def test_a_router_with_an_input_of_its_own_asks_for_it(tmp_path: Path) -> None:
     x = randn(TOKENS, D)
     with pytest.raises(InputError, match="give router_input"):
         layer(x)
-    with pytest.raises(InputError, match="router_input has shape"):
+    with raises_with(InputError, "router_input"):
         layer(x, router_input=x[:3])
     assert not torch.equal(layer(x, router_input=x), layer(x, router_input=x.flip(0)))
     one, three = layer(x, router_input=x), layer(x, router_input=3 * x)  # it is normalised
     assert (one - three).abs().max() <= 1e-4 * one.abs().max()
 
 
-def test_no_entry_of_a_config_ends_in_anything_but_an_error_of_ours() -> None:
+def test_bad_config_entries_raise_config_errors() -> None:
     """Every entry of every published config is replaced by things it cannot be."""
     wrong: list[Any] = [None, -1, 0, 1 << 70, 2.5, "x", "1,2", [], ["a"], [[]], {}, {"a": 1}, True]
     for case in PUBLISHED:

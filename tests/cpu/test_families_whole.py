@@ -18,18 +18,20 @@ from collegium.errors import ConfigError
 from collegium.integrations.transformers import load_model
 from collegium.integrations.transformers.loading import load_model_in
 from collegium.models import FAMILIES
-from family_cases import CASES, IDS, NOT_WHOLE, build
+from family_cases import CASES, IDS, MAIN, NOT_WHOLE, build
 from whole_models import as_near_as, eager, same_tensors
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+NAMES = [pytest.param(name, marks=() if name in MAIN else pytest.mark.exhaustive) for name in CASES]
 OTHERS = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(2))
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("original", [True, False], ids=["published", "fused"])
-@pytest.mark.parametrize("name", list(CASES))
-def test_a_whole_model_in_float32_gives_the_logits_of_transformers(tmp_path: Path, name: str, original: bool) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_whole_models_in_float32(tmp_path: Path, name: str, original: bool) -> None:
     build(CASES[name], tmp_path, original=original)
     ours = load_model_in("fp32", str(tmp_path), device="cpu")
     theirs = eager(ours, tmp_path, torch.float32)
@@ -42,8 +44,8 @@ def test_a_whole_model_in_float32_gives_the_logits_of_transformers(tmp_path: Pat
             assert torch.equal(ours(ids).logits, found)
 
 
-@pytest.mark.parametrize("name", list(CASES))
-def test_a_whole_model_in_bf16_is_as_near_to_float32_as_transformers(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_whole_models_in_bf16(tmp_path: Path, name: str) -> None:
     build(CASES[name], tmp_path)
     ours = load_model(str(tmp_path), device="cpu")
     theirs = eager(ours, tmp_path, torch.bfloat16)
@@ -59,14 +61,14 @@ def test_a_whole_model_in_bf16_is_as_near_to_float32_as_transformers(tmp_path: P
     as_near_as(found, wanted, truth)
 
 
-def test_every_model_type_loads_whole_or_is_refused_by_name() -> None:
+def test_every_model_type_loads_or_is_refused() -> None:
     known = {t for family in FAMILIES for t in family.model_types if not t.startswith("gguf:")}
     assert known - set(NOT_WHOLE) - set(CASES) == set()
     assert set(CASES).isdisjoint(NOT_WHOLE)
 
 
 @pytest.mark.parametrize(("kind", "text"), NOT_WHOLE.items())
-def test_a_model_type_that_does_not_load_whole_is_refused_by_name(tmp_path: Path, kind: str, text: str) -> None:
+def test_model_types_without_whole_models(tmp_path: Path, kind: str, text: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=rf"model_type '{kind}' cannot be loaded as a whole model: .*{text}"):

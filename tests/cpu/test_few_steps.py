@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 HOPPER = DeviceFacts(kind="cuda", capability=(9, 0))
 
 
+@pytest.mark.each_choice("weights", "act")
 @pytest.mark.parametrize(("weights", "act"), RECIPES)
 @pytest.mark.parametrize("size", [(64, 32, 3, "swiglu"), (32, 64, 1, "relu2")], ids=["gated", "alone"])
 def test_truth_where_products_are_short(weights: str, act: str, size: tuple[int, int, int, str]) -> None:

@@ -22,6 +22,7 @@ from collegium.formats import (
     Payload,
     by_name,
 )
+from raising import raises_with
 
 WRITABLE = [form for form in FORMATS if not form.read_only]
 ALL = pytest.mark.parametrize("form", WRITABLE, ids=lambda form: form.name)
@@ -113,14 +114,14 @@ def test_encode_of_zeros_is_finite_and_keeps_signs(form: type[Payload]) -> None:
 def test_encode_refuses_what_is_not_finite(form: type[Payload], value: float) -> None:
     weight = heavy(3, 40)
     weight[1, 7] = value
-    with pytest.raises(InputError, match=r"found 1 NaN or infinite of 120"):
+    with raises_with(InputError, "NaN", "120"):
         form.encode(weight)
 
 
 @ALL
 def test_encode_refuses_wrong_tensors(form: type[Payload]) -> None:
     for weight in (torch.zeros(4, 4, dtype=torch.int32), torch.zeros(4), torch.zeros(4, 0)):
-        with pytest.raises(InputError, match=r"floating-point weight \[..., N, K\]"):
+        with raises_with(InputError, "floating-point"):
             form.encode(weight)
 
 
@@ -309,7 +310,7 @@ def test_faults_of_plain_values(name: str) -> None:
 
 
 def test_fp16_refuses_overflow() -> None:
-    with pytest.raises(InputError, match=r"1 of 4 weights are beyond 65504"):
+    with raises_with(InputError, "1", "65504"):
         by_name("fp16").encode(torch.tensor([[1.0, 2.0], [7e4, 3.0]]))
 
 
@@ -333,7 +334,7 @@ def test_int4_group_sizes() -> None:
     assert single.columns(8, 96).columns(16, 88).shape == (2, 9, 72)
     with pytest.raises(InputError, match=r"group_size is 12"):
         Int4Group.encode(weight, group_size=12)
-    with pytest.raises(InputError, match=r"scale is beyond 65504"):
+    with raises_with(InputError, "65504"):
         Int4Group.encode(weight * 1e7, scale_dtype=torch.float16)
 
 

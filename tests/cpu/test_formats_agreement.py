@@ -268,7 +268,7 @@ def test_mx_scales_as_compressed_tensors() -> None:
         (gptq, {"qweight": "1bfef84750eb1407", "qzeros": "6ad7679ec6e044b8"}),
     ],
 )
-def test_the_tests_pack_integers_into_the_words_of_the_tools(pack: Any, words: dict[str, str]) -> None:
+def test_test_packing_equals_the_tools(pack: Any, words: dict[str, str]) -> None:
     """Tools that cannot be installed beside the others packed this matrix once, from the same codes."""
     weight = (torch.arange(64 * 96) * 37 % 101 - 40).float().view(64, 96)
     stored, _ = pack(weight / 64)

@@ -20,6 +20,7 @@ from collegium.errors import CheckpointError, ConfigError, MissingTensorError, T
 from collegium.loading import load_layer
 from collegium.parallel.placement import linear, tensor_parallel
 from collegium.problem import Overrides
+from raising import raises_with
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -216,7 +217,7 @@ def test_blocks_over_gate_and_up(tmp_path: Path) -> None:
         lambda: load_layer(tmp_path, 0, device="cpu"), lambda: inspect_model(str(tmp_path), deep=False),
         lambda: audit(Checkpoint.open(tmp_path)), lambda: verify_model(str(tmp_path), device="cpu"),
     ):  # fmt: skip
-        with pytest.raises(TensorMismatchError, match="meet at row 160, which is inside a scale block of 128 rows"):
+        with raises_with(TensorMismatchError, "row 160", "128"):
             command()
 
 
@@ -228,7 +229,7 @@ def test_scales_that_are_missing_or_doubled(tmp_path: Path) -> None:
     with pytest.raises(MissingTensorError, match="down_proj_scale_inv missing"):
         load_layer(tmp_path, 0, device="cpu")
     save_file({**stored, f"{BASE}experts.down_proj_weight_scale": stored[name].clone()}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match="down_proj_weight_scale is not known"):
+    with raises_with(CheckpointError, "down_proj_weight_scale"):
         load_layer(tmp_path, 0, device="cpu")
     (tmp_path / "config.json").write_text(json.dumps(config(128, {**BLOCKS, "weight_block_size": 128})))
     with pytest.raises(ConfigError, match="weight_block_size is 128"):

@@ -27,7 +27,7 @@ def test_no_command_is_left_out() -> None:
     assert names == set(frozen()["errors"]["exit codes and kinds"])
 
 
-def test_a_shape_shows_every_change_of_a_key_and_of_a_type() -> None:
+def test_json_shapes_show_every_change() -> None:
     assert shape_of({"a": [{"b": 1}, {"b": None}], "roles": {"x": 1.0}, "c": []}) == {
         "a": [{"b": "null, whole number"}],
         "roles": {"NAME": "number"},

@@ -14,7 +14,7 @@ import torch
 from by_kernel import by_kernel
 from collegium import DeviceFacts, InputError, Limits, MoESpec, Problem, RoutingSpec, SharedSpec
 from collegium.ops import linear as products
-from collegium.ops.linear import gated
+from collegium.ops.linear import sigmoid_gate
 from collegium.ops.rms_norm import rms_norm
 from collegium.testing.compare import heavy_tailed, relative_error
 from memories import Noted, Poisoned
@@ -34,7 +34,8 @@ def gate_truth(x: torch.Tensor, gate: torch.Tensor, rows: torch.Tensor) -> torch
     return rows.double() / (1.0 + (-(x.double() @ gate.double().T)).exp())
 
 
-@pytest.mark.parametrize("way", ways(gated))
+@pytest.mark.each_choice
+@pytest.mark.parametrize("way", ways(sigmoid_gate))
 @pytest.mark.parametrize("dtypes", [(BF16, BF16), (FP16, FP32), (FP32, FP32)], ids=str)
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize(("tokens", "k_in", "width"), [(1, 2048, 2048), (5, 450, 7), (70, 130, 300), (3, 40, 33)])
@@ -48,7 +49,7 @@ def test_gated_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if whole:  # as many tokens are multiplied: a program adds its parts itself
-        monkeypatch.setattr(products, "_APART", 0)
+        monkeypatch.setattr(products, "_SPLIT_LIMIT", 0)
     x, rows = heavy_tailed(tokens, k_in, seed=1).to(dtypes[0]), heavy_tailed(tokens, width, seed=2).to(dtypes[1])
     gate = heavy_tailed(1, k_in, seed=3) / k_in**0.5
     memory = Poisoned()
@@ -62,7 +63,7 @@ def test_gated_rows(
         assert found.data_ptr() == memory.taken["rows"].data_ptr()
 
 
-@pytest.mark.parametrize("way", ways(gated))
+@pytest.mark.parametrize("way", ways(sigmoid_gate))
 def test_gated_rows_apart(way: Any) -> None:
     """Rows that are columns of a wider tensor, and none at all."""
     x, wide, gate = heavy_tailed(4, 300, seed=1), heavy_tailed(4, 99, seed=2), heavy_tailed(1, 300, seed=3) / 17
@@ -72,7 +73,7 @@ def test_gated_rows_apart(way: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("way", ways(gated))
+@pytest.mark.parametrize("way", ways(sigmoid_gate))
 def test_gate_keeps_nan_in_its_row(way: Any) -> None:
     x, rows, gate = heavy_tailed(9, 130, seed=1), heavy_tailed(9, 40, seed=2), heavy_tailed(1, 130, seed=3) / 11
     wanted = way(x, gate, rows)
@@ -93,7 +94,7 @@ def test_gate_closes_and_opens() -> None:
     x, rows = logits[:, None] * torch.ones(1, 3) / 3, torch.full((8, 5), 1.5)
     x[:, 1:], x[:, 0] = 0.0, logits
     gate = torch.tensor([[1.0, 7.0, -3.0]])
-    assert torch.equal(by_kernel(gated)(x, gate, rows), torch.sigmoid(logits.double()).float()[:, None] * rows)
+    assert torch.equal(by_kernel(sigmoid_gate)(x, gate, rows), torch.sigmoid(logits.double()).float()[:, None] * rows)
 
 
 def test_gate_refusals() -> None:
@@ -105,7 +106,7 @@ def test_gate_refusals() -> None:
         ((x, torch.zeros(1, 7), rows), "(4, 8)"),
     ):
         with pytest.raises(InputError) as raised:
-            gated(*given)
+            sigmoid_gate(*given)
         assert value in str(raised.value)
 
 
@@ -130,10 +131,10 @@ def problem_of(tokens: int) -> Problem:
 def test_declared_memory(tokens: int, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     declared = products.regions_of(problem_of(70))
     if whole:  # more tokens than parts are made apart for
-        monkeypatch.setattr(products, "_APART", 16)
+        monkeypatch.setattr(products, "_SPLIT_LIMIT", 16)
         declared = products.regions_of(problem_of(70))
     memory, x = Noted(), torch.ones(tokens, 130)
-    by_kernel(gated)(x, torch.ones(1, 130), x, memory=memory.part("gate"))
+    by_kernel(sigmoid_gate)(x, torch.ones(1, 130), x, memory=memory.part("gate"))
     by_kernel(rms_norm)(x, None, 1e-6, memory=memory.part("router"))
     by_kernel(rms_norm)(x[:, :72], torch.ones(72), 1e-6, memory=memory.part("latent"))
     assert set(memory.sizes) == {"gate/sums", "gate/rows", "router/norm", "latent/norm"}
@@ -142,6 +143,7 @@ def test_declared_memory(tokens: int, whole: bool, monkeypatch: pytest.MonkeyPat
         assert tokens < 70 or whole or size == declared[name], name
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("way", ways(rms_norm))
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("weighted", [False, True])

@@ -17,7 +17,7 @@ _PROGRAM = """
 import json, re, subprocess, tempfile, sys
 import torch, triton
 from launches import pretending
-from collegium.ops.linear import gated
+from collegium.ops.linear import sigmoid_gate
 from collegium.ops.rms_norm import rms_norm
 from collegium.ops.route import route
 from collegium.types import RoutingSpec
@@ -34,7 +34,7 @@ for major in (8, 9, 10):
         for tokens in counts:
             for width in widths:
                 x = torch.zeros(tokens, width, dtype=torch.bfloat16)
-                gated(x, torch.zeros(1, width), x)
+                sigmoid_gate(x, torch.zeros(1, width), x)
                 rms_norm(x, None, 1e-6)
                 rms_norm(x.float(), torch.ones(width), 1e-6)
             for rule in rules:

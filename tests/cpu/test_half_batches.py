@@ -11,5 +11,5 @@ from ranks import run_ranks
 
 
 @pytest.mark.parametrize("name", ["all_to_all", "all_gather", "all_to_all_fixed", "symm_mem"])
-def test_halves_of_a_batch_run_beside_each_other_over_groups_of_their_own(name: str) -> None:
+def test_half_batches_run_concurrently(name: str) -> None:
     assert run_ranks(partial(halves, name=name), 2) == [[], []]

@@ -21,6 +21,7 @@ from collegium.errors import (
     TruncatedFileError,
 )
 from commands import command
+from raising import raises_with
 from toys import write_checkpoint
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ def test_a_file_that_shrinks_after_opening(tmp_path: Path) -> None:
     path = raw_file(tmp_path / "model.safetensors", {"a": entry(0, 4)}, b"1234")
     checkpoint = Checkpoint.open(path)
     path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(TruncatedFileError, match=r"inside tensor 'a' since it was opened.* \(2 are missing"):
+    with raises_with(TruncatedFileError, "'a'", "2"):
         checkpoint.read("a")
 
 
@@ -180,14 +181,14 @@ def test_index_leaving_the_folder(tmp_path: Path, name: str) -> None:
 
 def test_index_naming_a_missing_file(tmp_path: Path) -> None:
     index(tmp_path, {"a": "one.safetensors"})
-    with pytest.raises(CheckpointError, match=r"'one.safetensors', which is not in"):
+    with raises_with(CheckpointError, "'one.safetensors'"):
         Checkpoint.open(tmp_path)
 
 
 def test_index_naming_a_tensor_the_shard_lacks(tmp_path: Path) -> None:
     raw_file(tmp_path / "one.safetensors", {"a": entry(0, 1)}, b"1")
     index(tmp_path, {"a": "one.safetensors", "b": "one.safetensors"})
-    with pytest.raises(MissingTensorError, match=r"'b' is in one.safetensors, whose 1 tensors lack it"):
+    with raises_with(MissingTensorError, "'b'", "one.safetensors", "1"):
         Checkpoint.open(tmp_path)
 
 
@@ -206,7 +207,7 @@ def test_a_name_in_two_shards(tmp_path: Path, second: bytes, shape: list[int], s
     if same:
         assert bytes(Checkpoint.open(tmp_path).read("a").tolist()) == b"12"
         return
-    with pytest.raises(DuplicateTensorError, match=r"'a' is in one .* and in two .* different bytes"):
+    with raises_with(DuplicateTensorError, "'a'"):
         Checkpoint.open(tmp_path)
 
 
@@ -224,5 +225,5 @@ def test_nothing_there(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no such folder or file"):
         Checkpoint.open(tmp_path / "absent")
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"neither .* is there; found pytorch_model.bin"):
+    with raises_with(CheckpointError, "pytorch_model.bin"):
         Checkpoint.open(tmp_path)

@@ -19,6 +19,7 @@ from collegium.parallel.bit_hash import bit_hash, one_value
 from collegium.parallel.input_check import FIRST_PASSES, differing_ranks
 from collegium.parallel.rendezvous import Rendezvous, timeout_seconds
 from collegium.testing.compare import heavy_tailed
+from grids import exhaustive
 from rank_cases import FOLDERS, built
 from ranks import run_ranks
 
@@ -210,7 +211,7 @@ def _different_tokens(rank: int) -> list[str]:
     return faults
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, *exhaustive(4)])
 def test_different_tokens_are_an_error_on_every_rank(folder: Path, monkeypatch: pytest.MonkeyPatch, world: int) -> None:
     monkeypatch.setenv(FOLDERS, str(folder))
     assert run_ranks(_different_tokens, world, seconds=300) == [[]] * world
@@ -248,7 +249,7 @@ def _unlike_inputs(rank: int) -> list[str]:
     return faults
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, *exhaustive(4)])
 def test_a_rank_that_cannot_run_a_pass_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch, world: int) -> None:
     monkeypatch.setenv(FOLDERS, str(folder))
     assert run_ranks(_unlike_inputs, world, seconds=300) == [[]] * world
@@ -335,7 +336,7 @@ def _first_passes(rank: int) -> list[str]:
         if _outcome(partial(layer, x + rank))[:2] != ("RankError", (1,)):
             faults.append(f"{ranks}: not compared when checked")
         # A graph cannot read tensors: nothing is compared while one is captured, and the next pass is.
-        with patch("collegium.layer.is_capturing", lambda device: True):
+        with patch("collegium.execution.executor.is_capturing", lambda device: True):
             captured = _outcome(partial(layer, x + rank))[0]
         eager = _outcome(partial(layer, x + rank))[0]
         if (captured, eager) != ("none", "RankError"):
@@ -382,7 +383,7 @@ def test_a_pass_that_one_rank_compares_is_an_error(folder: Path, monkeypatch: py
 
 def _raises_alone(rank: int) -> list[str]:
     """Return what later passes do after rank 1 alone refused a call, in a pass that was not compared."""
-    timeout_seconds(20)
+    timeout_seconds(6)
     layer = _load(Ranks.of(same_tokens=True))
     x, _ = _inputs(layer, seed=5)
     layer(x)

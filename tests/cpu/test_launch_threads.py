@@ -80,7 +80,7 @@ class _Kernel:
         return run
 
 
-def test_kernels_are_compiled_side_by_side_and_loaded_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_compile_in_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "_direct", lambda: True)
     monkeypatch.setattr(launching, "watched", lambda: False)
     monkeypatch.setattr(launching, "_variants", {})

@@ -22,6 +22,7 @@ from collegium.experts import KERNELS
 from collegium.formats import by_name
 from collegium.ops.weighted_sum import weighted_sum
 from collegium.testing.compare import heavy_tailed, relative_error, uneven_ids
+from grids import exhaustive
 from truth import moe_truth
 
 E, H, WIDE = 17, 2880, 1408
@@ -34,8 +35,9 @@ def experts():
     return heavy_tailed(USED, 2, WIDE, H, seed=2, channels=False) * H**-0.5, down
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("top_k", [1, 3])
-@pytest.mark.parametrize("weight_format", ["bf16", "fp8_block", "mxfp4", "nvfp4", "int4_group"])
+@pytest.mark.parametrize("weight_format", ["mxfp4", "int4_group", *exhaustive("bf16", "fp8_block", "nvfp4")])
 def test_the_standard_ugly_size(experts, weight_format, top_k):
     gate_up, down = (by_name(weight_format).encode(w) for w in experts)
     wide, narrow = gate_up[0].repeated(E), down[0].repeated(E)
@@ -64,7 +66,8 @@ def test_the_standard_ugly_size(experts, weight_format, top_k):
             assert relative_error(found, truth) < 0.01, kernel.name
 
 
-def test_an_intermediate_of_more_than_two_to_the_31_elements():
+@pytest.mark.exhaustive
+def test_intermediates_beyond_31_bits():
     """gate_up rows [R, 2 * I] above 2^31 elements: an index of 32 bits would wrap onto other rows.
 
     One row of x and tiny widths keep the memory at the intermediate itself, which the kernel makes in pieces.

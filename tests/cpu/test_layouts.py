@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from collegium.experts import KERNELS
-from collegium.experts.triton import layout as tables, packed as packing, table
-from collegium.experts.triton.lanes import pack_gguf
+from collegium.experts.triton import layout as tables, pack_experts as packing, table
 from collegium.experts.triton.layout import Words
 from collegium.experts.triton.matrix import PackedMatrix
+from collegium.experts.triton.packing import pack_gguf
 from collegium.formats import Int4Group
 from collegium.formats.unquantised import DTYPES
 from collegium.kernels import enums
@@ -104,6 +104,7 @@ def check_sizes(matrix: PackedMatrix) -> None:
         assert layout.steps[2] * layout.shape[0] * layout.shape[1] == matrix.values.numel()
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize(("name", "weights", "act"), CASES)
 @pytest.mark.parametrize("parts", [1, 2])
 def test_layouts_are_those_that_packing_makes(name: str, weights: str, act: str, parts: int) -> None:
@@ -154,7 +155,7 @@ def test_blocks_of_gguf_take_what_their_layout_says(kind: str, bits: float, half
     assert str(found.report) == f"gate_up {kind} in {bits:g} bits a weight, down Q6_K in 9 bits a weight"
 
 
-def test_a_layout_is_not_equal_to_another_format_of_its_sizes() -> None:
+def test_layouts_of_formats_differ() -> None:
     known = [*tables.ROWS.values(), *tables.LANES.values(), *tables.WORDS.values()]
     assert len({layout.of((2, 1, 64, 128)) for layout in known}) == len(known) > 15
     # MXFP8 differs from other E4M3 lanes by its scales; all others by their number too.

@@ -22,6 +22,7 @@ from collegium.checkpoint import (
 from collegium.errors import InputError
 from collegium.parallel.placement import linear, tensor_parallel
 from collegium.placement import Placement
+from raising import raises_with
 from toys import TinySize, combinations, write_checkpoint
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def expected(tiny: TinyCheckpoint, layer: int, expert: int, projection: int) -> 
     return tiny.experts[layer][projection][expert]
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize(("family", "name", "storage", "stacked"), combinations())
 def test_every_combination_loads_byte_for_byte(
     tmp_path: Path, family: str, name: str, storage: str, stacked: bool
@@ -75,6 +77,7 @@ def test_every_combination_loads_byte_for_byte(
         assert torch.equal(weights.down_bias, down[[2, 0]])
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("tp_size", [2, 4])
 @pytest.mark.parametrize(
     ("family", "name", "storage", "stacked"), [r for r in combinations() if r[0] in ("mixtral", "gpt_oss")]
@@ -96,12 +99,10 @@ def test_slices_reassemble(tmp_path: Path, family: str, name: str, storage: str,
         assert torch.equal(sums, tiny.biases[0][2])
 
 
-def test_a_split_inside_a_group_names_the_sizes_that_work(tmp_path: Path) -> None:
+def test_splits_inside_a_group(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "mixtral", "mxfp4", size=TinySize(hidden=64, intermediate=192, layers=1))
     checkpoint = Checkpoint.open(tmp_path)
-    with pytest.raises(
-        InputError, match=r"tp_size=4 cuts intermediate_size=192 into 48.*multiple of 32.*\[1, 2, 3, 6\]"
-    ):
+    with raises_with(InputError, "tp_size=4", "intermediate_size=192", "48", "32", "[1, 2, 3, 6]"):
         load_experts(CheckpointLayer.open(checkpoint, 0), tensor_parallel(4, 0, 4))
 
 
@@ -147,25 +148,25 @@ def test_wrong_layer_and_expert_are_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "deepseek_v3", size=SMALL)
     checkpoint = Checkpoint.open(tmp_path)
     for number in (True, 1.0):
-        with pytest.raises(InputError, match=rf"layer {number} was asked.*\(1,\)"):
+        with pytest.raises(InputError, match=rf"layer {number} was requested.*\(1,\)"):
             CheckpointLayer.open(checkpoint, number)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match=r"layer 0 was asked.*\(1,\)"):
+    with raises_with(InputError, "layer 0", "(1,)"):
         CheckpointLayer.open(checkpoint, 0)
-    with pytest.raises(InputError, match=r"experts \[3\], allowed are 0 to 2"):
+    with raises_with(InputError, "[3]", "0", "2"):
         load_experts(CheckpointLayer.open(checkpoint, 1), Placement(expert_ids=(1, 3)))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_a_device_that_is_not_here_is_refused_by_every_part_of_a_layer(tmp_path: Path) -> None:
+def test_absent_devices_are_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "deepseek_v3", size=SMALL)
     layer = CheckpointLayer.open(Checkpoint.open(tmp_path))
     parts = (partial(load_experts, layer, linear(3)), partial(load_router, layer), partial(load_shared, layer))
     for load in parts:
-        with pytest.raises(InputError, match=r"device 'cuda': torch .* sees 0 CUDA devices.*allowed: cpu"):
+        with raises_with(InputError, "'cuda'", "0", "CUDA", "cpu"):
             load(device="cuda")
 
 
-def test_an_opened_layer_is_the_first_unless_named_and_says_what_is_stored(tmp_path: Path) -> None:
+def test_opened_layer_reports_its_storage(tmp_path: Path) -> None:
     tiny = write_checkpoint(tmp_path, "deepseek_v3", "fp8_block", size=SMALL)
     checkpoint = Checkpoint.open(tmp_path)
     layer = CheckpointLayer.open(checkpoint)
@@ -173,7 +174,7 @@ def test_an_opened_layer_is_the_first_unless_named_and_says_what_is_stored(tmp_p
     assert (layer.number, layer.stored.name, layer.stored.stacked) == (1, "fp8_block", False)
     assert layer.spec == describe_checkpoint(checkpoint, 1)
     assert layer.source(2, "up").path == "model.layers.1.mlp.experts.2.up_proj"
-    assert {info.name for info in layer.found.infos()} == {n for n in tiny.tensors if ".1.mlp.experts." in n}
+    assert {info.name for info in layer.expert_tensors.infos()} == {n for n in tiny.tensors if ".1.mlp.experts." in n}
     assert checkpoint.bytes_read == 0
 
 
@@ -227,7 +228,7 @@ print((after - before) * 1024, weights.gate_up.nbytes + weights.down.nbytes)
 """
 
 
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("family", ["mixtral", pytest.param("gpt_oss", marks=pytest.mark.exhaustive)])
 def test_peak_memory_is_local_weights_and_about_one_tensor(tmp_path: Path, family: str) -> None:
     write_checkpoint(tmp_path / "small", family, size=TinySize(hidden=64, intermediate=64, experts=16, layers=1))
     big = TinySize(hidden=1024, intermediate=1024, experts=16, layers=1)

@@ -32,7 +32,10 @@ TURNS = ((3, 1, 0, 6), (0, 5, 2, 1), (1, 0, 0, 0), (24, 3, 9, 4))
 GPU = DeviceFacts(kind="cuda", name="H200", capability=(9, 0), memory=140 << 30, sms=132, peers=8)
 
 
-@pytest.mark.parametrize(("index", "world"), [(0, 2), (1, 2), (2, 4), (3, 2), (4, 3), (5, 2)])
+@pytest.mark.parametrize(
+    ("index", "world"),
+    [(0, 2), (1, 2), (3, 2), *(pytest.param(*own, marks=pytest.mark.exhaustive) for own in ((2, 4), (4, 3), (5, 2)))],
+)
 def test_passes_have_the_bits_of_one_rank(index: int, world: int) -> None:
     ranks = Ranks(CASES[index], world)
     for table in ranks.tables:
@@ -49,11 +52,15 @@ def test_passes_have_the_bits_of_one_rank(index: int, world: int) -> None:
     assert [table.load.tolist() for table in ranks.tables] == counted.tolist()
 
 
-@pytest.mark.parametrize("wide", [0, mega.WIDE])
-@pytest.mark.parametrize("index", [0, 4, 5])
-def test_units_and_pieces_of_any_size_have_the_bits_of_one_rank(
-    index: int, wide: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    ("index", "wide"),
+    [
+        (0, 0),
+        (4, mega.WIDE),
+        *(pytest.param(*own, marks=pytest.mark.exhaustive) for own in ((0, mega.WIDE), (4, 0), (5, 0), (5, mega.WIDE))),
+    ],
+)
+def test_all_tile_sizes_equal_one_rank(index: int, wide: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mega, "WIDE", wide)
     ranks, heights = Ranks(CASES[index], 2), set[Any]()
     for tokens in (6, 20, 50):
@@ -66,8 +73,8 @@ def test_units_and_pieces_of_any_size_have_the_bits_of_one_rank(
     assert heights == ({16, 32, 64} if CASES[index].weights == "mxfp4" else {16, 32})
 
 
-@pytest.mark.parametrize("index", [1, 3, 5])
-def test_a_layer_is_close_to_the_truth_and_not_to_one_with_gate_and_up_swapped(index: int) -> None:
+@pytest.mark.parametrize("index", [1, *(pytest.param(own, marks=pytest.mark.exhaustive) for own in (3, 5))])
+def test_layers_are_close_to_the_truth(index: int) -> None:
     case, cpu = CASES[index], torch.device("cpu")
     ranks, other = Ranks(case, 2), Ranks(case, 2, swapped=True)
     inputs = ranks.each(lambda r: given(case, r, 9))
@@ -101,8 +108,8 @@ def test_nothing_is_left_of_the_pass_before() -> None:
         assert same(out, ranks.wanted(own))
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_processes_have_the_bits_of_one_rank_in_one_launch(world: int) -> None:
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_processes_equal_one_rank(world: int) -> None:
     assert run_ranks(together, world, seconds=400) == [[]] * world
 
 
@@ -110,7 +117,7 @@ def test_programs_that_run_at_once_wait_for_each_other() -> None:
     assert run_ranks(partial(crowded, programs=2), 4, seconds=400) == [[]] * 4
 
 
-def test_a_rank_that_does_not_come_is_named_and_nobody_gets_a_number() -> None:
+def test_absent_ranks_are_named() -> None:
     first, last = run_ranks(deserted, 2)
     assert first[0] == last[0] == "all NaN True"
     assert first[1].startswith("symm_mem dispatch; ranks (1,); symm_mem dispatch on rank 0: rank 1 did not come within")
@@ -135,8 +142,8 @@ def test_a_rank_in_another_call_is_told_so() -> None:
     assert all(bool(out.isnan().all()) for out in again)
 
 
-@pytest.mark.parametrize("index", [0, 3])
-def test_a_pass_of_as_many_tokens_as_were_planned_has_the_bits_of_one_rank(index: int) -> None:
+@pytest.mark.parametrize("index", [0, pytest.param(3, marks=pytest.mark.exhaustive)])
+def test_full_passes_equal_one_rank(index: int) -> None:
     ranks = Ranks(CASES[index], 2, most=9)
     for hot in (False, True):
         inputs = ranks.each(lambda r, h=hot: given(CASES[index], r, 9, hot=h))
@@ -155,7 +162,7 @@ def test_no_pass_takes_more_memory_than_is_planned() -> None:
                 assert size <= held[name], (name, tokens)
 
 
-def test_it_runs_only_where_it_is_asked_for_and_says_why() -> None:
+def test_mega_refusals_give_reasons() -> None:
     rule = RoutingSpec(top_k=2)
     spec = MoESpec(hidden_size=64, intermediate_size=64, num_experts=64, routing=rule, weight_format="mxfp4")
 
@@ -173,7 +180,7 @@ def test_it_runs_only_where_it_is_asked_for_and_says_why() -> None:
         assert made.pipelines[-1] == "split"
         return next(refusal.reason for refusal in made.refusals if refusal.name == "mega")
 
-    slow = "only for tokens from {} wide and up to {} of them on each of {} ranks with {} weights; found "
+    slow = "only for a hidden size from {} and up to {} tokens on each of {} ranks with {} weights; found "
     four, eight = slow.format(7168, 8, 2, "mxfp4"), slow.format(4096, 128, 2, "fp8_block")
     assert four + "64 and 64; Overrides(pipeline='mega') takes it" in why()
     assert four + "7168 and 9" in why(most=9, hidden_size=7168)
@@ -185,16 +192,16 @@ def test_it_runs_only_where_it_is_asked_for_and_says_why() -> None:
     assert slow.format(7168, 128, 4, "mxfp4") + "7168 and 129" in why(many, most=129, world=4, hidden_size=7168)
     blocks |= {"world": 4, "hidden_size": 4096}
     assert slow.format(4096, 48, 4, "fp8_block") + "4096 and 49" in why(many, **blocks, most=49)
-    assert "asked for cpu" in why(DeviceFacts(kind="cpu"), "fp32")
-    assert "asked for the dispatcher local" in why(world=1)
-    assert "asked for the dispatcher all_to_all" in why(wish={"dispatcher": "all_to_all"})
-    assert "asked for mxfp4 weights with fp8_group128 activations; it takes" in why(act="fp8_group128")
+    assert "the device is cpu" in why(DeviceFacts(kind="cpu"), "fp32")
+    assert "the dispatcher is local" in why(world=1)
+    assert "the dispatcher is all_to_all" in why(wish={"dispatcher": "all_to_all"})
+    assert "the weights are mxfp4 with fp8_group128 activations; it takes" in why(act="fp8_group128")
     coded: dict[str, Any] = {"act": "fp8_group128", "weight_format": "fp8_block"}
-    assert "asked for tokens of 40; their codes are copied by sixteen" in why(**coded, hidden_size=40)
-    assert "asked for int4_group weights with fp8_token activations" in why(weight_format="int4_group")
+    assert "the hidden size is 40; its codes are copied by sixteen" in why(**coded, hidden_size=40)
+    assert "the weights are int4_group with fp8_token activations" in why(weight_format="int4_group")
     assert "measured too little with nvfp4 weights; Overrides(pipeline='mega') takes it" in why(weight_format="nvfp4")
     assert "found sm_100" in why(replace(GPU, capability=(10, 0)))
-    assert "asked for the combine reduced" in why(wish={"combine": "reduced"})
+    assert "the combine is reduced" in why(wish={"combine": "reduced"})
     for weights, width, most, act, world in (
         ("mxfp4", 7168, 8, "fp8_token", 2), ("fp8_block", 4096, 128, "fp8_group128", 2),
         ("mxfp4", 7168, 128, "fp8_token", 4), ("fp8_block", 4096, 48, "fp8_group128", 4),
@@ -206,9 +213,9 @@ def test_it_runs_only_where_it_is_asked_for_and_says_why() -> None:
             assert plan(few, Overrides(activation_format=act)).pipelines == (taken,)
             # What an error tells people to ask for, whatever the plan prefers.
             assert plan(few, Overrides(activation_format=act, pipeline="split")).pipelines == ("split",)
-    assert f"asked for 9,999 tokens of a rank; it has lists for {MOST_TOKENS:,}" in why(most=9999)
+    assert f"a rank may have 9,999 tokens; its lists hold {MOST_TOKENS:,}" in why(most=9999)
     carried = RoutingSpec(top_k=1, weight_on_input=True, renormalize=False)
-    assert "asked for router weights on the input" in why(routing=carried)
+    assert "router weights are on the input" in why(routing=carried)
 
     asked = Problem(spec=spec, device=GPU, placement=linear(64, 0, 2), limits=Limits(max_tokens=64), graph=True)
     made = plan(asked, Overrides(activation_format="fp8_token", pipeline="mega"))

@@ -28,6 +28,7 @@ from collegium import (
     SharedWeights,
     encode_experts,
     load_layer,
+    merge_shared,
     plan,
 )
 from collegium.balance.elastic import regroup
@@ -36,12 +37,13 @@ from collegium.experts import KERNELS
 from collegium.formats import Fp8Block
 from collegium.ops import route_wide
 from collegium.ops.route import route
-from collegium.ops.route_wide import widened
+from collegium.ops.route_wide import append_shared_experts
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
 from collegium.types import ActivationSpec, LatentWeights
 from family_cases import CASES, IDS, build, decoder
 from memories import Poisoned
 from quantised_matrices import KINDS, quantise
+from raising import raises_with
 from truth import moe_truth
 
 if TYPE_CHECKING:
@@ -74,6 +76,7 @@ def stored(folder: Path, name: str, kind: str | None, shared: int) -> tuple[Any,
     return model, {index: layer.mlp for index, layer in decoder(model).items() if hasattr(layer.mlp, "experts")}
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize(("kind", "shared"), [(None, 1), (None, 2), ("fp8 blocks", 1), ("ct nvfp4", 2), ("ct int4", 1)])
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
 def test_a_checkpoint_computes_what_its_class_does_both_ways(
@@ -89,7 +92,7 @@ def test_a_checkpoint_computes_what_its_class_does_both_ways(
         more: dict[str, Any] = {"dtype": "fp32", "device": "cpu", "limits": Limits(max_tokens=8)}
         layers = {index: load_layer(tmp_path / "model", index, overrides=force, **more) for index in blocks}
         for index, layer in layers.items():
-            assert layer.plan.merged == (shared if force is MERGED else 0)
+            assert layer.plan.merged_shared_experts == (shared if force is MERGED else 0)
             assert (layer.shared is None) == (force is MERGED)
             assert layer.spec.num_experts == layer.plan.problem.spec.num_experts == 8
             model.model.layers[index].mlp = Swapped(layer)
@@ -118,7 +121,7 @@ def test_a_whole_model_whose_weights_are_on_the_input(tmp_path: Path, way: Overr
 
     model = build(CASES["llama4_text"], tmp_path)
     ours = load_model_in("fp32", str(tmp_path), device="cpu", overrides=way)
-    assert [layer.plan.merged for layer in layers_of(ours)] == [int(way is MERGED)]
+    assert [layer.plan.merged_shared_experts for layer in layers_of(ours)] == [int(way is MERGED)]
     with torch.no_grad():
         found, wanted = ours(IDS).logits, model(IDS).logits
         assert (found - wanted).abs().max() <= 1e-4 * wanted.abs().max()
@@ -127,10 +130,10 @@ def test_a_whole_model_whose_weights_are_on_the_input(tmp_path: Path, way: Overr
 
 def test_what_cannot_be_cut_is_refused_by_name(tmp_path: Path) -> None:
     stored(tmp_path / "model", "glm4_moe", "fp8 blocks", 2)
-    with pytest.raises(PlanError, match=r"found 64 columns; needed .* 32 each, in whole groups of 128.*shared='apart'"):
+    with raises_with(PlanError, "64", "32", "128", "shared='apart'"):
         load_layer(tmp_path / "model", 1, dtype="fp32", device="cpu", overrides=MERGED)
     layer = load_layer(tmp_path / "model", 1, dtype="fp32", device="cpu")
-    assert layer.plan.merged == 0
+    assert layer.plan.merged_shared_experts == 0
     assert "shared     apart" in str(layer)
 
 
@@ -152,16 +155,14 @@ def layer_of(
         num_experts=E,
         routing=rule or RoutingSpec(top_k=K, scale=2.5),
         weight_format=weights,
-        shared=SharedSpec(intermediate_size=count * WIDE),
+        shared=SharedSpec(intermediate_size=count * WIDE, weight_format=shared.down.name),
     )
     problem = Problem(spec=spec, device=device or DeviceFacts(kind="cpu"), limits=Limits(max_tokens=tokens))
-    return MoELayer(
-        encode_experts(random_experts(E, 2, WIDE, H, seed=1), weights),
-        plan(problem, force),
-        router=RouterWeights(weight=heavy_tailed(E, H, seed=3)),
-        shared=SharedWeights(experts=shared),
-        **more,
-    )
+    made, experts = plan(problem, force), encode_experts(random_experts(E, 2, WIDE, H, seed=1), weights)
+    extras: dict[str, Any] = {"router": RouterWeights(weight=heavy_tailed(E, H, seed=3)), **more}
+    if made.merged_shared_experts:
+        return MoELayer(merge_shared(made, experts, SharedWeights(experts=shared)), made, **extras)
+    return MoELayer(experts, made, shared=SharedWeights(experts=shared), **extras)
 
 
 def truth_of(x: torch.Tensor, routing: Routing, weights: str = "bf16", count: int = 1) -> torch.Tensor:
@@ -187,6 +188,7 @@ RECIPES = [
 ]
 
 
+@pytest.mark.each_choice("weights", "activations")
 @pytest.mark.parametrize("on_input", [False, True])
 @pytest.mark.parametrize(("weights", "activations", "most"), RECIPES)
 def test_kernels_of_a_gpu_give_the_bits_of_apart(
@@ -199,9 +201,9 @@ def test_kernels_of_a_gpu_give_the_bits_of_apart(
     rule = RoutingSpec(top_k=K, scale=2.5, weight_on_input=on_input)
     wishes = [Overrides(activation_format=activations, shared=own) for own in ("merged", "apart")]
     merged, apart = (layer_of(force, weights=weights, device=HOPPER, rule=rule) for force in wishes)
-    assert (merged.plan.merged, merged.shared, apart.plan.merged) == (1, None, 0)
+    assert (merged.plan.merged_shared_experts, merged.shared, apart.plan.merged_shared_experts) == (1, None, 0)
     assert merged.plan.pipelines == (("split",) if on_input else ("direct", "split"))
-    assert "shared     merged: 1 more routed expert, for every token" in str(merged)
+    assert "shared     merged into 1 routed expert that receives every token" in str(merged)
     assert merged.plan.kernel == apart.plan.shared_kernel
     for tokens in (1, 16, 19):
         x = heavy_tailed(tokens, H, seed=tokens).bfloat16()
@@ -219,13 +221,13 @@ def test_a_wide_one_is_cut_into_several(weights: str, device: DeviceFacts) -> No
     if device is HOPPER and torch.cuda.is_available():
         pytest.skip("tests/gpu makes these comparisons on the device")
     layer = layer_of(MERGED, weights=weights, count=3, device=device)
-    assert layer.plan.merged == 3
+    assert layer.plan.merged_shared_experts == 3
     assert layer.experts.slots()[0].shape[0] == E + 3
     for tokens in (1, 7, 20):
         x = heavy_tailed(tokens, H, seed=tokens).bfloat16()
         assert relative_error(layer(x).float(), truth_of(x, layer.route(x), weights, 3)) < 0.02
     whole = layer_of(weights=weights, count=3, device=device)
-    assert whole.plan.merged == 0
+    assert whole.plan.merged_shared_experts == 0
     assert relative_error(layer(x).float(), whole(x).float()) < 0.01
 
 
@@ -249,7 +251,7 @@ def test_a_routing_of_the_callers_own_reaches_routed_experts_alone() -> None:
     assert torch.equal(checked(x), apart(x))
 
 
-def test_a_rule_of_the_callers_own_and_a_factor_of_each_expert() -> None:
+def test_custom_rules_and_expert_factors() -> None:
     x = heavy_tailed(6, H, seed=4).bfloat16()
 
     def choose(x: torch.Tensor, logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -260,12 +262,12 @@ def test_a_rule_of_the_callers_own_and_a_factor_of_each_expert() -> None:
     assert torch.equal(merged(x), apart(x))
     rule, logits = RoutingSpec(top_k=K, expert_scale=True), heavy_tailed(6, E, seed=5)
     narrow = route(logits, rule, expert_scale=torch.rand(E) + 0.5)
-    wide = widened(narrow, E, 2)
+    wide = append_shared_experts(narrow, E, 2)
     assert torch.equal(wide.topk_ids, torch.cat((narrow.topk_ids, torch.tensor([[E, E + 1]] * 6)), 1))
     assert torch.equal(wide.topk_weights, torch.cat((narrow.topk_weights, torch.ones(6, 2)), 1))
 
 
-def test_rows_that_are_packed_by_expert_are_of_the_routed_ones() -> None:
+def test_packed_rows_are_of_routed_experts() -> None:
     merged, apart = layer_of(MERGED), layer_of(APART)
     x, counts = heavy_tailed(E * 5, H, seed=6).bfloat16().view(E, 5, H), torch.tensor([5, 0, 2, 9, 1, 3])
     fill = torch.full_like(x, 3.0)
@@ -277,11 +279,11 @@ def test_a_swap_keeps_the_shared_expert() -> None:
     x, other = heavy_tailed(9, H, seed=7).bfloat16(), encode_experts(random_experts(E, 2, WIDE, H, seed=8), "bf16")
     merged, apart = layer_of(MERGED), layer_of()
     before = merged(x)
-    with pytest.raises(InputError, match=r"swap: the shared expert is merged, as 1 of .*Overrides\(shared='beside'\)"):
+    with raises_with(InputError, "swap", "1", "Overrides(shared='beside')"):
         merged.swap(other)
     assert torch.equal(merged(x), before)
     assert torch.equal(pickle.loads(pickle.dumps(merged))(x), copy.deepcopy(merged)(x))
-    with pytest.raises(InputError, match="merged, as 0 of the routed experts, and was to be 1 of the new ones"):
+    with pytest.raises(InputError, match="into 0 and 1 routed experts"):
         apart.swap(other, MERGED)
     assert torch.equal(apart(x), before)
     apart.swap(other)
@@ -299,15 +301,15 @@ def test_weights_that_are_stored_in_another_way_are_refused() -> None:
         gate_up=Fp8Block.encode(big.gate_up.decode(), block=(256, 256)),
         down=Fp8Block.encode(big.down.decode(), block=(256, 256)),
     )
-    with pytest.raises(PlanError, match=r"stored as block \(256, 256\) beside \(128, 128\) of the routed ones"):
+    with raises_with(PlanError, "(256, 256)", "(128, 128)"):
         layer_of(MERGED, weights="fp8_block", shared_weights=blocks)
-    assert layer_of(weights="fp8_block", shared_weights=blocks, device=HOPPER).plan.merged == 0
-    with pytest.raises(PlanError, match="found weights mxfp4, those of the routed experts are bf16"):
+    assert layer_of(weights="fp8_block", shared_weights=blocks, device=HOPPER).plan.merged_shared_experts == 0
+    with raises_with(PlanError, "mxfp4", "bf16"):
         layer_of(MERGED, shared_weights=encode_experts(big, "mxfp4"))
     with pytest.raises(PlanError, match="after_expert"):
         layer_of(MERGED, after_expert=lambda rows: rows * 2)
     doubled = layer_of(after_expert=lambda rows: rows * 2, device=HOPPER)
-    assert doubled.plan.merged == 0
+    assert doubled.plan.merged_shared_experts == 0
 
 
 REASONS = {
@@ -326,9 +328,9 @@ def test_a_plan_says_why_not(reason: str) -> None:
     base: dict[str, Any] = {"hidden_size": H, "intermediate_size": WIDE, "num_experts": E}
     more = {"routing": RoutingSpec(top_k=K), "shared": SharedSpec(intermediate_size=WIDE), **REASONS[reason]}
     problem = Problem(spec=MoESpec(**base, **more), device=HOPPER)
-    with pytest.raises(PlanError, match=f"shared merged was forced, it cannot be: {reason}"):
+    with pytest.raises(PlanError, match=f"shared='merged' was forced and is not possible: {reason}"):
         plan(problem, MERGED)
-    assert plan(problem).to_json()["merged"] == 0
+    assert plan(problem).to_json()["merged_shared_experts"] == 0
 
 
 def test_what_a_plan_says_of_a_merged_one() -> None:
@@ -340,16 +342,16 @@ def test_what_a_plan_says_of_a_merged_one() -> None:
         shared=SharedSpec(intermediate_size=WIDE),
     )
     made = plan(Problem(spec=spec, device=HOPPER, limits=Limits(max_tokens=10)), MERGED)
-    assert (made.merged, made.beside, made.capacity) == (1, 0, 10 * (K + 1))
+    assert (made.merged_shared_experts, made.side_stream_tokens, made.capacity) == (1, 0, 10 * (K + 1))
     assert made.weight_bytes == E * made.expert_bytes
     assert not any(region.name.startswith("shared/") for region in made.regions)
     # Nothing to a layer without one, nothing over ranks.
-    assert plan(Problem(spec=replace(spec, shared=None), device=HOPPER), MERGED).merged == 0
+    assert plan(Problem(spec=replace(spec, shared=None), device=HOPPER), MERGED).merged_shared_experts == 0
     half = Placement(rank=0, world_size=2, expert_ids=(0, 1, 2), ranks=((0, 1, 2), (3, 4, 5)))
-    assert plan(Problem(spec=spec, device=DeviceFacts(kind="cpu"), placement=half)).merged == 0
+    assert plan(Problem(spec=spec, device=DeviceFacts(kind="cpu"), placement=half)).merged_shared_experts == 0
     with pytest.raises(PlanError, match="each rank has the whole shared expert"):
         plan(Problem(spec=spec, device=DeviceFacts(kind="cpu"), placement=half), MERGED)
-    with pytest.raises(SpecError, match="shared: found 'aside', allowed: merged, beside, apart"):
+    with raises_with(SpecError, "shared", "'aside'", "merged", "beside", "apart"):
         Overrides(shared="aside")  # type: ignore[arg-type]
 
 
@@ -364,27 +366,45 @@ def test_what_a_plan_says_of_one_beside_the_others() -> None:
     )
     problem, beside = Problem(spec=spec, device=HOPPER), Overrides(shared="beside")
     for made in (plan(problem), plan(problem, beside)):
-        assert (made.merged, made.beside, made.to_json()["beside"]) == (0, 512, 512)
-        assert "shared     apart; in a CUDA graph beside the routed experts up to 512 tokens" in made.explain()
-    assert plan(problem, APART).beside == 0
-    assert plan(replace(problem, spec=replace(spec, shared=None)), beside).beside == 0
+        assert (made.merged_shared_experts, made.side_stream_tokens) == (0, 512)
+        assert made.to_json()["side_stream_tokens"] == 512
+        assert "shared     apart; on a side stream in a CUDA graph up to 512 tokens" in made.explain()
+    assert plan(problem, APART).side_stream_tokens == 0
+    assert plan(replace(problem, spec=replace(spec, shared=None)), beside).side_stream_tokens == 0
     half = Placement(rank=0, world_size=2, expert_ids=(0, 1, 2), ranks=((0, 1, 2), (3, 4, 5)))
     for reason, asked, force in (
         ("a cpu has no streams", replace(problem, device=DeviceFacts(kind="cpu")), beside),
         ("with the dispatcher symm_mem it already runs", replace(problem, placement=half), beside),
         ("no CUDA graph can capture the layer", problem, replace(beside, kernel="reference")),
     ):
-        with pytest.raises(PlanError, match=f"shared beside was forced, it cannot be: {reason}.*shared='apart'"):
+        with pytest.raises(PlanError, match=f"shared='beside' was forced and .*: {reason}.*shared='apart'"):
             plan(asked, force)
-        assert plan(asked, replace(force, shared=None)).beside == 0
+        assert plan(asked, replace(force, shared=None)).side_stream_tokens == 0
 
 
 def test_ranks_cannot_take_over_a_merged_one() -> None:
-    with pytest.raises(InputError, match=r"as 1 of them, which ranks cannot share; load it with .*shared='apart'"):
+    with raises_with(InputError, "1", "shared='apart'"):
         regroup({0: layer_of(MERGED)})
 
 
-def test_latent_weights_are_beside_a_shared_one_that_is_apart() -> None:
+def test_layers_refuse_shared_weights_that_do_not_fit_the_plan() -> None:
+    problem = layer_of().plan.problem
+    routed, bf16 = (encode_experts(random_experts(count, 2, WIDE, H, seed=1), "bf16") for count in (E, 1))
+    shared = SharedWeights(experts=bf16)
+    with raises_with(InputError, "merge_shared", "without shared="):
+        MoELayer(routed, plan(problem, MERGED), shared=shared)
+    with raises_with(InputError, f"({E}, 2, {WIDE}, {H})", f"({E + 1}, 2, {WIDE}, {H})"):
+        MoELayer(routed, plan(problem, MERGED))
+    with raises_with(InputError, "merge_shared", "shared=", "Overrides(shared='merged')"):
+        merge_shared(plan(problem, APART), routed, shared)
+    coded = SharedWeights(experts=encode_experts(bf16, "mxfp4"))
+    with raises_with(InputError, "mxfp4", "bf16", "SharedSpec(weight_format='mxfp4'"):
+        MoELayer(routed, plan(problem, APART), shared=coded)
+    with raises_with(InputError, "shared", "not given"):
+        MoELayer(routed, plan(problem, APART))
+
+
+def test_latent_weights_with_a_shared_expert() -> None:
     spec = MoESpec(
         hidden_size=H,
         intermediate_size=WIDE,
@@ -400,7 +420,7 @@ def test_latent_weights_are_beside_a_shared_one_that_is_apart() -> None:
         shared=SharedWeights(experts=random_bf16(1, H, 2)),
         latent=LatentWeights(down=heavy_tailed(48, H, seed=4), up=heavy_tailed(H, 48, seed=5)),
     )
-    assert layer.plan.merged == 0
+    assert layer.plan.merged_shared_experts == 0
     assert layer.shared is not None
 
 
@@ -419,19 +439,19 @@ def test_a_kernel_writes_the_further_slots(merged: int, monkeypatch: pytest.Monk
     for whole in (torch.int64, torch.int32, torch.int8):
         for real in (torch.float32, torch.bfloat16):
             given = Routing(topk_ids=ids.to(whole), topk_weights=torch.rand(9, 3).to(real))
-            wanted = widened(given, 20, merged)
+            wanted = append_shared_experts(given, 20, merged)
             with monkeypatch.context() as patched:
                 patched.setattr(route_wide, "on_device", lambda *_: True)
-                made = widened(given, 20, merged, Poisoned())
+                made = append_shared_experts(given, 20, merged, Poisoned())
             assert torch.equal(made.topk_ids, wanted.topk_ids)
             assert torch.equal(made.topk_weights, wanted.topk_weights)
             assert made.topk_ids[1, 1] == made.topk_ids[2, 2] == -2
 
 
-def test_every_kernel_takes_more_experts_than_the_plan_asked_it_for() -> None:
+def test_kernels_take_additional_experts() -> None:
     """A kernel is asked for the routed ones alone: none may refuse a number of experts."""
     problem = layer_of(APART).plan.problem
     for kernel in KERNELS:
-        for wide in (problem, problem.widened(3)):
+        for wide in (problem, problem.with_merged_experts(3)):
             asked = replace(wide.routed, device=problem.device)
             assert (kernel.refuse(asked) is None) == (kernel.refuse(problem.routed) is None)

@@ -25,10 +25,11 @@ from collegium import (
     SharedSpec,
     SharedWeights,
     encode_experts,
+    merge_shared,
     plan,
 )
 from collegium.errors import InputError
-from collegium.experts.triton import tiles
+from collegium.experts.triton.tiles import choice as tiles
 from collegium.formats.unquantised import DTYPES
 from collegium.parallel.local import Local
 from collegium.planning import kernel_named
@@ -37,6 +38,7 @@ from collegium.testing.compare import heavy_tailed, random_experts, relative_err
 from collegium.types import ActivationSpec
 from integers import encoded
 from memories import Noted, Poisoned
+from raising import raises_with
 from truth import moe_truth
 
 E, H, WIDE, K = 5, 160, 96, 2
@@ -106,6 +108,7 @@ ON_GPU = [
 BOUNDS = {"bf16": 0.012, "fp16": 0.003, "fp32": 1e-5}
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("kernel", ["cpu_fused", "cpu_grouped", "reference"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize(("first", "second"), ON_CPU)
@@ -126,6 +129,7 @@ def test_kernels_of_a_cpu(first: str, second: str, dtype: Any, kernel: str) -> N
         assert relative_error(found, truth_of(x, routing, weights)) < BOUNDS[dtype]
 
 
+@pytest.mark.each_choice("first", "second")
 @pytest.mark.parametrize("device", [HOPPER, AMPERE, BLACKWELL], ids=lambda facts: facts.name)
 @pytest.mark.parametrize(("first", "second", "act", "dtype", "one", "two"), ON_GPU)
 def test_kernels_of_a_gpu(
@@ -137,7 +141,7 @@ def test_kernels_of_a_gpu(
     weights = weights_in(first, second)
     problem = problem_of(weights, device, dtype, activation_format=act)
     if act.startswith("fp8") and device is AMPERE:
-        with pytest.raises(PlanError, match="sm_89 or later"):
+        with raises_with(PlanError, "sm_89"):
             plan(problem, Overrides(kernel=one))
         return
     made = plan(problem)
@@ -176,7 +180,7 @@ def test_tiles_of_large_batches(first: str, second: str, monkeypatch: pytest.Mon
         pytest.skip("the kernel of large batches runs in C++ on the CPU here")
     for name in ("dequantize_threshold", "large_from"):
         monkeypatch.setattr(tiles, name, lambda *_: 1)
-    monkeypatch.setattr(tiles, "_LONG", 8)
+    monkeypatch.setattr(tiles, "_MIN_K", 8)
     weights = weights_in(first, second)
     problem = problem_of(weights, HOPPER)
     small: Any = kernel_named(plan(problem).kernel).pack(
@@ -213,7 +217,7 @@ def test_a_plan_counts_both_formats() -> None:
     [
         ("nvfp4", "gguf", "fp8_token", "asked for fp8_token activations between the products; down is gguf"),
         ("gguf", "nvfp4", "fp8_token", "with gguf it takes bf16 or fp16"),
-        ("int4_group", "int4_ordered", "bf16", "columns in an order of their own need that format in both"),
+        ("int4_group", "int4_ordered", "bf16", "an index of columns needs that format in both"),
         ("bf16", "fp32", "bf16", "down is fp32: no kernel in Triton takes those weights"),
     ],
 )
@@ -230,7 +234,7 @@ def test_mega_is_refused_by_name() -> None:
     placement = Placement(rank=0, world_size=2, expert_ids=ids[0], ranks=ids)
     device = replace(HOPPER, peers=2)
     problem = problem_of(weights, device, placement=placement, activation_format="fp8_token")
-    with pytest.raises(PlanError, match=r"mxfp4 \(gate_up\) and fp8_tensor \(down\); its kernel takes one format"):
+    with raises_with(PlanError, "mxfp4", "gate_up", "fp8_tensor"):
         plan(problem, Overrides(pipeline="mega", dispatcher="symm_mem"))
     made = plan(problem, Overrides(dispatcher="symm_mem"))
     assert "mega" not in made.pipelines
@@ -273,6 +277,7 @@ def test_copies_and_moved_experts() -> None:
     assert relative_error(layer(x, routing=routing), wanted.double()) > 0.1
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("way", ["merged", "apart"])
 @pytest.mark.parametrize("shared", [("nvfp4", "fp8_tensor"), ("bf16", "bf16"), ("mxfp4", "bf16")])
 def test_a_shared_expert_beside_mixed_ones(shared: tuple[str, str], way: Any) -> None:
@@ -287,7 +292,11 @@ def test_a_shared_expert_beside_mixed_ones(shared: tuple[str, str], way: Any) ->
         return
     given = SharedWeights(experts=own)
     router = RouterWeights(weight=heavy_tailed(E, H, seed=5))
-    layer = MoELayer(routed, plan(problem, Overrides(shared=way)), router=router, shared=given)
+    made = plan(problem, Overrides(shared=way))
+    if way == "merged":
+        layer = MoELayer(merge_shared(made, routed, given), made, router=router)
+    else:
+        layer = MoELayer(routed, made, router=router, shared=given)
     x, routing = heavy_tailed(9, H, seed=3).bfloat16(), routing_of(9)
     every = Routing(topk_ids=torch.zeros(9, 1, dtype=torch.int64), topk_weights=torch.ones(9, 1))
     truth = truth_of(x, routing, routed) + truth_of(x, every, own)

@@ -17,6 +17,7 @@ from collegium.commands.inspect import inspect_model, plan_model
 from collegium.commands.quantize import quantize_model
 from collegium.commands.verify import verify_model
 from collegium.loading import load_routed
+from raising import raises_with
 from ranks import run_ranks
 from toys import write_checkpoint
 from truth import moe_truth
@@ -101,8 +102,8 @@ def test_down_in_another_format(tmp_path: Path, eight: str) -> None:
         x, routing = torch.randn(9, layer.spec.hidden_size).to(layer.input_dtype), routing_of(layer, 9)
         assert off(layer(x, routing=routing), truth_of(tmp_path, 1, x, routing)) < most
     report = verify_model(path, device="cpu", experts=None)
-    assert {proof.weight_format for proof in report.proofs} == {f"{pair[0]} (gate_up) and {pair[1]} (down)"}
-    assert all(proof.worst_error <= proof.tolerance for proof in report.proofs)
+    assert {proof.weight_format for proof in report.checks} == {f"{pair[0]} (gate_up) and {pair[1]} (down)"}
+    assert all(proof.worst_error <= proof.tolerance for proof in report.checks)
 
 
 def test_only_declared_mixtures_are_read(tmp_path: Path) -> None:
@@ -118,7 +119,7 @@ def test_gate_and_up_of_two_formats(tmp_path: Path) -> None:
     """Refused as they are, encoded into one format where that is wanted, from float32 and not from one another."""
     path, out = mixed(tmp_path / "in", "up_proj"), str(tmp_path / "out")
     for ask in (lambda: load_layer(path, 0, device="cpu"), lambda: inspect_model(path, device="cpu")):
-        with pytest.raises(ConfigError, match=r"gate is nvfp4 \(modelopt\), up is fp8_tensor") as refusal:
+        with raises_with(ConfigError, "nvfp4", "fp8_tensor") as refusal:
             ask()
         assert f"collegium quantize {path} --to FORMAT" in str(refusal.value)
     quantize_model(path, "bf16", out)
@@ -134,7 +135,7 @@ def test_gate_and_up_of_two_formats(tmp_path: Path) -> None:
 
 def test_experts_of_two_formats_are_refused_by_name(tmp_path: Path) -> None:
     path = mixed(tmp_path, "experts.1.down_proj")
-    with pytest.raises(ConfigError, match=r"experts differ in format: .*experts\.0\.down_proj NVFP4.*experts\.1"):
+    with raises_with(ConfigError, "experts.0.down_proj", "NVFP4", "experts.1"):
         load_layer(path, 0, device="cpu")
 
 

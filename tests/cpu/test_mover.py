@@ -28,10 +28,14 @@ from moving import (
     split_layer,
     whole_weights,
 )
+from raising import raises_with
 from ranks import error_of, run_ranks
 
 
-@pytest.mark.parametrize(("world", "times"), [(2, 880), (4, 120)])
+@pytest.mark.parametrize(
+    ("world", "times"),
+    [(2, 100), pytest.param(2, 880, marks=pytest.mark.exhaustive), pytest.param(4, 120, marks=pytest.mark.exhaustive)],
+)
 def test_a_thousand_random_rebalances_with_replicas_change_no_bit(world: int, times: int) -> None:
     work = partial(rebalance, recipe="whole", times=times, replicas=True, spoil=50)
     found = run_ranks(work, world, seconds=400)
@@ -43,7 +47,12 @@ def test_a_thousand_random_rebalances_with_replicas_change_no_bit(world: int, ti
 
 @pytest.mark.parametrize(
     ("world", "times", "recipe", "same"),
-    [(2, 120, "whole", False), (4, 24, "whole", False), (2, 40, "whole", True), (2, 9, "fp8_block", False)],
+    [
+        (2, 40, "whole", True),
+        (2, 9, "fp8_block", False),
+        pytest.param(2, 120, "whole", False, marks=pytest.mark.exhaustive),
+        pytest.param(4, 24, "whole", False, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_experts_move_under_ranks_that_read_each_others_memory(world: int, times: int, recipe: str, same: bool) -> None:
     more = {"dispatcher": "symm_mem", "same": same, "replicas": recipe == "whole", "spoil": 8}
@@ -68,7 +77,7 @@ def test_packed_formats_move_without_changing_a_bit(recipe: str) -> None:
 
 
 @pytest.mark.parametrize(("policy", "dispatcher"), [("greedy", None), ("least_moves", None), ("greedy", "symm_mem")])
-def test_a_policy_is_asked_with_the_loads_of_all_ranks_and_evens_them(policy: str, dispatcher: str | None) -> None:
+def test_policies_balance_loads_of_all_ranks(policy: str, dispatcher: str | None) -> None:
     pytest.importorskip("prometheus_client")
     found = run_ranks(partial(by_policy, policy=policy, dispatcher=dispatcher), 2)
     for faults, loads, before, after, counts, _ in found:
@@ -120,7 +129,7 @@ def _asked_meanwhile(rank: int) -> list[str]:
     return [*faults, error_of(lambda: balancer.plan({"a": WAYS[0]}))]
 
 
-def test_experts_can_be_moved_by_hand_between_the_looks_of_a_policy() -> None:
+def test_experts_can_be_moved_by_hand() -> None:
     for said in run_ranks(_asked_meanwhile, 2):
         assert len(said) == 1, said
         assert "this Balancer was closed and moves nothing; make another one on all ranks" in said[0]
@@ -144,7 +153,7 @@ def _asked_for_loads(rank: int) -> Any:
     return faults, done
 
 
-def test_loads_can_be_asked_for_any_number_of_times_while_experts_move() -> None:
+def test_loads_can_be_read_while_moving() -> None:
     assert run_ranks(_asked_for_loads, 2) == [([], (True, True))] * 2
 
 
@@ -170,7 +179,7 @@ def _made_anew(rank: int) -> Any:
     return faults, len(groups)
 
 
-def test_balancers_of_a_layer_can_be_closed_and_made_anew_any_number_of_times() -> None:
+def test_balancers_can_be_recreated() -> None:
     assert run_ranks(_made_anew, 2) == [([], 2)] * 2
 
 
@@ -198,7 +207,7 @@ def _policy_that_fails(rank: int) -> Any:
     return said, [sorted(set(own) - {-1}) for own in held], switched > 0
 
 
-def test_a_policy_that_fails_is_told_on_every_rank_and_asked_again() -> None:
+def test_failing_policies_are_reported_and_retried() -> None:
     first, second = run_ranks(_policy_that_fails, 2)
     assert first == second
     said, held, switched = first
@@ -219,7 +228,7 @@ def test_layers_in_one_kernel_are_refused() -> None:
     placed = SimpleNamespace(spare=1, group="")
     made = SimpleNamespace(problem=SimpleNamespace(placement=placed), dispatcher="symm_mem", pipelines=("mega",))
     layer: Any = SimpleNamespace(plan=made, dispatcher=SimpleNamespace(map=object()))
-    with pytest.raises(InputError, match=r"layer a: found the pipeline mega.*Overrides\(pipeline='split'\)"):
+    with raises_with(InputError, "Overrides(pipeline='split')"):
         Balancer({"a": layer})
 
 
@@ -258,12 +267,12 @@ def test_rounds_reach_any_placement_and_never_lose_an_expert(seed: int, each: in
 
 
 def test_rounds_for_more_ranks_than_there_are_are_refused() -> None:
-    with pytest.raises(InputError, match=r"asked for \[\[0\], \[1\], \[\]\] in \[2, 2\] slots of 2 ranks"):
+    with raises_with(InputError, "[[0]", "[1]", "[2, 2]"):
         rounds(((0, -1), (1, -1)), ((0,), (1,), ()), (2, 2))
 
 
 def test_rounds_without_an_empty_slot_are_refused() -> None:
-    with pytest.raises(InputError, match=r"rank 0 has no empty slot for experts \[1\]; leave one slot"):
+    with raises_with(InputError, "rank 0", "[1]"):
         rounds(((0,), (1,)), ((1,), (0,)), (1, 1))
 
 
@@ -312,5 +321,5 @@ def test_ranks_that_packed_other_bytes_are_told_which_expert() -> None:
     assert agreed(good, 2, "model.3") == [(1, 2), (3, 4)]
     with pytest.raises(InputError, match=r"layer 3, expert 1: every rank .* rank 0: 0{15}30{15}4, rank 1: "):
         agreed([good[0], {1: (3, -5)}], 2, 3)
-    with pytest.raises(InputError, match=r"layer 3, expert 2: .* found checksums none"):
+    with raises_with(InputError, "layer 3", "expert 2"):
         agreed(good, 3, 3)

@@ -29,6 +29,7 @@ from collegium.ops.quantize import ACTIVATION_FORMATS
 from collegium.testing.compare import heavy_tailed, random_experts
 from collegium.types import ACTIVATION_KINDS, ActivationSpec
 from poisons import INFINITY, NAN, check_not_here, check_seen, poisons
+from raising import raises_with
 
 E, H, WIDE, K = 6, 160, 96, 2
 KERNELS = ("cpu_grouped", "reference")
@@ -56,7 +57,7 @@ def nan_rows(found: torch.Tensor) -> list[int]:
 
 @pytest.mark.parametrize("count", [1, 2, 23])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_what_is_wrong_makes_its_row_nan_and_no_other(kernel: str, count: int) -> None:
+def test_wrong_tokens_poison_their_row(kernel: str, count: int) -> None:
     layer = build(kernel)
     for poison in poisons(layer, tokens(count), count // 2, seed=3):
         # The CPU's library sums in another order when an expert has another count of rows.
@@ -100,7 +101,7 @@ def test_a_shared_expert_does_not_hide_it() -> None:
         check_seen(layer, poison, exact=False)
 
 
-def test_a_latent_width_and_its_norm_do_not_hide_it() -> None:
+def test_latent_width_and_norm() -> None:
     latent = LatentWeights(
         down=heavy_tailed(128, H, seed=5) / 12, up=heavy_tailed(H, 128, seed=6) / 11, norm=torch.rand(128) + 0.5
     )
@@ -144,11 +145,11 @@ def test_a_nan_correction_bias_poisons_every_token(routing: RoutingSpec) -> None
     layer = build(spec={"routing": routing}, router=RouterWeights(weight=weight, correction_bias=bad))
     assert nan_rows(layer(x)) == list(range(9))
     layer = build(spec={"routing": routing}, router=RouterWeights(weight=weight, correction_bias=bad), checked=True)
-    with pytest.raises(RoutingError, match="correction bias: expert 4 of 6 is NaN"):
+    with raises_with(RoutingError, "expert 4", "6", "NaN"):
         layer(x)
 
 
-def test_a_nan_expert_scale_poisons_the_tokens_of_its_expert() -> None:
+def test_nan_expert_scales_poison_their_tokens() -> None:
     spec = {"routing": RoutingSpec(top_k=K, expert_scale=True)}
     weight, x = heavy_tailed(E, H, seed=6), tokens(23)
     scale = torch.rand(E) + 0.5
@@ -182,7 +183,7 @@ def test_a_rule_of_ones_own_shows_what_is_wrong() -> None:
     layer = build(router=router, choose=lambda *_: (ids, weights))
     assert nan_rows(layer(tokens(9))) == [2, 5]
     layer = build(router=router, choose=lambda *_: (ids, weights), checked=True)
-    with pytest.raises(RoutingError, match="token 5, slot 0 is 6"):
+    with raises_with(RoutingError, "token 5", "slot 0", "6"):
         layer(tokens(9))
 
 

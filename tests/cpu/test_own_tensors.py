@@ -31,6 +31,7 @@ from collegium import (
 from collegium.formats import FORMATS, by_name
 from collegium.testing.compare import heavy_tailed, relative_error
 from collegium.types import ActivationSpec
+from raising import raises_with
 
 E, H, WIDE, T, K = 5, 96, 72, 9, 2
 WRITTEN = [row.name for row in FORMATS if not row.read_only]
@@ -266,7 +267,7 @@ def test_a_module_chooses_without_a_router() -> None:
 def test_a_router_that_requires_a_gradient_is_refused() -> None:
     x, _, _ = tokens()
     layer = layer_of(expert_weights(joined, down), choose=Nearest())
-    with pytest.raises(InputError, match="topk_weights requires a gradient"):
+    with raises_with(InputError, "topk_weights"):
         layer(x)
     with torch.no_grad():
         assert layer(x).isfinite().all()
@@ -275,7 +276,7 @@ def test_a_router_that_requires_a_gradient_is_refused() -> None:
 def test_swapped_ids_and_weights_are_refused() -> None:
     x, ids, weights = tokens()
     layer = layer_of(expert_weights(joined, down), choose=lambda *_: (weights, ids))
-    with pytest.raises(InputError, match=r"weights first.*\(topk_ids, topk_weights\) in this order"):
+    with raises_with(InputError, "topk_ids", "topk_weights"):
         layer(x)
     with pytest.raises(InputError, match="swapped"):
         layer(x, routing=Routing(topk_ids=weights, topk_weights=ids))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from compiling import compile_apart
+from compiling import compile_selected, grid
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs Triton", allow_module_level=True)
@@ -88,12 +88,16 @@ _STORING = _PRODUCTS | {"permute_kernel", "scatter_kernel"}
 
 
 @pytest.fixture(scope="module")
-def compiled() -> list[Any]:
-    return compile_apart(_PROGRAM, [list(case) for case in CASES])
+def compiled(request: pytest.FixtureRequest) -> dict[int, Any]:
+    test = "test_kernels_load_sixteen_bytes"
+    return compile_selected(request, test, _PROGRAM, [list(case) for case in CASES])
 
 
-@pytest.mark.parametrize("index", range(len(CASES)), ids=["-".join(map(str, case)) for case in CASES])
-def test_kernels_load_sixteen_bytes_at_once_and_do_not_spill(compiled: list[Any], index: int) -> None:
+each_case = grid(CASES, lambda *case: [case[0], case[4]], lambda *case: "-".join(map(str, case)))
+
+
+@each_case
+def test_kernels_load_sixteen_bytes(compiled: dict[int, Any], index: int) -> None:
     rows = [row for row in compiled[index][0] if row[0] not in _STORING]
     back = {"reduce_kernel", "collect_kernel"} if CASES[index][4] == "reduced" else {"collect_kernel"}
     assert {name for name, *_ in rows} == {"post_kernel", "send_kernel", "pull_kernel"} | back
@@ -114,8 +118,8 @@ def test_kernels_load_sixteen_bytes_at_once_and_do_not_spill(compiled: list[Any]
             assert codes.count("MEMBAR.ALL.SYS") == 1, f"{where}: one fence for the flags of all peers"
 
 
-@pytest.mark.parametrize("index", range(len(CASES)), ids=["-".join(map(str, case)) for case in CASES])
-def test_products_store_sixteen_bytes_of_a_row_at_its_owner(compiled: list[Any], index: int) -> None:
+@each_case
+def test_products_store_sixteen_bytes(compiled: dict[int, Any], index: int) -> None:
     rows = [row for row in compiled[index][0] if row[0] in _STORING]
     if CASES[index][4] == "reduced":
         assert not rows, "sums go back, and rows stay"

@@ -123,6 +123,7 @@ def same_bits(found: torch.Tensor, wanted: torch.Tensor) -> bool:
     return found.dtype == wanted.dtype and torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize(
     ("name", "kernel"),
     [(name, kernel) for name in FORMAT_NAMES for kernel in CPU_KERNELS if accepts(kernel, name)],

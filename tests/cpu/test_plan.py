@@ -28,6 +28,7 @@ from collegium.formats import FORMATS
 from collegium.parallel.placement import linear
 from collegium.planning import expert_bytes
 from collegium.testing.compare import random_experts
+from raising import raises_with
 
 CPU = DeviceFacts(kind="cpu", threads=2)
 H200 = DeviceFacts(kind="cuda", name="NVIDIA H200", capability=(9, 0), memory=141 << 30)
@@ -53,7 +54,7 @@ def test_every_candidate_is_chosen_or_refused_with_a_reason(monkeypatch):
     reasons = {r.name: r.reason for r in made.refusals}
     assert "cpu_grouped is before it" in reasons["reference"]
     assert reasons["triton_w4a16"] == "asked for cpu; it needs a CUDA GPU"
-    assert reasons["direct"] == "asked for cpu; it needs a CUDA GPU"
+    assert reasons["direct"] == "the device is cpu; it needs a CUDA GPU"
     assert "Overrides(dispatcher='partial')" in reasons["partial"]
     for piece in ("17 experts", "top-3", "cpu_grouped", "mxfp4", "refused    reference"):
         assert piece in made.explain()
@@ -70,13 +71,13 @@ def test_a_forced_choice_is_obeyed_or_refused_never_replaced():
     assert plan(problem(), Overrides(kernel="reference")).kernel == "reference"
     with pytest.raises(PlanError, match=r"cpu_grouped.*cuda"):
         plan(problem(H200), Overrides(kernel="cpu_grouped"))
-    with pytest.raises(PlanError, match=r"known kernels: .*cpu_grouped, reference"):
+    with raises_with(PlanError, "cpu_grouped"):
         plan(problem(), Overrides(kernel="marlin"))
     with pytest.raises(InputError, match="fp8_group128"):
         plan(problem(), Overrides(activation_format="fp7"))
 
 
-def test_a_quantised_activation_format_goes_to_a_kernel_that_applies_it():
+def test_quantised_activations_choose_kernels():
     made = plan(problem(), Overrides(activation_format="fp8_group128"))
     assert made.kernel == "reference"
     assert made.problem.activation_format == "fp8_group128"
@@ -85,7 +86,7 @@ def test_a_quantised_activation_format_goes_to_a_kernel_that_applies_it():
 
 @pytest.mark.parametrize("weight_format", [f.name for f in FORMATS if f.name != "fp32"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_every_format_has_a_kernel_on_a_gpu_beside_both_16_bit_dtypes(weight_format, dtype):
+def test_every_format_has_a_gpu_kernel(weight_format, dtype):
     spec = MoESpec(
         hidden_size=256, intermediate_size=128, num_experts=4, routing=RoutingSpec(top_k=2), weight_format=weight_format
     )  # fmt: skip
@@ -111,7 +112,7 @@ def test_planned_bytes_are_the_bytes_of_the_weights(weight_format, sizes):
     assert 3 * expert_bytes(spec) == weights.gate_up.nbytes + weights.down.nbytes
 
 
-def test_the_routed_experts_alone_are_a_layer_of_their_width():
+def test_routed_experts_form_a_layer():
     whole = problem().spec
     latent = replace(
         whole,
@@ -169,27 +170,28 @@ WITH_SHARED = replace(SMALL, shared=SharedSpec(intermediate_size=32))
 
 
 @pytest.mark.parametrize("ids", [((0, 1, 2, 3), (2, 3, 0, 1)), ((0, 1, 2, 3), (0, 1)), ((0, 1, 2, 3),) * 2])
-def test_ranks_plan_one_dispatcher_also_where_one_of_them_holds_everything(ids):
+def test_ranks_plan_one_dispatcher(ids):
     placed = [Placement(rank=rank, world_size=2, expert_ids=ids[rank], ranks=ids) for rank in range(2)]
     found = {plan(Problem(spec=SMALL, device=NEIGHBOURS, placement=each)).dispatcher for each in placed}
     assert found == {"local" if ids[0] == ids[1] else "symm_mem"}
 
 
 @pytest.mark.parametrize("graph", [False, True])
-def test_the_same_tokens_leave_room_for_no_more_than_a_rank_has(graph):
+def test_room_for_the_same_tokens(graph):
     placed = replace(linear(4, 0, 2), same_tokens=True)
     asked = Problem(spec=SMALL, device=H200, placement=placed, graph=graph)
     for room in (1, 32, 64):
         assert plan(replace(asked, limits=Limits(max_tokens=64, rank_tokens=room))).problem.limits.rank_tokens == room
 
 
-def test_a_shared_expert_that_only_the_slow_kernel_runs_needs_no_wish():
+def test_shared_experts_on_the_slow_kernel():
     spec = replace(SMALL, shared=SharedSpec(intermediate_size=32, weight_format="fp32"))
     for placed, peers in ((None, 1), (linear(4, 0, 2), 1), (linear(4, 0, 2), 2)):
         asked = Problem(spec=spec, device=replace(NEIGHBOURS, peers=peers), placement=placed)
         made = plan(asked)
-        assert (made.kernel, made.shared_kernel, made.capturable, made.beside) == ("triton_bf16", "reference", False, 0)
-        with pytest.raises(PlanError, match="or ask for no graph"):
+        assert (made.kernel, made.shared_kernel) == ("triton_bf16", "reference")
+        assert (made.capturable, made.side_stream_tokens) == (False, 0)
+        with pytest.raises(PlanError, match="or plan without a graph"):
             plan(replace(asked, graph=True))
     # A wish for an activation format is no wish for the slow kernel.
     four = replace(SMALL, weight_format="mxfp4", shared=SharedSpec(intermediate_size=32, weight_format="bf16"))

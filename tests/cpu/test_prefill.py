@@ -11,11 +11,12 @@ import torch
 from collegium.encoding import encode_experts
 from collegium.errors import InputError
 from collegium.experts.reference import Reference
-from collegium.experts.triton import grouped as ops, tiles as choice
+from collegium.experts.triton import grouped as ops
 from collegium.experts.triton.prefill import CodeScales, prefill_gemm
 from collegium.experts.triton.table import TritonBf16, TritonFp8
-from collegium.experts.triton.tile_choice import TileChoice, TileProblem
-from collegium.experts.triton.tiles import prefill_tile
+from collegium.experts.triton.tiles import choice
+from collegium.experts.triton.tiles.choice import prefill_tile
+from collegium.experts.triton.tiles.problem import TileChoice, TileProblem
 from collegium.formats.unquantised import DTYPES
 from collegium.ops.quantize import activation_format
 from collegium.parallel.local import Local
@@ -24,8 +25,10 @@ from collegium.runtime.machine import Machine, machine_of
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
 from collegium.types import ACTIVATION_KINDS, ActivationSpec, MoESpec, Routing, RoutingSpec
 from five_experts import five_experts, rows_of
+from grids import exhaustive, mainly
 from prefill_on_cpu import TILE
 from products import grouped_gemm_reference
+from raising import raises_with
 
 if torch.cuda.is_available():
     pytest.skip("tests/gpu makes these comparisons on the device", allow_module_level=True)
@@ -42,6 +45,7 @@ FORMATS = (
 )
 
 
+@pytest.mark.each_choice("weights", "act")
 @pytest.mark.parametrize(("weights", "act"), FORMATS)
 @pytest.mark.parametrize("parts", [1, 2])
 def test_sums_of_the_small_batch_product(weights: str, act: str | None, parts: int) -> None:
@@ -60,7 +64,7 @@ def test_sums_of_the_small_batch_product(weights: str, act: str | None, parts: i
     assert not bool((outs[1][:282] == 7.0).all(1).any())
 
 
-@pytest.mark.parametrize("kind", ACTIVATION_KINDS)
+@pytest.mark.parametrize("kind", mainly(ACTIVATION_KINDS, ("swiglu", "swiglu_oai", "relu2")))
 def test_every_activation(kind: Any) -> None:
     activation = ActivationSpec(kind=kind)
     parts = 1 if kind in ("relu2", "silu", "gelu") else 2
@@ -73,6 +77,7 @@ def test_every_activation(kind: Any) -> None:
     assert relative_error(out[:282], wanted[:282]) < 1e-5
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("act", ["fp8_group128", "fp8_group128_pow2"])
 @pytest.mark.parametrize("parts", [1, 2])
 def test_codes_and_scales_of_the_rows_between(act: str, parts: int) -> None:
@@ -94,10 +99,15 @@ def test_codes_and_scales_of_the_rows_between(act: str, parts: int) -> None:
     assert relative_error(codes[:282].float(), wanted.codes[:282].float()) < 0.06
 
 
-@pytest.mark.parametrize(("weights", "act"), [*FORMATS, ("bf16", "fp16"), ("fp16", "bf16"), ("fp8_block", "bf16")])
-def test_a_large_batch_gives_the_rows_of_the_small_batch_product(
-    weights: str, act: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    ("weights", "act"),
+    [
+        *mainly(FORMATS, (("bf16", None), ("fp8_block", "fp8_group128"), ("fp8_channel", "fp8_token"))),
+        ("fp8_block", "bf16"),
+        *exhaustive(("bf16", "fp16"), ("fp16", "bf16")),
+    ],
+)
+def test_large_batches_equal_small_tiles(weights: str, act: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "large_from", lambda *_: 56)
     spec = MoESpec(
         hidden_size=272,
@@ -184,7 +194,7 @@ def test_rows_that_start_at_odd_bytes_are_refused() -> None:
     x, x_scale = rows_of("fp8_token", 40, 20)
     offsets = torch.tensor([0, 20, 20, 20, 20, 20])
     out = torch.empty(20, 32)
-    with pytest.raises(InputError, match=r"multiples of 16 bytes"):
+    with raises_with(InputError, "16"):
         prefill_gemm(x, packed, offsets, ops.tile_list(offsets, 20, TILE), out, x_scale=x_scale)
 
 

@@ -12,10 +12,10 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("tests/gpu makes these comparisons on the device", allow_module_level=True)
 
-from collegium.experts.triton import tiles
 from collegium.experts.triton.grouped import tile_list
 from collegium.experts.triton.matrix import PackedMatrix
 from collegium.experts.triton.prefill import CodeScales, prefill_gemm
+from collegium.experts.triton.tiles import choice as tiles
 from collegium.kernels.enums import NOWHERE
 from collegium.ops.quantize import activation_format
 from collegium.problem import DeviceFacts
@@ -92,7 +92,7 @@ def test_codes_are_what_quantising_the_rows_gives(act: str, parts: int) -> None:
     assert bool((codes[OWNED:].float() == 7.0).all())
 
 
-def test_a_row_has_the_same_bits_in_any_batch_and_nan_stays_in_its_row() -> None:
+def test_row_bits_do_not_depend_on_batch() -> None:
     packed, _ = five_experts("fp8_block", 2, 208, 272, bias=True)
     x, x_scale, _ = tokens("fp8_group128", 272)
     wanted = run(x, packed, torch.bfloat16, x_scale=x_scale, activation=SWIGLU)
@@ -117,7 +117,7 @@ def test_rows_go_to_their_places(n_out: int) -> None:
     places = torch.randperm(ROWS)
     at = torch.where(places == 3, NOWHERE, places * n_out)
     out = torch.full((ROWS, n_out), 7.0, dtype=torch.bfloat16)
-    prefill_gemm(x, packed, OFFSETS, replace(tile_list(OFFSETS, ROWS, TILE), places=at), out)
+    prefill_gemm(x, packed, OFFSETS, replace(tile_list(OFFSETS, ROWS, TILE), row_offsets=at), out)
     written = places[:OWNED][places[:OWNED] != 3]
     assert torch.equal(out[written], wanted[:OWNED][places[:OWNED] != 3])
     kept = torch.ones(ROWS, dtype=torch.bool)
@@ -133,7 +133,7 @@ def test_weights_that_were_decoded_once(
     name: str, group: int, sizes: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tiles, "dequantize_threshold", lambda *_: 1)
-    monkeypatch.setattr(tiles, "_LONG", 8)
+    monkeypatch.setattr(tiles, "_MIN_K", 8)
     hopper = DeviceFacts(kind="cuda", capability=(9, 0))
     packed, batch, truth = decoded_layer(name, "fp16", group, hopper, tokens=6, sizes=sizes)
     large = replace(packed, machine=Machine(copies=True, compiles=True))

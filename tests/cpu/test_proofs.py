@@ -9,8 +9,8 @@ import torch
 
 from collegium.experts.reference import Reference
 from collegium.experts.triton import grouped as ops
-from collegium.experts.triton.lanes import add_projection_dim, pack_nvfp4
-from collegium.experts.triton.tile_choice import TileChoice
+from collegium.experts.triton.packing import add_projection_dim, pack_nvfp4
+from collegium.experts.triton.tiles.problem import TileChoice
 from collegium.formats import NvFp4
 from collegium.ops.quantize import activation_format
 from collegium.problem import DeviceFacts, Problem

@@ -37,6 +37,7 @@ from collegium.checkpoint.loader import load_experts
 from collegium.checkpoint.reader import Checkpoint
 from collegium.testing.compare import random_experts
 from moving import placement, split_layer, whole_weights
+from raising import raises_with
 from rank_cases import FOLDERS, built, compare_loaded, refusals, sequences_in_parts
 from ranks import error_of, run_ranks
 
@@ -50,9 +51,7 @@ def folders(tmp_path_factory: Any) -> list[Path]:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_every_way_to_share_a_layer_gives_what_one_rank_does(
-    folders: list[Path], monkeypatch: pytest.MonkeyPatch, world: int
-) -> None:
+def test_every_sharing_equals_one_rank(folders: list[Path], monkeypatch: pytest.MonkeyPatch, world: int) -> None:
     monkeypatch.setenv(FOLDERS, os.pathsep.join(map(str, folders if world == 2 else folders[1:])))
     assert run_ranks(compare_loaded, world, seconds=200) == [[]] * world
 
@@ -64,7 +63,7 @@ def test_context_parallel_ranks_bring_parts_of_their_sequences(
     assert run_ranks(sequences_in_parts, 4, seconds=200) == [[]] * 4
 
 
-def test_what_cannot_be_shared_is_one_error_on_every_rank(
+def test_unshareable_is_one_error_everywhere(
     folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The same model after more training: every name and shape is the same.
@@ -178,7 +177,7 @@ def test_who_holds_what() -> None:
         ({"spare": "1"}, r"replicas=0, spare='1' were asked for"),
     ],
 )
-def test_what_is_no_number_or_map_of_experts_is_refused(asked: dict[str, Any], text: str) -> None:
+def test_wrong_placements_are_refused(asked: dict[str, Any], text: str) -> None:
     with pytest.raises(InputError, match=text):
         Ranks(world_size=2, **asked).placement(4)
 
@@ -209,7 +208,7 @@ def _from_threads(rank: int) -> list[str]:
 _kept: list[Any] = []  # until the process ends, as a program keeps its model
 
 
-def test_threads_of_ranks_that_bring_their_own_tokens_call_in_any_order() -> None:
+def test_threads_call_in_any_order() -> None:
     assert run_ranks(_from_threads, 2) == [[], []]
 
 
@@ -243,14 +242,14 @@ def test_a_plan_says_what_travels_and_what_it_costs() -> None:
     assert "symm_mem brings tokens to whole experts only" in refused.explain()
     part = made(Ranks(world_size=2, slices=2), dispatcher="partial")
     assert (part.wire_format, part.groups, part.capacity) == ("none", (), 200)
-    with pytest.raises(PlanError, match=r"local: rank 0 of 2, experts 0 to 3 was requested: 4 of 8 experts"):
+    with raises_with(PlanError, "local", "rank 0", "2", "experts 0", "3", "4", "8"):
         made(Ranks(world_size=2), dispatcher="local")
 
 
 def test_ranks_need_a_group(folders: list[Path]) -> None:
-    with pytest.raises(InputError, match=r"torch.distributed is not initialised .*launch with torchrun"):
+    with raises_with(InputError, "torch.distributed"):
         Ranks.of()
-    with pytest.raises(InputError, match=r"torch.distributed is not initialised"):
+    with raises_with(InputError, "torch.distributed"):
         load_layer(folders[0], 1, device=Ranks(world_size=2))
     # One rank that holds everything needs none.
     assert load_layer(folders[0], 1, device=Ranks()).plan.dispatcher == "local"
@@ -265,5 +264,5 @@ def test_rows_of_a_slice_are_no_experts_rows() -> None:
         dtype="fp32",
         placement=Ranks(slices=2).placement(4),
     )
-    with pytest.raises(InputError, match="a slice's rows are a part of what the expert returns"):
+    with pytest.raises(InputError, match="the rows of a slice are only a part of what the expert returns"):
         MoELayer(weights, plan(asked), after_expert=lambda rows: rows)

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from collegium.checkpoint import Checkpoint
 from collegium.errors import CheckpointError, ConfigError, InputError, MissingTensorError
+from raising import raises_with
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -66,11 +67,11 @@ def test_bad_slices_and_names(tmp_path: Path) -> None:
     save_file({"x": torch.zeros(4, 3)}, tmp_path / "model.safetensors")
     checkpoint = Checkpoint.open(tmp_path / "model.safetensors")
     for cut in (slice(0, 5), slice(-1, 2), slice(3, 2), slice(0, 4, 2)):
-        with pytest.raises(InputError, match=r"axis 0 of 4.*step 1 within 0 to 4"):
+        with raises_with(InputError, "axis 0", "4", "step 1"):
             checkpoint.read_slice("x", (cut,))
     with pytest.raises(InputError, match="3 slices were given"):
         checkpoint.read_slice("x", (slice(0, 1),) * 3)
-    with pytest.raises(MissingTensorError, match="'y' was asked for"):
+    with raises_with(MissingTensorError, "'y'"):
         checkpoint.read("y")
     assert checkpoint.bytes_read == 0
 
@@ -94,7 +95,7 @@ def test_separate_modelopt_config_is_merged(tmp_path: Path) -> None:
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"producer": {}, "quantization": block}))
     assert Checkpoint.open(tmp_path).config["quantization_config"] == {"quant_method": "modelopt", **block}
     (tmp_path / "hf_quant_config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="no object 'quantization'"):
+    with raises_with(ConfigError, "'quantization'"):
         Checkpoint.open(tmp_path)
 
 
@@ -104,7 +105,7 @@ def opening(path: Path | str, text: str, error: type[CheckpointError] = Checkpoi
 
 
 @pytest.mark.parametrize("name", ["model.gguf", "model.safetensors", "model.safetensors.index.json", "config.json"])
-def test_a_link_to_nothing_is_named_as_what_it_is(tmp_path: Path, name: str) -> None:
+def test_dangling_links_are_named(tmp_path: Path, name: str) -> None:
     if name == "config.json":
         save_file({"x": torch.ones(2)}, tmp_path / "model.safetensors")
     (tmp_path / name).symlink_to("../../blobs/0123")  # what an interrupted download leaves in the cache

@@ -33,7 +33,9 @@ from collegium import (
 from collegium.ops import linear, operand, permute, quantize, rms_norm, route, route_wide, weighted_sum
 from collegium.runtime import launch as launching, replay
 from collegium.runtime.memory import Arena, Workspaces, shared_workspaces
+from collegium.stages.call import Call
 from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids
+from grids import exhaustive
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -186,19 +188,22 @@ def given(tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return x, uneven_ids(tokens, K, E, seed=seed), torch.rand(tokens, K), torch.empty_like(x)
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("tokens", [FEW, SORTED])
 @pytest.mark.parametrize(
     ("weights", "activations", "more"),
     [
         ("fp8_block", "fp8_group128", {}),
         ("mxfp4", "fp8_token", {"shared": True}),
-        ("mxfp4", None, {}),
         ("bf16", None, {"on_input": True}),
-        ("bf16", None, {"shared": True}),
-        ("bf16", None, {"shared": True, "gated": True}),
-        ("mxfp4", "fp8_token", {"shared": True, "gated": True}),
-        ("bf16", None, {"latent": 64}),
         ("bf16", None, {"latent": 64, "shared": True, "gated": True}),
+        *exhaustive(
+            ("mxfp4", None, {}),
+            ("bf16", None, {"shared": True}),
+            ("bf16", None, {"shared": True, "gated": True}),
+            ("mxfp4", "fp8_token", {"shared": True, "gated": True}),
+            ("bf16", None, {"latent": 64}),
+        ),
     ],
     ids=str,
 )
@@ -232,7 +237,7 @@ def test_repeated_passes_give_the_bits_of_computed_ones(
         routing = Routing(topk_ids=ids, topk_weights=chosen)
         layer.workspaces._free[-1].block.fill_(255)
         assert torch.equal(layer(x, routing=routing, out=out), plain(x, routing=routing))
-        assert [isinstance(found, tuple) for found in layer._replay._kinds.values()] == [call > 0]
+        assert [isinstance(found, tuple) for found in layer._executor.replay._kinds.values()] == [call > 0]
     assert len(repeated) == 2
 
 
@@ -259,13 +264,12 @@ def test_passes_of_a_batch_beyond_max_tokens_are_repeated(machine: Machine, monk
         {},
         {"round_logits": True, "id_dtype": "int32"},
         {"shared": True, "gated": True},
-        {"input_norm_eps": 1e-6, "expert_scale": True},
-        {"renormalize_floor": 0.9, "score": "sigmoid"},
         {"score": "sparsemixer", "renormalize": False, "jitter": 0.2},
+        *exhaustive({"input_norm_eps": 1e-6, "expert_scale": True}, {"renormalize_floor": 0.9, "score": "sigmoid"}),
     ],
     ids=str,
 )
-def test_a_pass_with_the_layers_own_router_is_repeated_whole(rule: dict[str, Any], machine: Machine) -> None:
+def test_passes_with_a_router_are_repeated(rule: dict[str, Any], machine: Machine) -> None:
     torch.manual_seed(3)
     layer = layer_of("mxfp4", None, **rule)
     torch.manual_seed(3)
@@ -280,27 +284,27 @@ def test_a_pass_with_the_layers_own_router_is_repeated_whole(rule: dict[str, Any
         kept += [x, out, seen]
         layer.workspaces._free[-1].block.fill_(255)
         assert torch.equal(layer(x, router_input=seen, out=out), plain(x, router_input=seen))
-    assert [isinstance(found, tuple) for found in layer._replay._kinds.values()] == [True]
+    assert [isinstance(found, tuple) for found in layer._executor.replay._kinds.values()] == [True]
     # Whose kernels wrote what: logits of the input's dtype or of float32, ids as asked.
-    spare = Arena(layer.workspaces._free[-1].block, layer._places)
+    spare = Arena(layer.workspaces._free[-1].block, layer._context.memory_map)
     x = given(2, 9)[0]
-    chosen = layer._router(x, None, None, None, None, x, memory=spare)
+    chosen = layer._executor.router(Call(x, router_input=x), spare)
     assert chosen.topk_ids.dtype == getattr(torch, rule.get("id_dtype", "int64"))
     dtypes = {name: dtype for name, _, dtype in spare.part("router")._found}
     assert dtypes["out"] == (torch.bfloat16 if rule.get("round_logits") else torch.float32)
 
 
-def test_experts_that_took_the_place_of_others_are_recorded_anew(machine: Machine) -> None:
+def test_swapped_experts_are_recorded_again(machine: Machine) -> None:
     layer = layer_of("mxfp4", None)
     for seed, weights in ((1, "mxfp4"), (4, "mxfp4"), (5, "bf16")):
         plain, made = layer_of(weights, None), encode_experts(random_experts(E, 2, INNER, H, seed=seed), weights)
         plain.swap(made)
         plain.workspaces = None
         if seed > 1:
-            recorded = layer._replay
+            recorded = layer._executor.replay
             assert [isinstance(found, tuple) for found in recorded._kinds.values()] == [True]
             layer.swap(made)
-            assert layer._replay is not recorded
+            assert layer._executor.replay is not recorded
             layer.workspaces = Workspaces(CPU)
             layer.workspaces.reserve(layer.plan.workspace_bytes)
         kept: list[object] = []
@@ -337,5 +341,5 @@ def test_passes_with_foreign_or_waiting_code_are_computed(what: str, machine: Ma
     for call in range(3):
         x, *_ = given(FEW, call)
         layer(x)
-    assert not any(isinstance(found, tuple) for found in layer._replay._kinds.values())
+    assert not any(isinstance(found, tuple) for found in layer._executor.replay._kinds.values())
     assert seen == ([] if what == "checked" else [FEW * K] * 3)

@@ -11,6 +11,7 @@ import torch
 from collegium.errors import InputError, RoutingError, SpecError
 from collegium.ops.route import given_routing, route, route_custom
 from collegium.types import MoESpec, Routing, RoutingSpec
+from raising import raises_with
 
 V3 = RoutingSpec(
     top_k=4,
@@ -156,7 +157,7 @@ def test_route_ties_go_to_the_lower_id(experts, score):
 
 
 @pytest.mark.parametrize("score", ["sigmoid", "sqrt_softplus", "softmax"])
-def test_route_ties_with_a_bias_go_to_the_lower_id_wherever_they_stand(score):
+def test_route_ties_take_the_lower_id(score):
     spec = RoutingSpec(top_k=5, score=score, correction_bias=True)
     logits = torch.full((7, 67), 1.2345)
     assert route(logits, spec, bias=torch.full((67,), -0.5)).topk_ids.tolist() == [[0, 1, 2, 3, 4]] * 7
@@ -208,7 +209,7 @@ def test_route_nan_rows_are_marked_or_refused(name):
     assert found.topk_weights[gone].isnan().all()
     assert torch.equal(found.topk_ids[~gone], clean.topk_ids[~gone])
     assert torch.equal(found.topk_weights[~gone], clean.topk_weights[~gone])
-    with pytest.raises(RoutingError, match=r"token 5 is the first of 2 of 40 whose row holds NaN"):
+    with raises_with(RoutingError, "token 5", "2", "40", "NaN"):
         route(bad, spec, bias=bias, checked=True)
 
 
@@ -247,7 +248,7 @@ def test_route_infinite_logits_do_what_plain_code_does(score, renormalize):
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_route_masked_experts_are_not_chosen_and_change_no_other(name):
+def test_route_masked_experts(name):
     """A logit of -inf masks an expert, which is how models do it."""
     spec = SPECS[name]
     logits, bias = logits_for(tokens=9), bias_for(spec)
@@ -279,7 +280,7 @@ def test_route_reads_any_floating_dtype(dtype):
 
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("checked", [False, True])
-def test_route_writes_ids_of_the_dtype_that_is_asked_for(name, checked):
+def test_route_id_dtypes(name, checked):
     logits, bias = logits_for(), bias_for(SPECS[name])
     wide = route(logits, SPECS[name], bias=bias, checked=checked)
     found = route(logits, replace(SPECS[name], id_dtype="int32"), bias=bias, checked=checked)
@@ -290,9 +291,7 @@ def test_route_writes_ids_of_the_dtype_that_is_asked_for(name, checked):
 
 
 def test_ids_that_cannot_say_not_here_are_refused():
-    with pytest.raises(
-        SpecError, match=r"id_dtype: found 'uint32', allowed: int64, int32 \(an unsigned id cannot be -1"
-    ):
+    with raises_with(SpecError, "id_dtype", "'uint32'", "int64", "-1"):
         RoutingSpec(top_k=1, id_dtype="uint32")
 
 
@@ -300,7 +299,7 @@ def test_ids_that_cannot_say_not_here_are_refused():
 def test_counts_are_whole_numbers(change: dict[str, object]) -> None:
     with pytest.raises(SpecError, match=f"{next(iter(change))}: found .*, allowed: a whole number, at least 1"):
         RoutingSpec(**{"top_k": 2, **change})  # type: ignore[arg-type]
-    with pytest.raises(SpecError, match=r"num_experts: found 8\.0, allowed: a whole number, at least 1"):
+    with raises_with(SpecError, "num_experts", "8.0", "1"):
         MoESpec(hidden_size=64, intermediate_size=32, num_experts=8.0, routing=RoutingSpec(top_k=2))  # type: ignore[arg-type]
 
 
@@ -353,7 +352,7 @@ def test_route_nan_bias():
     found = route(logits_for(), V3, bias=bias)
     assert (found.topk_ids == -2).all()
     assert found.topk_weights.isnan().all()
-    with pytest.raises(RoutingError, match="expert 7 of 20 is NaN"):
+    with raises_with(RoutingError, "expert 7", "20", "NaN"):
         route(logits_for(), V3, bias=bias, checked=True)
 
 
@@ -361,7 +360,7 @@ HASH = RoutingSpec(top_k=2, score="sqrt_softplus", renormalize_eps=1e-20, scale=
 TABLE = torch.tensor([[3, 0], [1, 2], [0, 4], [4, 3]])
 
 
-def test_route_hash_takes_ids_from_the_table_and_weights_from_the_scores():
+def test_route_hash_ids_and_weights():
     logits = logits_for(tokens=5, experts=5)
     tokens = torch.tensor([2, 0, 3, 3, 1])
     found = route(logits, HASH, token_ids=tokens, hash_table=TABLE, checked=True)
@@ -393,7 +392,7 @@ def test_route_hash_bad_token_ids():
     assert found.topk_ids.tolist() == [[3, 0], [-2, -2], [-2, -2], [-2, -2]]
     assert found.topk_weights[0].isfinite().all()
     assert found.topk_weights[1:].isnan().all()
-    with pytest.raises(RoutingError, match="token 1 is 4, allowed: 0 to 3"):
+    with raises_with(RoutingError, "token 1", "4", "0", "3"):
         route(logits, HASH, token_ids=tokens, hash_table=TABLE, checked=True)
 
 
@@ -440,7 +439,7 @@ def test_route_refusals():
         ("floating", lambda: route(tokens[None], mixtral)),
         ("top_k=2 to", lambda: route(logits[:, :1], mixtral)),
         ("multiple of groups=4", lambda: route(logits[:, :18], SPECS["deepseek_v2"])),
-        ("kept groups hold", lambda: route(logits[:, :8], SPECS["deepseek_v2"])),
+        ("selected groups hold", lambda: route(logits[:, :8], SPECS["deepseek_v2"])),
     ]
     for text, call in cases:
         with pytest.raises(InputError, match=text):
@@ -506,21 +505,21 @@ def test_route_custom_passes_and_validates():
     found = route_custom(fn, x, logits, spec)
     assert found.topk_ids.tolist() == [[1, 2], [19, 20], [3, 3], [0, -1]]
     assert (found.topk_weights == 0.25).all()
-    with pytest.raises(RoutingError, match="token 1, slot 1 is 20, allowed: 0 to 19"):
+    with raises_with(RoutingError, "token 1", "slot 1", "20", "19"):
         route_custom(fn, x, logits, spec, checked=True)
     with pytest.raises(InputError, match="in this order"):
         route_custom(lambda *_: (torch.ones(4, 3), torch.ones(4, 3)), x, logits, spec)
-    with pytest.raises(InputError, match=r"float32.*int64.*weights first.*topk_ids, topk_weights"):
+    with raises_with(InputError, "float32", "int64", "topk_ids", "topk_weights"):
         route_custom(lambda *given: fn(*given)[::-1], x, logits, spec)
     with pytest.raises(InputError, match="returned a Tensor"):
         route_custom(lambda *given: fn(*given)[0], x, logits, spec)
-    with pytest.raises(InputError, match="topk_weights requires a gradient"):
+    with raises_with(InputError, "topk_weights"):
         route_custom(lambda *given: (fn(*given)[0], torch.ones(4, 2, requires_grad=True)), x, logits, spec)
     with pytest.raises(InputError, match="a row for each token"):
         route_custom(fn, x[1:], logits, spec)
     routing = route_custom(lambda _, none, k: pair_of(*fn_of(none, k)), x, None, spec, num_experts=21)
     assert routing.topk_ids.tolist() == [[20, 2]] * 4
-    with pytest.raises(RoutingError, match="allowed: 0 to 19"):
+    with raises_with(RoutingError, "0", "19"):
         route_custom(lambda _, none, k: fn_of(none, k), x, None, spec, num_experts=20, checked=True)
     with pytest.raises(InputError, match="swapped"):
         given_routing(torch.ones(4, 2), torch.zeros(4, 2, dtype=torch.int64), 20)
@@ -582,7 +581,7 @@ def test_route_agrees_with_the_published_router(family, spec):
     torch.testing.assert_close(found.topk_weights.gather(1, mine_order), weights.gather(1, order), rtol=2e-6, atol=1e-9)
 
 
-def test_sparsemixer_picks_two_in_turn_and_masks_what_is_far() -> None:
+def test_sparsemixer_picks_two() -> None:
     spec = RoutingSpec(top_k=2, score="sparsemixer", renormalize=False, jitter=0.1)
     logits = torch.tensor([[2.0, 1.9, 1.0, -3.0], [-1.0, -1.1, -4.0, -1.15]])
     found = route(logits, spec)
@@ -628,7 +627,7 @@ def test_expert_scale_multiplies_last_and_must_be_given() -> None:
     bad = torch.tensor([10.0, 20.0, torch.nan])
     both = torch.cat([logits, torch.tensor([[1.0, 0.0, -2.0]])])
     assert route(both, spec, expert_scale=bad).topk_weights.isnan().any(dim=1).tolist() == [True, False]
-    with pytest.raises(RoutingError, match="token 0 is the first of 1 of 2"):
+    with raises_with(RoutingError, "token 0", "1", "2"):
         route(both, spec, expert_scale=bad, checked=True)
     for wrong in (None, factors[:2]):
         with pytest.raises(InputError, match="expert_scale"):

@@ -45,7 +45,7 @@ def test_every_command_of_the_pages_is_run(device: str, tmp_path: Path) -> None:
     assert uncovered([page], run) == ["demo --slowly", "plan --device x --never", "plan M --kernel x"]
 
 
-def test_each_of_two_processes_is_given_no_gpu_but_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_process_sees_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     places = [case.words[case.words.index("--device") + 1] for case in cases("cuda:0", tmp_path) if case.ranks == 2]
     assert places == ["cpu", "cuda"]

@@ -119,7 +119,7 @@ def error_of(
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if "w4a" not in case[2]], ids=named)
-def test_uneven_routing_at_exactly_full_capacity_stays_in_its_buffers(case: Any) -> None:
+def test_uneven_routing_at_full_capacity(case: Any) -> None:
     """257 + 255 rows fill the 512 planned ones, where experts padded to 128 rows each would take 640."""
     layer, made = built(case, experts=2, top_k=1, most=512, hidden=64, wide=64)
     for first in (257, 512):
@@ -162,7 +162,7 @@ def test_ranks_at_exactly_full_capacity_lose_no_token(name: str) -> None:
 
 
 @each_kernel
-def test_assignments_of_other_ranks_take_no_row_and_spread_no_nan(case: Any) -> None:
+def test_assignments_of_other_ranks(case: Any) -> None:
     """A token of this rank's experts has its bits, whatever tokens of other ranks and their weights hold."""
     ids = uneven_ids(12, 2, 6, seed=4)
     ids[:4] = torch.tensor([[0, 5], [1, 4], [5, 0], [4, 1]])  # of other ranks alone
@@ -222,7 +222,7 @@ class _Group:
     """A process group as far as it is asked for."""
 
 
-def test_a_group_at_the_address_of_a_dead_one_has_a_meeting_of_its_own() -> None:
+def test_a_new_group_at_an_old_address() -> None:
     """Its name may be the same, as torch hashes some, and so may the store."""
     alive, store = [_Group()], distributed.HashStore()
     with (
@@ -243,7 +243,7 @@ def test_a_group_at_the_address_of_a_dead_one_has_a_meeting_of_its_own() -> None
         assert second.exchange("one", "turn") == ["one"]
 
 
-def test_memory_of_a_layer_is_not_that_of_a_dead_one_at_its_address() -> None:
+def test_memory_of_a_new_layer_at_an_old_address() -> None:
     """Layers over ranks are built and forgotten; the block that they ran in goes on."""
     assert run_ranks(_forgotten, 2) == [[], []]
 
@@ -268,7 +268,7 @@ def _forgotten(rank: int) -> list[str]:
 
 
 @each_kernel
-def test_layers_of_other_sizes_share_buffers_and_leave_results_alone(case: Any) -> None:
+def test_layers_of_other_sizes_share_buffers(case: Any) -> None:
     """In one workspace of the largest, in every order, with results that nobody writes again."""
     made = [built(case, experts=e, top_k=2, most=8, hidden=h, wide=w) for e, h, w in ((3, 64, 128), (5, 128, 64))]
     lent = max((layer.workspaces for layer, _ in made), key=lambda own: own.nbytes)
@@ -303,7 +303,7 @@ def _sizes(rank: int) -> list[str]:
     return faults
 
 
-def test_layers_of_other_sizes_share_the_memory_that_ranks_read() -> None:
+def test_layers_share_symmetric_memory() -> None:
     assert run_ranks(_sizes, 2) == [[], []]
 
 
@@ -351,7 +351,7 @@ OPTIMISED = (
     "test_audit.py::test_broken_experts",
     "test_audit.py::test_unknown_tensors",
     "test_hostile.py::test_broken_headers",
-    "test_workspace.py::test_a_region_that_is_missing_or_too_small_is_a_fault_of_the_plan",
+    "test_workspace.py::test_missing_and_small_regions_are_refused",
 )
 
 

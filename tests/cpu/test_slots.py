@@ -109,10 +109,9 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [tensor for name in names for tensor in _tensors(getattr(value, name))]
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize(("name", "form", "act"), CASES)
-def test_experts_put_slot_by_slot_are_those_packed_in_that_order(
-    monkeypatch: pytest.MonkeyPatch, name: str, form: str, act: str
-) -> None:
+def test_slot_by_slot_equals_packed(monkeypatch: pytest.MonkeyPatch, name: str, form: str, act: str) -> None:
     assert by_name(form).name == form
     if act == "scaled":
         monkeypatch.setattr(table, "machine_at", lambda _: Machine(scaled=True))
@@ -141,7 +140,7 @@ def test_experts_put_slot_by_slot_are_those_packed_in_that_order(
     assert all(torch.equal(a, b) for a, b in zip(_bits(whole), before, strict=True))
 
 
-def test_packing_that_mixes_experts_and_slots_that_share_memory_are_refused_by_name() -> None:
+def test_packing_that_shares_memory_is_refused() -> None:
     class Mixed(PackedWeights):
         pass
 

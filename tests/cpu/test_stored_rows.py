@@ -10,9 +10,9 @@ import torch
 
 from by_kernel import by_kernel
 from collegium.experts.triton import grouped as ops
-from collegium.experts.triton.lanes import pack_plain
+from collegium.experts.triton.packing import pack_plain
 from collegium.experts.triton.prefill import prefill_gemm
-from collegium.experts.triton.tile_choice import TileChoice
+from collegium.experts.triton.tiles.problem import TileChoice
 from collegium.formats import Bf16
 from collegium.kernels.enums import NOWHERE
 from collegium.ops.permute import Owners, permute
@@ -31,11 +31,12 @@ SMALL = TileChoice(block_n=64, block_t=16, warps=4, stages=2)
 permute_on_device = by_kernel(permute)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_passes_have_the_bits_of_one_rank(world: int) -> None:
     assert run_ranks(store, world, seconds=400) == [[]] * world
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize(("product", "tile"), [(ops.grouped_gemm, SMALL), (prefill_gemm, TILE)])
 @pytest.mark.parametrize("width", [208, 90])
 @pytest.mark.parametrize("before", [False, True])
@@ -52,7 +53,7 @@ def test_products_store_rows_anywhere_and_not_those_of_nobody(
     place = torch.randperm(rows, generator=torch.Generator().manual_seed(2)) * width
     far, lost = torch.arange(rows) % 3 == 0, torch.arange(rows) % 7 == 0
     place = torch.where(far, place + (other.data_ptr() - mine.data_ptr()) // 2, place).masked_fill(lost, NOWHERE)
-    product(x, packed, offsets, replace(ops.tile_list(offsets, rows, tile), places=place), mine)
+    product(x, packed, offsets, replace(ops.tile_list(offsets, rows, tile), row_offsets=place), mine)
     kept = (torch.arange(rows) < 60) & ~lost
     found = both.view(-1)
     taken = (place + int(before) * mine.numel())[kept, None] + torch.arange(width)
@@ -73,12 +74,12 @@ def test_where_rows_go(tokens: int, dtype: torch.dtype) -> None:
     deltas = torch.tensor([-(1 << 41), 0, 3 << 33, 12345])  # the last one is none's
     owners = Owners(torch.empty(tokens * top_k, width, dtype=dtype), deltas)
     for made in (permute(ids, 11, owners=owners), permute_on_device(ids, 11, owners=owners, block_t=(16, 32))):
-        assert made.places is not None
+        assert made.row_offsets is not None
         wanted = torch.full((ids.numel(),), NOWHERE)
         for assignment, row in enumerate(made.slots.flatten().tolist()):
             rank, own = divmod(assignment, tokens * top_k)
             if row >= 0:
                 wanted[row] = int(deltas[rank]) // dtype.itemsize + own * width
-        assert torch.equal(made.places, wanted)
-        assert made.places.dtype == torch.int64
-    assert permute_on_device(ids, 11).places is None
+        assert torch.equal(made.row_offsets, wanted)
+        assert made.row_offsets.dtype == torch.int64
+    assert permute_on_device(ids, 11).row_offsets is None

@@ -24,8 +24,9 @@ from collegium.experts.measured import tile_folder, tile_key, tile_path, with_me
 from collegium.experts.reference import Reference
 from collegium.experts.triton.packed import PackedExperts
 from collegium.experts.triton.table import TritonBf16, TritonW4A16
-from collegium.experts.triton.tile_choice import TileChoice
-from collegium.experts.triton.tiles import candidates, nearest
+from collegium.experts.triton.tiles.candidates import candidates
+from collegium.experts.triton.tiles.choice import nearest
+from collegium.experts.triton.tiles.problem import TileChoice
 from collegium.layer import MoELayer
 from collegium.parallel.local import Local
 from collegium.planning import plan
@@ -67,7 +68,7 @@ def some_tiles(packed: PackedExperts, rows: int, place: int) -> dict[str, tuple[
     return {name: ((rows, tiles[place]),) for name, tiles in possible_tiles(packed, rows).items()}
 
 
-def test_a_measured_tile_is_used_near_where_it_was_measured(tmp_path):
+def test_measured_tiles_are_used_nearby(tmp_path):
     problem, packed = packed_layer()
     tables = some_tiles(packed, 64, -1)
     measured = (tables["gate_up"][0][1], tables["down"][0][1])
@@ -104,7 +105,7 @@ def test_tiles_change_no_bit():
 
 
 @pytest.mark.parametrize("entry", ["gpu", "capability", "triton", "collegium", "kernels", "hidden", "weights"])
-def test_a_stale_or_foreign_file_is_ignored_with_one_line(entry, tmp_path, caplog):
+def test_stale_and_foreign_files_are_ignored(entry, tmp_path, caplog):
     problem, packed = packed_layer()
     path = write_tiles(problem, some_tiles(packed, 64, -1), tmp_path)
     held = json.loads(path.read_text())
@@ -133,7 +134,7 @@ def test_a_stale_or_foreign_file_is_ignored_with_one_line(entry, tmp_path, caplo
     ],
     ids=["block", "stages", "rows", "unknown entry", "missing entry", "missing product", "no key"],
 )
-def test_a_tile_that_this_machine_cannot_run_is_not_run(damage, tmp_path, caplog):
+def test_impossible_tiles_are_skipped(damage, tmp_path, caplog):
     problem, packed = packed_layer()
     path = write_tiles(problem, some_tiles(packed, 64, -1), tmp_path)
     held = json.loads(path.read_text())
@@ -144,7 +145,7 @@ def test_a_tile_that_this_machine_cannot_run_is_not_run(damage, tmp_path, caplog
     assert len(caplog.records) == 1
 
 
-def test_half_a_file_is_ignored_and_no_file_is_silent(tmp_path, caplog):
+def test_partial_and_absent_tile_files(tmp_path, caplog):
     problem, packed = packed_layer()
     assert with_measured_tiles(packed, problem, tmp_path) is packed
     assert not caplog.records
@@ -154,7 +155,7 @@ def test_half_a_file_is_ignored_and_no_file_is_silent(tmp_path, caplog):
     assert len(caplog.records) == 1
 
 
-def test_the_file_is_named_and_keyed_by_what_it_depends_on(tmp_path, monkeypatch):
+def test_tile_file_name_and_key(tmp_path, monkeypatch):
     problem, _ = packed_layer()
     key = tile_key(problem)
     assert key["gpu"] == "test / machine"
@@ -172,7 +173,7 @@ def test_the_file_is_named_and_keyed_by_what_it_depends_on(tmp_path, monkeypatch
 
 def test_tuning_measures_candidates_and_keeps_only_what_is_faster():
     problem, packed = packed_layer(what="64x64x2x1")
-    rows = measure_tiles(packed, problem, 1, most=2, rounds=1)
+    rows = measure_tiles(packed, problem, 1, candidates=2, rounds=1)
     assert [row.product for row in rows] == ["gate_up", "down"]
     for row in rows:
         possible = possible_tiles(packed, 1)[row.product]
@@ -234,7 +235,7 @@ def test_warming_up_needs_every_tile_once():
 
 
 @pytest.mark.parametrize("weights", ["bf16", "mxfp4"])
-def test_warming_up_a_layer_needs_every_tile_of_its_routed_and_its_shared_experts(weights):
+def test_warm_up_covers_routed_and_shared_tiles(weights):
     spec = replace(named_layer("256x256x8x2")[1], weight_format=weights, shared=SharedSpec(intermediate_size=192))
     limit, hopper = 700, DeviceFacts(kind="cuda", name="H200", capability=(9, 0), memory=140 << 30)
     alone = replace(spec, intermediate_size=192, num_experts=1, routing=RoutingSpec(top_k=1), shared=None)
@@ -253,7 +254,7 @@ def test_warming_up_a_layer_needs_every_tile_of_its_routed_and_its_shared_expert
     assert len(fewer) <= len(sizes) < 80
 
 
-def test_warming_up_needs_a_tile_of_unsorted_rows_again_for_sorted_ones():
+def test_warm_up_covers_sorted_and_unsorted():
     _, packed = packed_layer("mxfp4", "256x256x8x2")
     possible = possible_tiles(packed, 16)["down"]
     some, other = [tile for tile in possible if tile.block_t == possible[0].block_t][:2]
@@ -266,7 +267,7 @@ def test_warming_up_needs_a_tile_of_unsorted_rows_again_for_sorted_ones():
     assert {(0, some, True), (0, some, False)} <= tiles_of(packed.tiling, 2, sizes)
 
 
-def test_warming_up_needs_the_product_of_large_batches_and_no_tile_it_replaces():
+def test_warm_up_covers_large_batch_kernel():
     _, packed = packed_layer("bf16", "256x256x8x2")
     hopper = replace(packed, machine=replace(packed.machine, copies=True, compiles=True))
     limit = 2900
@@ -325,13 +326,13 @@ def key_of(folder: Path, change: tuple[str, str, str] | None = None):
     return json.loads(run.stdout)
 
 
-def test_the_compile_cache_key_changes_with_source_dependencies_and_constants(tmp_path):
+def test_compile_cache_keys(tmp_path):
     plain, free = key_of(tmp_path / "a")
     assert key_of(tmp_path / "b")[0] == plain
     changes = (
         ("grouped_gemm.py", "up += tl.load(bias + last)", "up += 2 * tl.load(bias + last)"),
         ("activation.py", "return 2.0 * _sigmoid(2.0 * x, FAST) - 1.0", "return 2.0 * _sigmoid(2.0 * x, FAST) - 1.5"),
-        ("numbers.py", "PAIR_SCALE = 5", "PAIR_SCALE = 6"),
+        ("enums.py", "PAIR_SCALE = 5", "PAIR_SCALE = 6"),
     )
     keys = [key_of(tmp_path / str(index), change)[0] for index, change in enumerate(changes)]
     assert len({plain, *keys}) == 4
@@ -358,7 +359,7 @@ def test_layers_of_one_kind_are_warmed_up_once(monkeypatch):
     assert {own.spec.intermediate_size for own in warmed} == {64, 32}
 
 
-def test_a_batch_of_zeros_goes_through_a_layer_in_every_way_it_may_be_asked(monkeypatch):
+def test_batches_of_zeros(monkeypatch):
     spec = named_layer("64x64x3x2")[1]
     router = RouterWeights(weight=torch.randn(3, 64))
     layer = MoELayer(random_weights(spec, CPU), plan(Problem(spec=spec, device=DeviceFacts(kind="cpu"))), router=router)

@@ -143,7 +143,7 @@ def test_transformers_has_classes_that_take_an_implementation() -> None:
 
 
 @pytest.mark.parametrize("folder", sorted(FOUND))
-def test_logits_and_greedy_text_of_every_class_agree_with_eager(folder: str) -> None:
+def test_every_class_agrees_with_eager(folder: str) -> None:
     register()
     model = small_model(folder)
     ids = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(2))
@@ -172,7 +172,7 @@ COMPARED = re.findall(
 
 
 @pytest.mark.parametrize("folder", [name for name in COMPARED if name in FOUND])
-def test_experts_of_every_known_family_are_found_equal_to_the_files(folder: str, tmp_path: Path) -> None:
+def test_experts_of_every_family_are_found(folder: str, tmp_path: Path) -> None:
     """No wrong refusal in any layout of names, rows and axes; and none of these passes for want of a comparison."""
     register()
     model = small_model(folder).to(torch.bfloat16)
@@ -248,7 +248,7 @@ def dequantised(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ["block", "tensor", "fp4"])
-def test_quantised_experts_of_the_second_registry_run_in_their_own_format(kind: str) -> None:
+def test_second_registry_keeps_its_format(kind: str) -> None:
     register()
     module = quantised_experts(kind)
     generator = torch.Generator().manual_seed(4)

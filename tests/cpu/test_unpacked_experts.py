@@ -21,6 +21,7 @@ from collegium.errors import (
     TensorMismatchError,
     UnknownTensorError,
 )
+from raising import raises_with
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 96, 64, 5, 2
 Parts = dict[str, Tensor]
@@ -207,7 +208,7 @@ def test_alternating_rows_in_scale_blocks_are_refused(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     block = {"quant_method": "fp8", "weight_block_size": [32, 32], "modules_to_not_convert": SKIPPED}
     write(tmp_path, tensors, config | {"quantization_config": block})
-    with pytest.raises(TensorMismatchError, match="blocks of 32 rows"):
+    with raises_with(TensorMismatchError, "32"):
         load_layer(tmp_path, 0, device="cpu")
 
 

@@ -24,7 +24,7 @@ from commands import command
 from toys import TinySize, combinations, write_checkpoint
 
 SIZE = TinySize(hidden=192, intermediate=160, experts=5, top_k=2, layers=2)
-KNOWN = [form for form in FORMATS if form.name in (*verification._KNOWN, "bf16", "fp16", "fp32")]
+KNOWN = [form for form in FORMATS if form.name in (*verification._DECODED_HERE, "bf16", "fp16", "fp32")]
 REFERENCE = Overrides(kernel="reference")
 
 
@@ -58,10 +58,10 @@ def test_every_format_passes_on_the_cpu(tmp_path, family: str, name: str, storag
     write_checkpoint(tmp_path, family, name, storage, stacked=stacked, size=SIZE)
     report = verify_model(tmp_path, device="cpu", experts=2)
     assert report.passed, report.to_json()
-    assert {p.kernel for p in report.proofs} == {"cpu_grouped"}
-    assert all(p.weight_format == name for p in report.proofs if p.part == "experts")
-    assert [p.part for p in report.proofs if p.layer == 1] == ["experts", "shared"][: 1 + (family == "deepseek_v3")]
-    assert all(0 < p.error <= p.worst_error < 0.01 for p in report.proofs)
+    assert {p.kernel for p in report.checks} == {"cpu_grouped"}
+    assert all(p.weight_format == name for p in report.checks if p.part == "experts")
+    assert [p.part for p in report.checks if p.layer == 1] == ["experts", "shared"][: 1 + (family == "deepseek_v3")]
+    assert all(0 < p.error <= p.worst_error < 0.01 for p in report.checks)
 
 
 @pytest.mark.parametrize("activations", ["fp8_group128", "mxfp8", "nvfp4"])
@@ -70,12 +70,12 @@ def test_quantised_activations_have_their_own_tolerance(tmp_path, activations: s
     force = Overrides(kernel="reference", activation_format=activations)
     report = verify_model(tmp_path, device="cpu", experts=3, overrides=force)
     assert report.passed, report.to_json()
-    assert all(0.01 < p.error <= tolerance_of(activations) == p.tolerance for p in report.proofs)
+    assert all(0.01 < p.error <= tolerance_of(activations) == p.tolerance for p in report.checks)
 
 
 @pytest.mark.parametrize("activations", ["fp8_group128_pow2", "mxfp8"])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_row_whose_largest_number_is_rounded_too_is_not_called_wrong(tmp_path, activations: str, seed: int) -> None:
+def test_rounded_maxima_are_not_reported(tmp_path, activations: str, seed: int) -> None:
     write_checkpoint(tmp_path, size=TinySize(hidden=96, intermediate=64, experts=3), seed=seed)
     code, out, said = command("verify", tmp_path, "--activations", activations, "--device", "cpu")
     assert (code, said) == (0, ""), out
@@ -85,13 +85,13 @@ def test_encoded_weights_are_judged_by_their_own_values(tmp_path) -> None:
     write_checkpoint(tmp_path, "qwen3_moe", "bf16", size=SIZE)
     report = verify_model(tmp_path, device="cpu", experts=2, weight_format="nvfp4")
     assert report.passed
-    assert {p.weight_format for p in report.proofs} == {"nvfp4"}
+    assert {p.weight_format for p in report.checks} == {"nvfp4"}
 
 
 def test_all_experts_are_checked_when_asked(tmp_path) -> None:
     write_checkpoint(tmp_path, "qwen3_moe", "bf16", size=SIZE)
-    assert [p.checked for p in verify_model(tmp_path, device="cpu", experts=None).proofs] == [5, 5]
-    assert [p.checked for p in verify_model(tmp_path, device="cpu", experts=3).proofs] == [3, 3]
+    assert [p.checked for p in verify_model(tmp_path, device="cpu", experts=None).checks] == [5, 5]
+    assert [p.checked for p in verify_model(tmp_path, device="cpu", experts=3).checks] == [3, 3]
     with pytest.raises(InputError, match="at least 1"):
         verify_model(tmp_path, device="cpu", experts=0)
 
@@ -130,7 +130,7 @@ def test_a_broken_kernel_is_caught(tmp_path, monkeypatch, name: str) -> None:
     monkeypatch.setattr(module, attribute, wrap(getattr(module, attribute)))
     report = verify_model(tmp_path, device="cpu", experts=2)
     assert not report.passed
-    assert all(p.worst_error > 0.05 for p in report.proofs if p.part == "experts")
+    assert all(p.worst_error > 0.05 for p in report.checks if p.part == "experts")
 
 
 def test_a_dropped_clamp_is_caught(tmp_path, monkeypatch) -> None:
@@ -140,7 +140,7 @@ def test_a_dropped_clamp_is_caught(tmp_path, monkeypatch) -> None:
     assert not verify_model(tmp_path, device="cpu", experts=2).passed
 
 
-def test_one_expert_in_the_place_of_another_is_caught_and_named(tmp_path, monkeypatch) -> None:
+def test_swapped_experts_are_caught(tmp_path, monkeypatch) -> None:
     write_checkpoint(tmp_path, "qwen3_moe", "bf16", size=SIZE)
     pack = cpu_grouped.CpuGrouped.pack
 
@@ -152,7 +152,7 @@ def test_one_expert_in_the_place_of_another_is_caught_and_named(tmp_path, monkey
     monkeypatch.setattr(cpu_grouped.CpuGrouped, "pack", rotated)
     report = verify_model(tmp_path, device="cpu", experts=None)
     assert not report.passed
-    assert {p.worst for p in report.proofs} <= {3, 4}
+    assert {p.worst for p in report.checks} <= {3, 4}
 
 
 def test_a_row_nobody_wrote_is_not_a_small_error(tmp_path, monkeypatch) -> None:

@@ -69,7 +69,7 @@ def test_weighted_sum_dropped_slots_add_nothing_even_from_poison():
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("slot", [-2, 65, 1 << 40])
-def test_weighted_sum_a_slot_that_is_no_row_makes_its_token_nan(slot, weighted):
+def test_weighted_sum_of_invalid_slots_is_nan(slot, weighted):
     rows, slots, weights = problem()
     weights = weights if weighted else None
     clean = weighted_sum(rows, slots, weights, torch.float32)
@@ -92,7 +92,7 @@ def test_weighted_sum_weights_multiply_as_they_are():
     assert found[[5, 7]].isinf().all()
 
 
-def test_weighted_sum_row_zero_is_not_read_for_a_dropped_slot():
+def test_weighted_sum_of_dropped_slots():
     rows = torch.full((2, 3), torch.nan)
     assert weighted_sum(rows, torch.full((4, 2), -1), torch.ones(4, 2), torch.float32).eq(0).all()
 

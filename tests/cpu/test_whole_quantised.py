@@ -27,6 +27,7 @@ from collegium.integrations.transformers import layers_of, load_model
 from collegium.integrations.transformers.loading import load_model_in
 from family_cases import CASES, IDS, build
 from quantised_matrices import KINDS, Kind, fp8_block, fp8_tensor, mxfp4, nvfp4, plain_int8, quantise
+from raising import raises_with
 from whole_models import eager, in_bf16, same_tensors
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def test_routers_are_quantised_too(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["ct fp8 tensor", "ct fp8 channel", "ct fp8 block"])
-def test_fp8_scales_have_the_dtype_of_the_float16_model_that_was_quantised(tmp_path: Path, name: str) -> None:
+def test_fp8_scales_in_float16(tmp_path: Path, name: str) -> None:
     def in_half(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         parts, _ = KINDS[name].write(weight)
         scale, codes = parts["weight_scale"].half(), parts["weight"].float()
@@ -124,7 +125,7 @@ def test_families_under_their_published_names(tmp_path: Path, name: str) -> None
     build(CASES[name], tmp_path / "model")
     index = index_of(Checkpoint.open(tmp_path / "model"))
     layers = [*index.layers()]
-    routed = {info.name.removesuffix(".weight") for n in layers for info in index.found(n).infos()}
+    routed = {info.name.removesuffix(".weight") for n in layers for info in index.expert_tensors(n).infos()}
     names, head = index.names, index.names.layer.partition("{layer}")[0]
     left = (names.router_weight, names.shared_gate, names.router_scale)
     routed |= {(each or "").format(layer=n).removesuffix(".weight") for each in left for n in layers}
@@ -301,7 +302,7 @@ FAULTS = {
         "fp8 blocks", unquantised,
         rf"{Q}: its weight is not quantised, config.json declares fp8_block .* model\.layers\.0\.self_attn\.q_proj is",
     ),
-    "a scale left over": ("fp8 blocks", left_over, rf"{Q}, which .* skips .*: \.weight_scale_inv beside \.weight"),
+    "a scale left over": ("fp8 blocks", left_over, rf"{Q}, which .* skips .*: \.weight_scale_inv next to \.weight"),
     "a scale that is NaN": (
         "fp8 blocks", put("weight_scale_inv", lambda t: t * torch.nan), rf"{Q}: a scale of fp8_block is forbidden"
     ),
@@ -317,7 +318,7 @@ FAULTS = {
         "ct fp8 tensor", put("weight", lambda t: t[:-32]), r"q_proj\.weight: .* \(128, 160\), .* \(160, 160\)"
     ),
     "inputs are scaled": (
-        "modelopt nvfp4", put("pre_quant_scale", lambda t: torch.ones(160)), rf"{Q}: \.pre_quant_scale beside .*nvfp4"
+        "modelopt nvfp4", put("pre_quant_scale", lambda t: torch.ones(160)), rf"{Q}: \.pre_quant_scale next to .*nvfp4"
     ),
     "inputs are turned": ("ct int4", turned, "transform_config is .*R4.*, allowed is none"),
     "a shape that is not": ("ct int4", put("weight_shape", lambda t: t * 2), rf"{Q}: .*N=320 and K=320 needs"),
@@ -428,7 +429,7 @@ def test_quantize_refuses_what_no_config_could_say(tmp_path: Path, name: str) ->
     from collegium.commands.quantize import quantize_model
 
     quantise(write(tmp_path / "model"), KINDS[name], linear)
-    with pytest.raises(InputError, match=r"16 matrices outside the .* \(lm_head.weight, .*cannot describe them beside"):
+    with raises_with(InputError, "16", "lm_head.weight"):
         quantize_model(str(tmp_path / "model"), "mxfp4", str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
@@ -449,7 +450,7 @@ def test_a_config_of_its_own_for_the_quantisation(tmp_path: Path) -> None:
     close(ours, theirs)
     block["quantization"]["exclude_modules"] = exclude[1:]
     (folder / "hf_quant_config.json").write_text(json.dumps(block))
-    with pytest.raises(CheckpointError, match=r"layers\.2\.self_attn\.k_proj: its weight is not quantised, .* nvfp4"):
+    with raises_with(CheckpointError, "layers.2.self_attn.k_proj", "nvfp4"):
         load_model(str(folder), device="cpu")
 
 
@@ -521,9 +522,7 @@ def test_layers_that_predict_further_tokens(tmp_path: Path, caplog: Any) -> None
     close(load_model_in("fp32", str(folder), device="cpu"), eager(ours, twin, torch.float32))
 
 
-def test_faults_are_found_before_anything_is_read_and_told_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_faults_are_reported_together_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from collegium.checkpoint.reader import Checkpoint
 
     folder = write(tmp_path / "model", bias=False)

@@ -53,7 +53,7 @@ def test_buffers_have_the_shapes_and_do_not_overlap() -> None:
     assert all(bool((t.view(torch.uint8) == n + 1).all()) for n, t in enumerate(made.values()))
 
 
-def test_every_region_is_at_its_place_whatever_is_taken_before_it() -> None:
+def test_regions_do_not_depend_on_order() -> None:
     places = memory_map(REGIONS)
     space = Workspace(CPU, places.nbytes)
     wanted = {name: space.block.data_ptr() + start for name, (start, _) in places.offsets.items()}
@@ -70,7 +70,7 @@ def test_every_region_is_at_its_place_whatever_is_taken_before_it() -> None:
                 assert memory.alloc(name, shape, dtype).data_ptr() == wanted[name]
 
 
-def test_a_region_holds_as_much_as_was_declared_and_less() -> None:
+def test_regions_hold_what_was_declared() -> None:
     memory = arena()
     for size in (600, 599, 1, 0):
         made = memory.alloc("second", (size,), torch.uint8)
@@ -83,14 +83,14 @@ def test_a_region_holds_as_much_as_was_declared_and_less() -> None:
     ("name", "size", "says"),
     [("second", 601, "601 .*'second'.* 600"), ("third", 1, "1 .*'third'.* 0"), ("none", 1, "1 .*'none'.* 0")],
 )
-def test_a_region_that_is_missing_or_too_small_is_a_fault_of_the_plan(name: str, size: int, says: str) -> None:
+def test_missing_and_small_regions_are_refused(name: str, size: int, says: str) -> None:
     with pytest.raises(AssertionError, match=says):
         arena().alloc(name, (size,), torch.uint8)
     with pytest.raises(AssertionError, match="missing"):
         arena().alloc("missing", (0,), torch.uint8)
 
 
-def test_a_later_pass_takes_no_memory_and_gets_the_same_buffers() -> None:
+def test_later_passes_reuse_buffers() -> None:
     places = memory_map(REGIONS)
     space = Workspace(CPU, places.nbytes)
     first = one_pass(space.memory(places))
@@ -102,7 +102,7 @@ def test_a_later_pass_takes_no_memory_and_gets_the_same_buffers() -> None:
     assert space.nbytes == places.nbytes
 
 
-def test_a_region_has_one_place_for_every_shape_and_dtype() -> None:
+def test_regions_have_one_place() -> None:
     memory = arena()
     first = memory.alloc("second", (7,), torch.int64)
     changed = memory.alloc("second", (9,), torch.float32)
@@ -128,7 +128,7 @@ def test_maps_of_the_same_regions_have_the_same_places() -> None:
     assert all(longer.offsets[name] == place for name, place in one.offsets.items())
 
 
-def test_a_copied_or_unpickled_map_is_the_one_of_its_regions() -> None:
+def test_copied_maps_equal_their_regions() -> None:
     places = memory_map(REGIONS)
     for made in (copy.deepcopy(places), copy.copy(places), pickle.loads(pickle.dumps(places))):
         assert made is places
@@ -154,7 +154,7 @@ def test_regions_of_parts_and_of_alternatives() -> None:
     assert elementwise_max({"a": 3, "b": 9}, {}, {"b": 4, "c": 5}) == {"a": 3, "b": 9, "c": 5}
 
 
-def test_without_a_pass_memory_is_fresh_and_on_the_device_asked_for() -> None:
+def test_memory_outside_a_pass() -> None:
     kept = [alloc(None, "first", (2,), torch.float32, CPU) for _ in range(2)]
     assert kept[0].data_ptr() != kept[1].data_ptr()
     assert alloc(None, "first", (2,), torch.float32, torch.device("meta")).device.type == "meta"
@@ -173,7 +173,7 @@ def test_layers_of_a_device_share_workspaces() -> None:
     assert shared_workspaces(CPU) is shared_workspaces(CPU)
 
 
-def test_passes_at_the_same_time_have_workspaces_of_their_own_and_later_ones_use_them_again() -> None:
+def test_concurrent_passes_have_separate_workspaces() -> None:
     lent = Workspaces(CPU)
     lent.reserve(1000)
     one, two = lent.acquire(), lent.acquire()
@@ -187,7 +187,7 @@ def test_passes_at_the_same_time_have_workspaces_of_their_own_and_later_ones_use
     assert {lent.acquire(), lent.acquire()} == {one, two}
 
 
-def test_a_reservation_has_a_workspace_ready_and_a_smaller_one_changes_nothing() -> None:
+def test_reservations_of_workspaces() -> None:
     lent = Workspaces(CPU)
     lent.reserve(700)
     assert lent.nbytes == 700
@@ -196,7 +196,7 @@ def test_a_reservation_has_a_workspace_ready_and_a_smaller_one_changes_nothing()
     assert lent.acquire().nbytes == 700
 
 
-def test_a_later_reservation_reaches_a_workspace_that_was_lent_meanwhile() -> None:
+def test_reservations_reach_lent_workspaces() -> None:
     lent = Workspaces(CPU)
     early = lent.acquire()
     lent.reserve(500)
@@ -204,7 +204,7 @@ def test_a_later_reservation_reaches_a_workspace_that_was_lent_meanwhile() -> No
     assert all(space.nbytes >= 500 for space in (lent.acquire(), lent.acquire()))
 
 
-def test_a_workspace_that_is_too_small_stays_alive_for_passes_that_still_run() -> None:
+def test_small_workspaces_outlive_running_passes() -> None:
     lent, places = Workspaces(CPU), memory_map(REGIONS)
     lent.reserve(places.nbytes)
     space = lent.acquire()
@@ -248,7 +248,7 @@ def test_a_copied_or_unpickled_owner_shares_the_devices_workspaces() -> None:
         assert own.acquire().nbytes >= 300
 
 
-def test_own_memory_gives_no_buffer_twice_and_keeps_what_it_gave() -> None:
+def test_temporary_buffers_are_distinct() -> None:
     memory = FreshMemory(CPU)
     parts = (memory, memory.part("part"), memory.part("part").part("inner"))
     made = [part.alloc("first", (64,), torch.uint8) for part in parts for _ in range(20)]

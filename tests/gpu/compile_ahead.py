@@ -105,16 +105,20 @@ def noted_of_recipe(shape: str, recipe: str, tokens: list[int]) -> list[Noted]:
     from collegium.formats.unquantised import DTYPES
     from collegium.types import Routing
 
-    lanes = import_module("collegium.experts.triton.lanes")
+    interleave = import_module("collegium.experts.triton.packing.interleave")
     weights, activations = bench.recipe_of(recipe)
     _, spec = bench.named_layer(shape)
     spec = replace(spec, weight_format=encoded_as(weights))
 
-    def unpacked(_: Any, layout: Any, *__: Any, **___: Any) -> torch.Tensor:
-        return torch.zeros(layout.values_shape, dtype=layout.stored)
+    def clear(lanes: torch.Tensor, *_: Any) -> None:
+        lanes.zero_()
 
     # Which numbers there are does not matter: one expert is made, and no code is re-laid.
-    with pretending() as launches, patch.object(bench, "_DISTINCT", 1), patch.object(lanes, "_lanes", unpacked):
+    with (
+        pretending() as launches,
+        patch.object(bench, "_DISTINCT_EXPERTS", 1),
+        patch.object(interleave, "_fill", clear),
+    ):
         layer = layer_on(spec, activations, limit=max(tokens))
         for count in tokens:
             ids = torch.rand(count, spec.num_experts).topk(spec.routing.top_k).indices

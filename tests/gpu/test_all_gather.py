@@ -13,6 +13,6 @@ from split_layers import compare
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_layer_over_ranks_has_the_bits_of_one_layer() -> None:
+def test_ranks_equal_one_layer() -> None:
     world = min(torch.cuda.device_count(), 4)
     assert run_ranks(partial(compare, dispatchers=("all_gather",)), world, "nccl", seconds=300) == [[]] * world

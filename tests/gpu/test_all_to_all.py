@@ -22,7 +22,7 @@ WORLD = min(torch.cuda.device_count(), 4)
 FIXED = "all_to_all_fixed"
 
 
-def test_a_layer_over_ranks_has_the_bits_of_one_layer() -> None:
+def test_ranks_equal_one_layer() -> None:
     asked = partial(compare, dispatchers=("all_to_all", FIXED))
     assert run_ranks(asked, WORLD, "nccl", seconds=400) == [[]] * WORLD
 

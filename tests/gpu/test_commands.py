@@ -37,7 +37,7 @@ def compiled(monkeypatch):
 
 def test_after_compiling_the_demo_compiles_nothing(monkeypatch, compiled):
     counts: list[tuple[int, int]] = []
-    compiling, row = demo._compiled, demo._Bench.row
+    compiling, row = demo._compile_seconds, demo._Bench.row
 
     def counted(layers, progress):
         seconds = compiling(layers, progress)
@@ -49,7 +49,7 @@ def test_after_compiling_the_demo_compiles_nothing(monkeypatch, compiled):
         counts[-1] = (counts[-1][0], len(compiled))
         return made
 
-    monkeypatch.setattr(demo, "_compiled", counted)
+    monkeypatch.setattr(demo, "_compile_seconds", counted)
     monkeypatch.setattr(demo._Bench, "row", measured)
     monkeypatch.setattr(demo, "RECIPES", (demo.RECIPES[0], demo.RECIPES[7], demo.RECIPES[10]))
     report = demo.run_demo(SHIPPED, device="cuda", tokens=12, windows=1)

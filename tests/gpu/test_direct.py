@@ -52,21 +52,22 @@ def call(tokens: int, seed: int) -> tuple[torch.Tensor, Routing]:
 @pytest.mark.parametrize(("weights", "activations"), RECIPES)
 def test_bits_are_those_of_the_sorted_way(weights: str, activations: str | None) -> None:
     layer = build(weights, activations)
-    both = layer._pipelines
-    (_, direct), (_, split) = both
+    both = layer._context
+    (_, direct), (_, split) = both.pipelines
+    sorted_only = replace(both, pipelines=both.pipelines[1:])
     assert isinstance(direct, Direct)
     assert isinstance(split, Split)
     for tokens in (1, 2, 4):
         for seed in range(6):
             x, routing = call(tokens, seed)
-            assert layer._pipeline(tokens) is direct
+            assert layer._executor.pipeline_for(tokens) is direct
             found = layer(x, routing=routing)
             lost = (routing.topk_ids == 17) | (routing.topk_ids >= 0) & routing.topk_weights.isnan()
             assert torch.equal(found.isnan().all(dim=1), lost.any(dim=1))
-            layer._pipelines = both[1:]
-            assert layer._pipeline(tokens) is split
+            layer._context = sorted_only
+            assert layer._executor.pipeline_for(tokens) is split
             assert torch.equal(found.nan_to_num(1.5), layer(x, routing=routing).nan_to_num(1.5))
-            layer._pipelines = both
+            layer._context = both
 
 
 @pytest.mark.parametrize(("weights", "activations"), RECIPES)

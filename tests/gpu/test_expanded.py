@@ -10,7 +10,8 @@ import torch
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from collegium.experts.triton import layout, tiles
+from collegium.experts.triton import layout
+from collegium.experts.triton.tiles import choice as tiles
 from collegium.runtime.devices import probe
 from collegium.runtime.machine import machine_at, machine_for
 from collegium.testing.compare import relative_error
@@ -20,7 +21,7 @@ from decoded_layers import DECODED, decoded_layer
 @pytest.fixture(autouse=True)
 def _always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "dequantize_threshold", lambda *_: 8)
-    monkeypatch.setattr(tiles, "_LONG", 8)
+    monkeypatch.setattr(tiles, "_MIN_K", 8)
 
 
 @pytest.mark.parametrize(("name", "act", "group"), DECODED)
@@ -31,7 +32,7 @@ def test_bits_of_the_small_tiles(
     packed, batch, truth = decoded_layer(name, act, group, probe("cuda"), tokens=1100, sizes=sizes, where="cuda")
     rows, stop = batch.source.numel(), int(batch.expert_offsets[-1])
     small = replace(packed, machine=replace(packed.machine, compiles=False))
-    if not (packed.gate_up.layout.expands and packed.down.layout.expands):
+    if not (packed.gate_up.layout.runs_large and packed.down.layout.runs_large):
         assert packed.tiling.large(rows) is None
         return
     assert packed.tiling.large(rows) is not None
@@ -45,7 +46,7 @@ def test_bits_of_the_small_tiles(
             assert relative_error(wanted, truth[:stop]) < 0.01
     with monkeypatch.context() as patch:
         # Two experts or so at a time.
-        patch.setattr(layout, "_MOST", 5 * 2 * sizes[1] * sizes[2])
+        patch.setattr(layout, "_MAX_DEQUANTIZED_BYTES", 5 * 2 * sizes[1] * sizes[2])
         assert torch.equal(packed.run(replace(batch, input_weights=None))[:stop], small.run(batch)[:stop])
 
 

@@ -11,11 +11,11 @@ if not torch.cuda.is_available():
 
 from collegium.experts.reference import Reference
 from collegium.experts.triton.grouped import grouped_gemm, tile_list
-from collegium.experts.triton.lanes import pack_fp8_rows, pack_gguf, pack_int, pack_mx, pack_nvfp4
 from collegium.experts.triton.packed import PackedExperts
+from collegium.experts.triton.packing import pack_fp8_rows, pack_gguf, pack_int, pack_mx, pack_nvfp4
 from collegium.experts.triton.table import TritonBf16, TritonFp8, TritonW4A16, TritonW8A16
-from collegium.experts.triton.tile_choice import TileChoice
-from collegium.experts.triton.tiles import candidates
+from collegium.experts.triton.tiles.candidates import candidates
+from collegium.experts.triton.tiles.problem import TileChoice
 from collegium.formats import Fp8Channel, Int4Affine, Int8Affine, MxFp4, MxFp8, NvFp4
 from collegium.formats.codecs import pack_nibbles
 from collegium.formats.gguf import KINDS

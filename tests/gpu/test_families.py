@@ -28,7 +28,7 @@ CAPTURED = {"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "glm4_m
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_a_whole_model_in_float32_gives_the_logits_of_transformers(tmp_path: Path, name: str) -> None:
+def test_whole_models_in_float32(tmp_path: Path, name: str) -> None:
     build(CASES[name], tmp_path)
     ours = load_model_in("fp32", str(tmp_path), device=DEVICE)
     theirs = eager(ours, tmp_path, torch.float32, DEVICE)

@@ -122,7 +122,7 @@ def test_repeated_passes_give_the_bits_of_computed_ones() -> None:
         assert torch.equal(layer(inside, routing=routing, out=inside), wanted)
         if seed == 1:
             layer.workspaces.reserve(layer.workspaces.nbytes + (1 << 20))
-    assert any(isinstance(found, tuple) for found in layer._replay._kinds.values())
+    assert any(isinstance(found, tuple) for found in layer._executor.replay._kinds.values())
 
 
 @pytest.mark.parametrize(("weights", "activations"), [("bf16", None), ("fp8_block", "fp8_group128")])
@@ -134,7 +134,7 @@ def test_a_large_batch_is_repeated_too(weights: str, activations: str | None) ->
     for _ in range(4):
         x.normal_()
         assert torch.equal(layer(x, routing=routing), plain(x, routing=routing))
-    assert all(isinstance(found, tuple) for found in layer._replay._kinds.values())
+    assert all(isinstance(found, tuple) for found in layer._executor.replay._kinds.values())
 
 
 def test_a_repeated_pass_is_captured_as_it_is() -> None:

@@ -24,6 +24,7 @@ from collegium import (
     SharedSpec,
     SharedWeights,
     encode_experts,
+    merge_shared,
     plan,
     probe,
 )
@@ -236,21 +237,18 @@ def test_gpu_merged_shared_expert_has_the_bits_of_apart_eager_and_replayed(weigh
         shared=SharedSpec(intermediate_size=wide),
     )
     problem = Problem(spec=spec, device=probe("cuda"), limits=Limits(max_tokens=most))
-    stacks: dict[str, list[MoELayer]] = {
-        way: [
-            MoELayer(
-                to(encode_experts(random_experts(experts, 2, wide, hidden, seed=seed), weight_format), "cuda"),
-                plan(problem, Overrides(activation_format=activations, shared=way)),
-                router=RouterWeights(weight=heavy_tailed(experts, hidden, seed=seed + 1).cuda()),
-                shared=SharedWeights(
-                    experts=to(encode_experts(random_experts(1, 2, wide, hidden, seed=seed + 2), weight_format), "cuda")
-                ),
-            )
-            for seed in (20, 30)
-        ]
-        for way in ("merged", "apart")
-    }
-    assert [[layer.plan.merged for layer in own] for own in stacks.values()] == [[1, 1], [0, 0]]
+
+    def build(way, seed):
+        weights = to(encode_experts(random_experts(experts, 2, wide, hidden, seed=seed), weight_format), "cuda")
+        coded = to(encode_experts(random_experts(1, 2, wide, hidden, seed=seed + 2), weight_format), "cuda")
+        made, shared = plan(problem, Overrides(activation_format=activations, shared=way)), SharedWeights(experts=coded)
+        if way == "merged":
+            weights, shared = merge_shared(made, weights, shared), None
+        router = RouterWeights(weight=heavy_tailed(experts, hidden, seed=seed + 1).cuda())
+        return MoELayer(weights, made, router=router, shared=shared)
+
+    stacks = {way: [build(way, seed) for seed in (20, 30)] for way in ("merged", "apart")}
+    assert [[layer.plan.merged_shared_experts for layer in own] for own in stacks.values()] == [[1, 1], [0, 0]]
 
     def run(way, x):
         first, second = stacks[way]
@@ -310,7 +308,7 @@ def test_gpu_a_shared_expert_runs_beside_the_others(weights, shared, activations
         )
 
     stacks = {way: [made(way, seed) for seed in (20, 30)] for way in (None, "apart")}
-    assert [[layer.plan.beside for layer in layers] for layers in stacks.values()] == [[512, 512], [0, 0]]
+    assert [[layer.plan.side_stream_tokens for layer in layers] for layers in stacks.values()] == [[512, 512], [0, 0]]
 
     def run(way, x):
         first, second = stacks[way]

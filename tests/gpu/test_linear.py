@@ -46,8 +46,8 @@ def test_a_row_has_the_same_bits_in_every_batch(k_in: int, n_out: int, pair: Pai
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize(("k_in", "n_out"), SIZES)
 def test_truth(k_in: int, n_out: int, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    for apart in (products._APART, 0):
-        monkeypatch.setattr(products, "_APART", apart)
+    for apart in (products._SPLIT_LIMIT, 0):
+        monkeypatch.setattr(products, "_SPLIT_LIMIT", apart)
         for tokens in (0, 1, 13, 300, 4096):
             x, weight = made(4096, k_in, n_out, pair)
             x = x[:tokens]

@@ -26,7 +26,7 @@ from collegium import (
     probe,
 )
 from collegium.errors import RoutingError
-from collegium.experts.triton import tiles
+from collegium.experts.triton.tiles import choice as tiles
 from collegium.pipelines.direct import Direct
 from collegium.testing.compare import heavy_tailed, random_experts
 from collegium.types import ExpertWeights
@@ -73,13 +73,15 @@ def tokens(count: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("weights", "activations"), RECIPES)
-def test_what_is_wrong_makes_its_row_nan_and_no_other(weights: str, activations: str | None) -> None:
+def test_wrong_tokens_poison_their_row(weights: str, activations: str | None) -> None:
     layer = build(weights, activations)
-    (most, direct), _ = layer._pipelines
+    (most, direct), _ = layer._context.pipelines
     assert isinstance(direct, Direct)
     assert most is not None
     for count in (1, 2, 4, 40):
-        assert (layer._pipeline(count) is direct) == (count <= most) == (count < 40), "few tokens unsorted, 40 sorted"
+        assert (layer._executor.pipeline_for(count) is direct) == (count <= most) == (count < 40), (
+            "few tokens unsorted, 40 sorted"
+        )
         for poison in poisons(layer, tokens(count), count // 2, seed=count):
             check_seen(layer, poison)
         check_not_here(layer, tokens(max(count, 2)))

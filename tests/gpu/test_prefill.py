@@ -14,15 +14,16 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
 
 from collegium.encoding import encode_experts
 from collegium.experts.reference import Reference
-from collegium.experts.triton import prefill, tiles as choice
+from collegium.experts.triton import prefill
 from collegium.experts.triton.grouped import tile_list
 from collegium.experts.triton.layout import ROWS
 from collegium.experts.triton.matrix import PackedMatrix
 from collegium.experts.triton.packed import PackedExperts
 from collegium.experts.triton.prefill import CodeScales, prefill_gemm
 from collegium.experts.triton.table import TritonBf16, TritonFp8
-from collegium.experts.triton.tile_choice import TileChoice
-from collegium.experts.triton.tiles import prefill_tile
+from collegium.experts.triton.tiles import choice
+from collegium.experts.triton.tiles.choice import prefill_tile
+from collegium.experts.triton.tiles.problem import TileChoice
 from collegium.formats.unquantised import DTYPES
 from collegium.ops.operand import operand
 from collegium.parallel.local import Local

@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
 
 from collegium.encoding import encode_experts
 from collegium.layer import MoELayer
-from collegium.ops.linear import gated, linear
+from collegium.ops.linear import linear, sigmoid_gate
 from collegium.ops.permute import Permutation, permute
 from collegium.ops.quantize import ACTIVATION_FORMATS, formats_within, quantize_rows
 from collegium.ops.rms_norm import rms_norm
@@ -195,9 +195,9 @@ def test_gated_rows(tokens: int, hidden: int, dtype: torch.dtype) -> None:
     x, rows = heavy_tailed(tokens, hidden, seed=1).cuda().to(dtype), heavy_tailed(tokens, hidden, seed=2).cuda()
     gate = heavy_tailed(1, hidden, seed=3).cuda() / hidden**0.5
     for given in (rows, rows.to(dtype)):
-        found = gated(x, gate, given)
+        found = sigmoid_gate(x, gate, given)
         assert torch.equal(found, torch.sigmoid(linear(x, gate).double()).float() * given)
-        assert torch.equal(found[tokens // 2 :], gated(x[tokens // 2 :], gate, given[tokens // 2 :]))
+        assert torch.equal(found[tokens // 2 :], sigmoid_gate(x[tokens // 2 :], gate, given[tokens // 2 :]))
 
 
 @pytest.mark.parametrize("weighted", [False, True])

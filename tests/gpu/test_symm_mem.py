@@ -21,7 +21,7 @@ def test_kernels_exchange_what_one_rank_computes() -> None:
     assert run_ranks(exchange, WORLD, "nccl", seconds=120) == [[]] * WORLD
 
 
-def test_a_rank_that_does_not_come_is_named_and_nobody_gets_a_number() -> None:
+def test_absent_ranks_are_named() -> None:
     first, last = run_ranks(lose, 2, "nccl", seconds=120)
     assert first[0] == last[0] == "all NaN True"
     assert first[1].startswith("symm_mem dispatch; ranks (1,); symm_mem dispatch on rank 0: rank 1 did not come within")
@@ -29,7 +29,7 @@ def test_a_rank_that_does_not_come_is_named_and_nobody_gets_a_number() -> None:
     assert first[2] == last[2] == "renewed True"
 
 
-def test_a_layer_over_ranks_has_the_bits_of_one_layer() -> None:
+def test_ranks_equal_one_layer() -> None:
     assert run_ranks(partial(compare, dispatchers=("symm_mem",)), WORLD, "nccl", seconds=300) == [[]] * WORLD
 
 

@@ -11,7 +11,7 @@ from symmetric import exchange
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_regions_are_at_the_same_place_and_peers_reach_them() -> None:
+def test_peers_reach_regions() -> None:
     world = min(torch.cuda.device_count(), 4)
     answers = run_ranks(exchange, world, "nccl")
     assert len({tuple(offsets) for offsets, _, _ in answers}) == 1

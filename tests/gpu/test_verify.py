@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from collegium.commands.verify import verify_model
-from collegium.experts.triton import lanes as pack
+from collegium.experts.triton.packing import mx
 from collegium.problem import Overrides
 from toys import TinySize, write_checkpoint
 
@@ -24,7 +24,7 @@ def test_portable_kernels_pass(tmp_path, family: str, name: str) -> None:
     write_checkpoint(tmp_path, family, name, size=SIZE)
     report = verify_model(tmp_path, device="cuda", experts=4)
     assert report.passed, report.to_json()
-    assert all(p.kernel.startswith("triton_") for p in report.proofs), report.to_json()
+    assert all(p.kernel.startswith("triton_") for p in report.checks), report.to_json()
 
 
 @pytest.mark.parametrize("name", ["bf16", "mxfp4"])
@@ -32,7 +32,7 @@ def test_clamped_experts_with_biases_pass(tmp_path, name: str) -> None:
     write_checkpoint(tmp_path, "gpt_oss", name, size=SIZE)
     report = verify_model(tmp_path, device="cuda", experts=4)
     assert report.passed, report.to_json()
-    assert {p.kernel for p in report.proofs} <= {"triton_bf16", "triton_w4a16"}
+    assert {p.kernel for p in report.checks} <= {"triton_bf16", "triton_w4a16"}
 
 
 @pytest.mark.parametrize("name", ["fp8_block", "fp8_channel"])
@@ -42,15 +42,15 @@ def test_eight_bit_activations_pass_within_their_tolerance(tmp_path, name: str) 
     force = Overrides(kernel="triton_fp8", activation_format=activations)
     report = verify_model(tmp_path, device="cuda", experts=4, overrides=force)
     assert report.passed, report.to_json()
-    assert all(0.01 < p.error <= p.tolerance == 0.06 for p in report.proofs)
+    assert all(0.01 < p.error <= p.tolerance == 0.06 for p in report.checks)
 
 
 def test_a_broken_packing_is_caught(tmp_path, monkeypatch) -> None:
     write_checkpoint(tmp_path, "mixtral", "mxfp4", size=SIZE)
-    true = pack._E2M1[0]
+    true = mx.E2M1
 
     def swapped(codes: Any) -> Any:
-        return true(codes[:, :, [1, 0, 2, 3]])
+        return true.pack(codes[:, :, [1, 0, 2, 3]])
 
-    monkeypatch.setattr(pack, "_E2M1", (swapped, swapped))
+    monkeypatch.setattr(mx, "E2M1", true._replace(pack=swapped))
     assert not verify_model(tmp_path, device="cuda", experts=2).passed

@@ -15,13 +15,13 @@ if torch.cuda.get_device_capability() < (8, 9):
 
 from collegium.experts.reference import Reference
 from collegium.experts.triton import grouped as ops
+from collegium.experts.triton.packing import pack_w4a8
 from collegium.experts.triton.table import TritonW4A8
-from collegium.experts.triton.tile_choice import TileChoice
-from collegium.experts.triton.tiles import candidates
-from collegium.experts.triton.words import pack_w4a8
+from collegium.experts.triton.tiles.candidates import candidates
+from collegium.experts.triton.tiles.problem import TileChoice
 from collegium.formats import Int4Group, MxFp4, NvFp4, by_name
 from collegium.ops.operand import operand
-from collegium.ops.quantize import activation_format, ordered
+from collegium.ops.quantize import activation_format, reorder_codes
 from collegium.parallel.local import Local
 from collegium.problem import Problem
 from collegium.runtime.devices import probe
@@ -148,7 +148,7 @@ def as_read(payload: Any) -> torch.Tensor:
     packed = pack_w4a8(payload, None)
     report = packed.report
     assert report.beyond == 0
-    codes = ordered(torch.eye(columns, device="cuda").to(torch.float8_e4m3fn), packed.layout.row_order)
+    codes = reorder_codes(torch.eye(columns, device="cuda").to(torch.float8_e4m3fn), packed.layout.row_order)
     found = torch.empty(columns, payload.shape[2], device="cuda")
     offsets = torch.tensor([0, columns], device="cuda")
     scale = torch.ones(columns, 1, device="cuda")

@@ -32,7 +32,7 @@ from collegium.commands.bench import bench, random_weights
 from collegium.commands.measure import Ceilings, measure_ceilings
 from collegium.commands.tune import tune
 from collegium.experts.measured import tile_path, with_measured_tiles, write_tiles
-from collegium.experts.triton.tiles import candidates
+from collegium.experts.triton.tiles.candidates import candidates
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -168,14 +168,14 @@ def test_tiles_of_a_file_are_used_and_change_no_bit(tmp_path):
         assert [table[0][1] for table in tuned.measured] == list(tiles.values())
         other = layer_of("mxfp4", "bf16", hidden=768)
         other.replan(other.plan, tuned)
-        used.append(other._pipelines[-1][1].parts.experts.tiling.pair(rows))
+        used.append(other._context.pipelines[-1][1].parts.experts.tiling.pair(rows))
         assert used[-1] == tuple(tiles.values())
         assert torch.equal(run(other, 48), wanted)
     assert used[0] != used[1]
 
 
 def test_tuning_writes_a_file_that_layers_use(tmp_path):
-    report = tune("768x256x8x2", ("mxfp4", "bf16"), tokens=(1, 64), most=4, rounds=3, folder=tmp_path)
+    report = tune("768x256x8x2", ("mxfp4", "bf16"), tokens=(1, 64), candidates=4, rounds=3, folder=tmp_path)
     assert {(row.product, row.tokens) for row in report.rows} == {(p, t) for p in ("gate_up", "down") for t in (1, 64)}
     assert all(0 < row.best_seconds <= row.chosen_seconds for row in report.rows)
     layer = layer_of("mxfp4", "bf16", hidden=768)

@@ -10,6 +10,7 @@ import check_changelog
 import check_links
 import check_size
 import check_words
+import readability
 import run_snippets
 from tracked import ROOT, tracked
 
@@ -83,6 +84,27 @@ def test_an_oversized_thing_is_found(tmp_path: Path, name: str, source: str, tex
     assert text in fault
 
 
+def test_readability_is_measured(tmp_path: Path) -> None:
+    sources = {
+        "README.md": "# A\n\nText.\n",
+        "docs/page.md": "Four words of text.\n",
+        "src/host.py": "def f(a, found):\n    if a:\n        for own in a:\n            own\n    y = 1  # fmt: skip\n",
+        "src/kernels/device.py": "def g(a, b, c, d):\n    return a\n",
+    }
+    for name, text in sources.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert readability.measure(tmp_path) == {
+        "filler": pytest.approx(1000 * 2 / 8),
+        "host_parameters": 2,
+        "device_parameters": 4,
+        "nesting": 2,
+        "fmt_skip": 1,
+        "readme_lines": 3,
+        "guide_words": 4,
+    }
+
+
 def test_words() -> None:
     assert check_words.forbidden_words() == []
 
@@ -128,7 +150,7 @@ def test_marks_say_where_a_block_runs(capsys: pytest.CaptureFixture[str], monkey
     assert run_snippets.main(["README.md"]) == 1
 
 
-def test_a_block_of_several_ranks_runs_on_all_of_them() -> None:
+def test_blocks_of_several_ranks() -> None:
     # Written at once, as the lines of ranks may meet.
     code = "import os\nos.write(1, ('rank %(RANK)s of %(WORLD_SIZE)s\\n' % os.environ).encode())"
     snippet = run_snippets.Snippet(page="p.md", line=1, language="python", code=code, mark="ranks 2")

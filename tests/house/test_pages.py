@@ -4,51 +4,20 @@ import ast
 import csv
 import re
 import tomllib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
-import typer
 import yaml
-from typer.testing import CliRunner
 
 import collegium
 import make_command_line
-import time_newcomer
-from collegium import formats, models
-from collegium.cli import app
+from collegium import formats
 from tracked import ROOT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    pass
 
 DOCS = ROOT / "docs"
-# What a help says of itself and of ``--json``, which the page says once for all.
-FRAME = {
-    *("Usage", "root", "OPTIONS", "COMMAND", "ARGS", "Arguments", "Options", "Commands", "required", "default", "x"),
-    *(
-        "--help",
-        "-h",
-        "Show",
-        "this",
-        "message",
-        "and",
-        "exit",
-        "range",
-        "str",
-        "int",
-        "float",
-        "bool",
-        "list",
-        "no-json",
-    ),
-    *("--json", "Print", "one", "JSON", "object", "instead", "of", "tables"),
-}
-PAGES = ["index", "quickstart", "developer/data-flow", "planning", "troubleshooting", "glossary"]
-
-
-def test_the_fixed_pages_exist() -> None:
-    missing = [page for page in PAGES if not (DOCS / f"{page}.md").is_file()]
-    assert not missing
 
 
 def format_files() -> list[str]:
@@ -85,7 +54,7 @@ def test_every_error_is_explained() -> None:
     assert not [name for name in errors.__all__ if name not in text]
 
 
-def test_the_texts_that_troubleshooting_names_are_those_of_the_code() -> None:
+def test_troubleshooting_texts_are_in_the_code() -> None:
     sources = [ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "src").rglob("*.py"))]
     said = [
         n.value for tree in sources for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)
@@ -93,17 +62,6 @@ def test_the_texts_that_troubleshooting_names_are_those_of_the_code() -> None:
     texts = re.findall(r"^\| `([^`]* [^`]*)` \|", (DOCS / "troubleshooting.md").read_text(encoding="utf-8"), re.M)
     assert len(texts) > 25
     assert not [text for text in texts if not all(any(part in one for one in said) for part in text.split(" … "))]
-
-
-def test_the_tests_that_the_module_page_names_are_there() -> None:
-    text = (DOCS / "module.md").read_text(encoding="utf-8")
-    found = re.findall(r"((?:`test_\w+`,?\s*)+)in\s+`(tests/[\w/]+\.py)`", text)
-    table = re.findall(r"`(test_\w+)`", text.split("## What is refused")[1])
-    found.append((" ".join(table), "tests/cpu/test_inference_only.py"))
-    assert len(found) > 10
-    for names, file in found:
-        source = (ROOT / file).read_text(encoding="utf-8")
-        assert not [name for name in re.findall(r"test_\w+", names) if f"def {name}(" not in source], file
 
 
 def test_every_name_of_the_package_is_in_the_reference() -> None:
@@ -115,26 +73,6 @@ def test_the_command_line_page_is_what_the_commands_say() -> None:
     assert make_command_line.PAGE.read_text(encoding="utf-8") == make_command_line.page(), (
         "run: python scripts/make_command_line.py"
     )
-
-
-def helps(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Every command line that ``--help`` can follow, and what it then prints."""
-    yield words, CliRunner(env={"COLUMNS": "300", "NO_COLOR": "1"}).invoke(app, [*words, "--help"]).output
-    for word, below in getattr(command, "commands", {}).items():
-        yield from helps(below, (*words, word))
-
-
-def test_the_command_line_page_has_every_word_of_every_help() -> None:
-    page = make_command_line.PAGE.read_text(encoding="utf-8")
-    sections = {part.partition("\n")[0]: part for part in page.split("\n## ")}
-    seen = 0
-    for words, said in helps(typer.main.get_command(app)):
-        listed = re.findall(r"[\w-]*\w", sections[" ".join(("collegium", *words))])
-        told = {word.lstrip("-").lower() for word in (*FRAME, *listed)}
-        missing = [word for word in re.findall(r"[\w-]*\w", said) if word.lstrip("-").lower() not in told]
-        assert not missing, f"{words}: the page lacks {missing}"
-        seen += 1
-    assert seen == 1 + len(typer.main.get_command(app).commands) + 3  # type: ignore[attr-defined]
 
 
 def test_every_version_of_a_result_is_called_tested() -> None:
@@ -157,31 +95,3 @@ def test_the_citation_is_of_this_project() -> None:
     assert (cited["version"], cited["license"]) == (collegium.__version__, project["license"])
     assert cited["keywords"] == project["keywords"]
     assert f"version = {{{collegium.__version__}}}" in (DOCS / "citing.md").read_text(encoding="utf-8")
-
-
-def test_every_decision_says_context_decision_and_cost() -> None:
-    records = sorted((DOCS / "adr").glob("0*.md"))
-    assert [record.name[:4] for record in records] == [f"{n:04}" for n in range(1, len(records) + 1)]
-    for record in records:
-        text = record.read_text(encoding="utf-8")
-        for heading in ("## Context", "## Decision", "## Cost"):
-            assert heading in text, f"{record.name} has no {heading!r}"
-
-
-def test_every_model_type_is_named_in_the_readme() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert not [name for family in models.FAMILIES for name in family.model_types if f"`{name}`" not in text]
-
-
-def test_what_somebody_new_does_first_is_timed_and_shown() -> None:
-    with time_newcomer.RESULTS.open(encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    shown = (DOCS / "quickstart.md").read_text(encoding="utf-8")
-    assert time_newcomer.table(rows) in shown, (
-        "docs/quickstart.md: run python scripts/time_newcomer.py and copy its table"
-    )
-    typed = {step.name: step.typed for step in time_newcomer.steps(ROOT, "torch==2.13.0")}
-    assert {row["step"]: row["typed"] for row in rows} == typed
-    assert set().union(*time_newcomer.PATHS.values()) == set(typed)
-    # The session that is timed is the README's own.
-    assert "load_layer(" in time_newcomer.session()

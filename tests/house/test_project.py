@@ -5,8 +5,6 @@ import re
 import tomllib
 from importlib import metadata
 
-import pytest
-
 import collegium
 from index_page import index_page
 from tracked import ROOT, tracked
@@ -48,40 +46,23 @@ def test_the_installed_version_is_the_projects() -> None:
     assert metadata.version("collegium") == collegium.__version__
 
 
-def test_the_licence_is_whole() -> None:
-    text = (ROOT / "LICENSE").read_text(encoding="utf-8")
-    assert "Apache License" in text
-    assert "END OF TERMS AND CONDITIONS" in text
-    assert PROJECT["license"] == "Apache-2.0"
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["README.md", "CITATION.cff", "CONTRIBUTING.md", "RELEASE.md", "SECURITY.md", "src/collegium/py.typed"],
-)
-def test_a_file_people_look_for_is_there(name: str) -> None:
-    assert ROOT / name in tracked()
-
-
-def test_ci_calls_the_one_runner() -> None:
-    assert "make test" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-
-
 def test_no_file_is_too_large_for_a_clone() -> None:
     large = {str(path.relative_to(ROOT)): path.stat().st_size for path in tracked() if path.stat().st_size > 40e6}
     assert not large
 
 
-def test_no_link_of_the_readme_is_broken_on_the_page_of_an_index() -> None:
+def test_readme_links_on_a_package_index() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert "](docs/quickstart.md)" in text
-    for repository, left in (("", 0), ("https://example.org/collegium/", text.count("](docs/quickstart.md)"))):
+    pages = re.findall(r"\]\((docs/[\w/-]+\.md)\)", text)
+    assert pages
+    for repository in ("", "https://example.org/collegium/"):
         shown = index_page(text, repository)
         assert not re.findall(r"\]\((?!https?://)", shown)
-        assert shown.count("](https://example.org/collegium/blob/main/docs/quickstart.md)") == left
-        assert "docs/quickstart.md" in shown  # the text of a link stays
-    kept = "[a](https://x.org) [b](#part) ![c](d.png)"
+        assert all((f"]({repository}blob/main/{page})" in shown) == bool(repository) for page in pages)
+    kept = "[a](https://x.org) [b](#part)"
     assert index_page(kept) == kept
+    assert index_page("![c](d.png)") == ""
+    assert index_page("![c](d.png)", "https://x.org") == "![c](https://x.org/raw/main/d.png)"
 
 
 def test_the_wheel_holds_the_shipped_model() -> None:
@@ -108,7 +89,7 @@ def test_every_python_that_is_promised_has_run_the_wheel() -> None:
     assert len({row["text"] for row in rows}) == 1, "the same model wrote another text"
 
 
-def test_every_extra_is_named_by_the_error_of_a_package_that_is_missing() -> None:
+def test_missing_packages_name_their_extra() -> None:
     told = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
     asked = set(re.findall(r"collegium\[([a-z]+)\]", told)) | set(re.findall(r'group(?:=|: str = )"([a-z]+)"', told))
     # The other two are for work on the project.

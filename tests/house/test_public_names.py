@@ -58,6 +58,7 @@ PUBLIC = {
     "expert_weights",
     "load_layer",
     "load_model",
+    "merge_shared",
     "moe",
     "plan",
     "probe",

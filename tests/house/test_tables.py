@@ -1,12 +1,9 @@
 from __future__ import annotations
 
-import ast
 import importlib
 import inspect
 from collections.abc import Mapping
 from types import ModuleType
-
-import pytest
 
 from collegium import experts, formats, models
 from collegium.formats.payload import Payload
@@ -71,26 +68,3 @@ def test_every_model_family_is_in_its_table() -> None:
 def test_no_model_type_has_two_families() -> None:
     names = [name for family in models.FAMILIES for name in family.model_types]
     assert len(set(names)) == len(names)
-
-
-def test_every_model_file_makes_a_family_or_serves_them() -> None:
-    helpers = {"base", "in_memory", "patterns", "quantization", "spellings", "unknown"}
-    assert {m.__name__.rsplit(".", 1)[1] for m in files("models") if not hasattr(m, "FAMILY")} <= helpers
-
-
-@pytest.mark.parametrize(
-    ("room", "table"),
-    [("formats", "FORMATS"), ("experts", "KERNELS"), ("models", "FAMILIES")],
-)
-def test_a_table_is_a_literal(room: str, table: str) -> None:
-    tree = ast.parse((SOURCE / room / "__init__.py").read_text(encoding="utf-8"))
-    values = [
-        node.value
-        for node in tree.body
-        if isinstance(node, ast.Assign | ast.AnnAssign)
-        and any(
-            getattr(t, "id", None) == table for t in (node.targets if isinstance(node, ast.Assign) else [node.target])
-        )
-    ]
-    assert len(values) == 1
-    assert isinstance(values[0], ast.Tuple | ast.Dict), f"{table} is computed; write its rows down"

@@ -269,6 +269,18 @@ NOT_WHOLE = {
     "step3p5": "no class that writes text",
     "step3p7_text": "does not know this model type",
 }
+# Those that `make test` runs as whole models: one of each kind of layer and router.
+MAIN = {
+    "deepseek_v3",
+    "deepseek_v4",
+    "glm4_moe",
+    "gpt_oss",
+    "llama4_text",
+    "minimax_m2",
+    "mixtral",
+    "phimoe",
+    "qwen3_moe",
+}
 # On the GPU in float32 alone: the release of transformers there cannot run it in BF16, with its own experts either.
 FLOAT32_ON_GPU = {"deepseek_v4"}
 IDS = torch.arange(3, 14)[None]

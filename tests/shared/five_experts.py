@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from collegium.experts.triton.lanes import pack_fp8_block, pack_fp8_rows, pack_plain
+from collegium.experts.triton.packing import pack_fp8_block, pack_fp8_rows, pack_plain
 from collegium.formats import by_name
 from collegium.ops.quantize import activation_format
 from collegium.testing.compare import heavy_tailed

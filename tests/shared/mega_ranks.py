@@ -25,7 +25,7 @@ from collegium import (
     encode_experts,
     plan,
 )
-from collegium.experts.triton.tile_choice import TileChoice
+from collegium.experts.triton.tiles.problem import TileChoice
 from collegium.parallel.expert_map import ExpertMap
 from collegium.parallel.groups import group_named
 from collegium.parallel.local import Local

@@ -19,8 +19,9 @@ import pytest
 from torch import Tensor
 
 from collegium.experts.triton import prefill
-from collegium.experts.triton.tile_choice import TileChoice
+from collegium.experts.triton.tiles.problem import TileChoice
 from collegium.runtime.nvrtc import Boxes
+from once import once
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -105,9 +106,15 @@ def _text() -> str:
 
 @cache
 def _library(text: str, *constants: tuple[str, int]) -> Any:
-    options = [f"-D{name}={value}" for name, value in constants]
+    path = once(f"{text}{constants}", ".so", lambda new: _compile(text, constants, new))
+    if path is not None:
+        return ctypes.CDLL(str(path))
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "prefill.cpp").write_text(text + _ENTRY, encoding="utf-8")
-        command = ["g++", "-std=c++20", "-O2", "-w", "-shared", "-fPIC", *options, "prefill.cpp", "-o", "made.so"]
-        subprocess.run(command, cwd=folder, check=True)
+        _compile(text, constants, Path(folder) / "made.so")
         return ctypes.CDLL(f"{folder}/made.so")  # which stays in memory
+
+
+def _compile(text: str, constants: tuple[tuple[str, int], ...], library: Path) -> None:
+    options = [f"-D{name}={value}" for name, value in constants]
+    command = ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", *options, "-x", "c++", "-", "-o", str(library)]
+    subprocess.run(command, input=text + _ENTRY, text=True, check=True)

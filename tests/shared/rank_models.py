@@ -140,4 +140,4 @@ def one_computes_wrongly(rank: int) -> Any:
     if rank:
         verify._run = lambda *asked: right(*asked) * 1.05
     report = verify.verify_model(os.environ[FOLDERS], experts=4, device=Ranks.of())
-    return report.passed, [(p.layer, p.part, p.worst, p.passed, p.checked) for p in report.proofs]
+    return report.passed, [(p.layer, p.part, p.worst, p.passed, p.checked) for p in report.checks]

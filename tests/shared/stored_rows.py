@@ -11,7 +11,7 @@ from torch import Tensor, distributed
 
 from collegium import DeviceFacts, Limits, MoESpec, Overrides, Problem, Routing, RoutingSpec, encode_experts, plan
 from collegium.experts.triton import tiling
-from collegium.experts.triton.tile_choice import TileChoice
+from collegium.experts.triton.tiles.problem import TileChoice
 from collegium.ops import permute as ordering
 from collegium.parallel import symm_mem
 from collegium.parallel.expert_map import ExpertMap

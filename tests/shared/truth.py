@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from collegium.testing.compare import between
+from collegium.testing.compare import activate_float64
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,7 +35,7 @@ def moe_truth(
             both = gate_up[expert].double() @ x[token].double()
             if biases is not None:
                 both = both + biases[0][expert].double()
-            row = down[expert].double() @ between(both, activation)
+            row = down[expert].double() @ activate_float64(both, activation)
             if biases is not None:
                 row = row + biases[1][expert].double()
             out[token] += topk_weights[token, slot].double() * row

@@ -176,10 +176,11 @@ def join(
 
 def _refuse(name: Any, layer: MoELayer) -> None:
     placed = layer.plan.problem.placement
-    if layer.plan.merged:
+    if layer.plan.merged_shared_experts:
         raise InputError(
-            f"regroup: layer {name} has its shared expert among the routed ones, as {layer.plan.merged} of them, which "
-            "ranks cannot share; load it with Overrides(shared='apart')"
+            f"regroup: layer {name} has its shared expert among the routed ones, as "
+            f"{layer.plan.merged_shared_experts} of them, which ranks cannot share; load it with "
+            "Overrides(shared='apart')"
         )
     if placed is not None and (placed.tp_size > 1 or placed.group or getattr(layer.dispatcher, "map", None) is None):
         raise InputError(

@@ -1,4 +1,4 @@
-"""Checkpoints, on disk or handed over from memory: read lazily, detected, audited, and loaded as ``ExpertWeights``."""
+"""Checkpoints on disk or in memory: read lazily, detect formats, audit, and load ``ExpertWeights``."""
 
 from .adapter import with_adapter
 from .audit import AuditReport, LayerReport, audit

@@ -1,7 +1,7 @@
 """A LoRA adapter of PEFT, merged into a checkpoint's plain weights as they are read.
 
-Experts that are modules of their own have a pair of matrices each; a stack of experts (``target_parameters``) has one
-pair for all. Every other matrix that the adapter names is merged too. ``adapter_config`` holds PEFT's rules, and
+Experts that are separate modules have a pair of matrices each; a stack of experts (``target_parameters``) has one pair
+for all. Every other matrix that the adapter names is merged too. ``adapter_config`` holds PEFT's rules, and
 ``adapter_names`` finds the tensors.
 """
 
@@ -33,32 +33,36 @@ from .reader import TORCH_DTYPES, Checkpoint, bounds_of
 __all__ = ["with_adapter"]
 
 _LOG = logging.getLogger(__name__)
-# An adapter's name, "default", is in the names where the state was not saved by PEFT itself.
-_HALF = re.compile(r"(?:base_model\.model\.)*(.+)\.lora_([AB])(?:\.default)?\.weight")
-_WHOLE = re.compile(r"(?:base_model\.model\.)*((?:(?!\blora_|\bbase_layer\b).)+?)(\.base_layer)?\.(weight|bias)")
+# The adapter's name, "default", is part of tensor names that were not saved by PEFT itself.
+_PAIR_NAME = re.compile(r"(?:base_model\.model\.)*(.+)\.lora_([AB])(?:\.default)?\.weight")
+_FULL_NAME = re.compile(r"(?:base_model\.model\.)*((?:(?!\blora_|\bbase_layer\b).)+?)(\.base_layer)?\.(weight|bias)")
 # What torch.compile, checkpointing of activations and FSDP put into names.
 _WRAPPERS = re.compile(r"\b(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 _NESTED = re.compile(r"(?:\.base_layer)*\Z")
 _EMBEDDINGS = ("embed_tokens", "lm_head")
-_SHARED = (*_EMBEDDINGS, "embed", "head")  # names in files of what config.json may tie
+_TIED = (*_EMBEDDINGS, "embed", "head")  # names in files of modules whose weights config.json may tie
 _MERGE = "Merge the adapter with PEFT (merge_and_unload) and load the model that it saves"
 
 
-class _Merged(Checkpoint):
-    """A checkpoint that returns changed weights: added in float32, rounded once to the dtype they are stored in.
+class _MergedCheckpoint(Checkpoint):
+    """A checkpoint with an adapter merged into its weights in float32, rounded once to the stored dtype.
 
-    changes: what is added to a tensor. replaced: tensors that the adapter brings whole.
+    changes: low-rank updates by tensor name. replaced: tensors that the adapter stores in full.
     """
 
     def __init__(
         self, base: Checkpoint, changes: Mapping[str, Sequence[LowRank]], replaced: Mapping[str, Tensor], digest: str
     ) -> None:
         super().__init__(base.path, base.config, base.tensors, complete=base.complete)
-        before = base.changes if isinstance(base, _Merged) else {}
-        names = (before.keys() - replaced.keys()) | changes.keys()
-        self.replaced = {**(base.replaced if isinstance(base, _Merged) else {}), **replaced}
+        earlier_changes: Mapping[str, Sequence[LowRank]] = {}
+        earlier_replaced: Mapping[str, Tensor] = {}
+        if isinstance(base, _MergedCheckpoint):
+            earlier_changes = {name: change for name, change in base.changes.items() if name not in replaced}
+            earlier_replaced = base.replaced
+        self.replaced = {**earlier_replaced, **replaced}
         self.changes = {
-            name: (*(() if name in replaced else before.get(name, ())), *changes.get(name, ())) for name in names
+            name: (*earlier_changes.get(name, ()), *changes.get(name, ()))
+            for name in earlier_changes.keys() | changes.keys()
         }
         self.merged = base.merged + digest
 
@@ -79,27 +83,28 @@ class _Merged(Checkpoint):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Pair:
-    """A ``[r, K]`` and B ``[N, r]`` of one module or parameter. path: of its module in memory, for errors."""
+    """A ``[r, K]`` and B ``[N, r]`` of one module or parameter. path: its module path in memory, for errors."""
 
     path: str
     a: Tensor
     b: Tensor
 
     def check(self, a: tuple[int, int], b: tuple[int, int], why: str = "") -> None:
-        """Raise TensorMismatchError where A and B have other shapes."""
-        found = tuple(self.a.shape), tuple(self.b.shape)
-        if found != (a, b):
+        """Raise TensorMismatchError unless A and B have the given shapes."""
+        shapes = tuple(self.a.shape), tuple(self.b.shape)
+        if shapes != (a, b):
             raise TensorMismatchError(
-                f"{self.path}: lora_A and lora_B are {found[0]} and {found[1]}, r and the checkpoint's sizes need "
+                f"{self.path}: lora_A and lora_B are {shapes[0]} and {shapes[1]}, r and the checkpoint's sizes need "
                 f"{a} and {b}{why}; is the adapter of another model?"
             )
 
 
 @dataclass(kw_only=True, slots=True)
 class _Summary:
-    """What was merged, for the log. experts: layer and number. modules, replaced: last names of all others.
+    """Summary of a merge, for the log.
 
-    untargeted: paths of what ``adapter_config.json`` does not target.
+    experts: (layer, expert). modules, replaced: last path component of the other merged and replaced modules.
+    untargeted: paths that ``adapter_config.json`` does not target.
     """
 
     experts: set[tuple[int, int]]
@@ -110,7 +115,7 @@ class _Summary:
     untargeted: list[str]
 
     def line(self) -> str:
-        """Return the sentence of the log."""
+        """Return the log message."""
         into: list[str] = []
         if self.experts:
             layers = [layer for layer, _ in self.experts]
@@ -128,17 +133,18 @@ class _Collector:
     """Collects the changes of one adapter, module by module."""
 
     def __init__(self, checkpoint: Checkpoint, config: AdapterConfig) -> None:
-        self._checkpoint, self._config = checkpoint, config
+        self._checkpoint = checkpoint
+        self._config = config
         self._names = NamesInMemory(checkpoint)
         self._in_memory = index_of(checkpoint).family.in_memory
-        self._opened = cache(partial(CheckpointLayer.open, checkpoint))  # a layer has hundreds of pairs
+        self._open_layer = cache(partial(CheckpointLayer.open, checkpoint))  # a layer has hundreds of pairs
         self.changes = defaultdict[str, list[LowRank]](list)
         self.replaced: dict[str, Tensor] = {}
         self._paths: dict[tuple[str, int, int, int | None], str] = {}
         self.summary = _Summary(experts=set(), modules=set(), replaced=set(), ranks=set(), scales=set(), untargeted=[])
 
     def add(self, path: str, levels: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Add the pairs of the module at ``path``, the innermost of PEFT's nested wrappers last."""
+        """Add the pairs of the module at ``path``, those of the innermost of PEFT's nested wrappers last."""
         experts = self._names.experts(path)
         if isinstance(experts, StackModule):
             self._add_stacks(path, experts, levels)
@@ -155,13 +161,14 @@ class _Collector:
         self._add_matrix(pair)
 
     def replace(self, path: str, parameter: str, copied: bool, tensor: Tensor) -> None:
-        """Take ``tensor`` in place of a parameter of the module at ``path``.
+        """Use ``tensor`` instead of the stored parameter of the module at ``path``.
 
-        copied: it is the one below an adapter, or of embeddings, which PEFT saves with the adapter unasked.
+        copied: the parameter is a wrapped module's base weight, which PEFT saves without an entry in the config, as it
+        does with embeddings.
         """
         config = self._config.path
-        known = copied or path.rpartition(".")[2] in _EMBEDDINGS
-        if not known and not self._config.saves_module(path):
+        automatic = copied or path.rpartition(".")[2] in _EMBEDDINGS
+        if not automatic and not self._config.saves_module(path):
             raise ConfigError(
                 f"{config}: the adapter has {path}.{parameter}, and modules_to_save does not name it; correct the entry"
             )
@@ -186,16 +193,17 @@ class _Collector:
         self.summary.replaced.add(path.rpartition(".")[2])
 
     def check_saved(self, paths: Sequence[str]) -> None:
-        """Refuse an adapter that lacks a module of ``modules_to_save`` which the checkpoint has."""
+        """Raise MissingTensorError if the adapter lacks a module of ``modules_to_save`` that the checkpoint has."""
         modules = {name.rpartition(".")[0] for name in self._checkpoint.tensors}
         for name in self._config.saved:
-            if not any(self._config.saves_module(path, name) for path in paths):
-                lost = next((path for path in sorted(modules) if self._config.saves_module(path, name)), None)
-                if lost is not None:
-                    raise MissingTensorError(
-                        f"{self._config.path}: modules_to_save names {name}, the checkpoint has {lost}, and the "
-                        "adapter no such tensor; download the adapter again"
-                    )
+            if any(self._config.saves_module(path, name) for path in paths):
+                continue
+            missing = next((path for path in sorted(modules) if self._config.saves_module(path, name)), None)
+            if missing is not None:
+                raise MissingTensorError(
+                    f"{self._config.path}: modules_to_save names {name}, the checkpoint has {missing}, and the "
+                    "adapter no such tensor; download the adapter again"
+                )
 
     def _rank_and_scale(self, key: str) -> tuple[int, float]:
         rank, scale = self._config.rank_and_scale(key)
@@ -204,7 +212,7 @@ class _Collector:
         return rank, scale
 
     def _check_module(self, path: str) -> None:
-        """Refuse a module that an entry excludes, and list one that none targets."""
+        """Raise ConfigError for a module that an entry excludes, and note one that no entry targets."""
         entry = self._config.excluded_by(path)
         if entry:
             raise ConfigError(
@@ -215,28 +223,29 @@ class _Collector:
             self.summary.untargeted.append(path)
 
     def _add_expert(self, module: ExpertModule, pair: _Pair, rank: int, scale: float) -> None:
-        spec = self._opened(module.layer).spec
-        hidden, width = spec.expert_hidden_size, spec.intermediate_size
-        rows, columns = (hidden, width) if module.projection == "down" else (width, hidden)
+        spec = self._open_layer(module.layer).spec
+        rows, columns = spec.intermediate_size, spec.expert_hidden_size
+        if module.projection == "down":
+            rows, columns = columns, rows
         pair.check((rank, columns), (rows, rank))
         self._change_expert(module, pair, scale)
 
     def _change_expert(self, module: ExpertModule, pair: _Pair, scale: float) -> None:
         """Change one projection of one expert; A and B are ``[r, columns]`` and ``[rows, r]``."""
-        layer = self._opened(module.layer)
-        at = layer.source(module.expert, module.projection)
-        name = part_name(at, layer.stored_as(at).layout.parts[0])
-        _plain(self._checkpoint, name, pair.path)
-        if at.flat:
+        layer = self._open_layer(module.layer)
+        source = layer.source(module.expert, module.projection)
+        name = part_name(source, layer.stored_as(source).layout.parts[0])
+        _float_matrix_shape(self._checkpoint, name, pair.path)
+        if source.flat:
             raise ConfigError(f"{pair.path}: {name} holds experts along its rows, and the adapter one expert at a time")
-        rows = range(at.offset, at.offset + at.step * at.rows, at.step)
-        index = None if at.experts is None else module.expert
-        change = LowRank(a=pair.a, b=pair.b, scale=scale, rows=rows, index=index, transposed=at.transposed)
+        rows = range(source.offset, source.offset + source.step * source.rows, source.step)
+        index = None if source.experts is None else module.expert
+        change = LowRank(a=pair.a, b=pair.b, scale=scale, rows=rows, index=index, transposed=source.transposed)
         self._change(name, pair.path, change)
         self.summary.experts.add((module.layer, module.expert))
 
     def _change(self, name: str, path: str, change: LowRank) -> None:
-        """Add ``change`` to tensor ``name``; raises DuplicateTensorError where another module has changed its rows."""
+        """Add ``change`` to tensor ``name``; raises DuplicateTensorError if another module has changed these rows."""
         rows = (name, change.rows.start, change.rows.step, change.index)
         other = self._paths.setdefault(rows, path)
         if other != path:
@@ -246,21 +255,23 @@ class _Collector:
         self.changes[name].append(change)
 
     def _add_matrix(self, pair: _Pair) -> None:
-        """Change a matrix that belongs to no routed expert: a module's weight, or a two-dimensional parameter."""
-        path, parameter = pair.path, "weight"
+        """Change a matrix outside the routed experts: a module's weight, or a two-dimensional parameter."""
+        path = pair.path
+        parameter = "weight"
         key = path
         if not self._config.changes_module(path):
             names = [name for name in self._names.parameters(path) if self._config.changes_parameter(f"{path}.{name}")]
             if len(names) > 1:
                 raise ConfigError(f"{self._config.path}: {path} is one pair of {' or '.join(names)}. {_MERGE}")
             if names:
-                parameter, key = names[0], f"{path}.{names[0]}"
+                parameter = names[0]
+                key = f"{path}.{parameter}"
             else:
                 self._check_module(path)
-        found = self._names.rows(path, parameter)
+        pieces = self._names.rows(path, parameter)
         rank, scale = self._rank_and_scale(key)
-        for piece in found:
-            shape = _plain(self._checkpoint, piece.name, path)
+        for piece in pieces:
+            shape = _float_matrix_shape(self._checkpoint, piece.name, path)
             if len(shape) != 2:
                 raise ConfigError(f"the adapter has {path}, and {piece.name} is {shape}, which is no matrix. {_MERGE}")
             pair.check((rank, shape[1]), (piece.height, rank))
@@ -271,10 +282,10 @@ class _Collector:
         self.summary.modules.add(path.rpartition(".")[2])
 
     def _refuse_tied(self, name: str, path: str) -> None:
-        """Refuse a head that shares its weight with the embeddings: which of the two is read is not known here."""
+        """Raise ConfigError for a head tied to the embeddings: which of the two tensors is read is not known here."""
         config = self._checkpoint.config
         tied = config.get("tie_word_embeddings", text_of(config).get("tie_word_embeddings"))
-        if tied is True and name.rpartition(".")[0].rpartition(".")[2] in _SHARED:
+        if tied is True and name.rpartition(".")[0].rpartition(".")[2] in _TIED:
             raise ConfigError(
                 f"{self._config.path}: the adapter has {path}, and config.json has tie_word_embeddings: true, so its "
                 f"weight is also that of the embeddings. {_MERGE}"
@@ -290,15 +301,15 @@ class _Collector:
         targeted = [parameter for parameter, key in keys.items() if self._config.changes_parameter(key)]
         matrices = [parameter for parameter in module.parameters if parameter.projections]
         if len(targeted) != len(levels) == len(matrices):
-            # One pair for each of them leaves no choice.
+            # With one pair for each matrix the assignment is unique, whatever target_parameters names.
             self.summary.untargeted += [keys[parameter] for parameter in matrices if parameter not in targeted]
             targeted = matrices
         if len(targeted) != len(levels):
-            listed = ", ".join(parameter.name for parameter in targeted) or "none"
+            names = ", ".join(parameter.name for parameter in targeted) or "none"
             raise ConfigError(
                 f"{self._config.path}: the adapter has {len(levels)} pairs of {path}, whose parameters are "
                 f"{', '.join(parameter.name for parameter in module.parameters)}, and target_parameters names "
-                f"{listed} of them; correct target_parameters, or download the adapter again"
+                f"{names} of them; correct target_parameters, or download the adapter again"
             )
         for parameter, (a, b) in zip(targeted, reversed(levels), strict=True):
             pair = _Pair(path=keys[parameter], a=a, b=b)
@@ -311,59 +322,68 @@ class _Collector:
                 self._add_stack(module, parameter, pair, rank, scale)
 
     def _add_flat(self, module: StackModule, parameter: StackParameter, pair: _Pair, rank: int, scale: float) -> None:
-        """Change a two-dimensional parameter that holds all experts, as the matrix it is to PEFT."""
-        layer = self._opened(module.layer)
-        at = layer.source(0, parameter.projections[0])
-        name = part_name(at, layer.stored_as(at).layout.parts[0])
-        height, columns = _plain(self._checkpoint, name, pair.path)
+        """Change a two-dimensional parameter that holds all experts; PEFT treats it as a plain matrix."""
+        layer = self._open_layer(module.layer)
+        source = layer.source(0, parameter.projections[0])
+        name = part_name(source, layer.stored_as(source).layout.parts[0])
+        height, columns = _float_matrix_shape(self._checkpoint, name, pair.path)
         pair.check((rank, columns), (height, rank))
         self._change(name, pair.path, LowRank(a=pair.a, b=pair.b, scale=scale, rows=range(height)))
         self.summary.experts |= {(module.layer, expert) for expert in range(layer.spec.num_experts)}
 
     def _add_stack(self, module: StackModule, parameter: StackParameter, pair: _Pair, rank: int, scale: float) -> None:
-        """Change a stack ``[E, N, K]``, held ``[E, K, N]`` by some classes.
+        """Change a stack ``[E, N, K]``, which some classes hold as ``[E, K, N]``.
 
-        To PEFT the second dimension is in and the third out, or the other way about where it swaps them. Which it does
-        depends on the class and on PEFT's release, never on the sizes, which may be equal.
+        PEFT takes the second dimension for the input and the third for the output, or the reverse where it swaps them.
+        Which one depends on the class and on PEFT's release, never on the sizes, which may be equal.
         """
-        spec, held = self._opened(module.layer).spec, parameter.projections
-        hidden, width, experts = spec.expert_hidden_size, spec.intermediate_size, spec.num_experts
-        rows, columns = (hidden, width) if held[-1] == "down" else (len(held) * width, hidden)
+        spec = self._open_layer(module.layer).spec
+        projections = parameter.projections
+        experts = spec.num_experts
+        if projections[-1] == "down":
+            rows = spec.expert_hidden_size
+            columns = spec.intermediate_size
+        else:
+            rows = len(projections) * spec.intermediate_size
+            columns = spec.expert_hidden_size
         transposed = self._in_memory.transposed
-        swapped = self._swapped(pair.path)
+        swapped = self._swaps_in_out(pair.path)
         second, third = (columns, rows) if transposed else (rows, columns)
-        into, out = (third, second) if swapped else (second, third)
+        in_features, out_features = (third, second) if swapped else (second, third)
         rule = f" (PEFT {'swaps' if swapped else 'does not swap'} in and out of [{experts}, {second}, {third}])"
-        pair.check((experts * rank, into), (out, experts * rank), rule)
-        # B @ A is [out, in]. PEFT adds it as it is where it swapped them, else transposed, but for a single expert.
-        upright = swapped or (experts == 1 and self._single(pair.path, second, third))
+        pair.check((experts * rank, in_features), (out_features, experts * rank), rule)
+        # B @ A is [out, in]. PEFT adds it untransposed where it swapped them or the stack has a single expert.
+        upright = swapped or (experts == 1 and self._check_single_expert(pair.path, second, third))
         for expert, (a, b) in enumerate(zip(*pairs_of_stack(pair.a, pair.b, experts), strict=True)):
-            # upright: B @ A is a matrix of [E, second, third]; turned where the projection is its transpose
-            a, b = (a, b) if upright != transposed else (b.mT, a.mT)
-            halves = b.unflatten(0, (-1, len(held))).unbind(1) if parameter.interleaved else b.chunk(len(held))
-            for projection, half in zip(held, halves, strict=True):
+            # upright: B @ A is a matrix of [E, second, third]; it is transposed where the projection is
+            if upright == transposed:
+                a, b = b.mT, a.mT
+            halves = (
+                b.unflatten(0, (-1, len(projections))).unbind(1) if parameter.interleaved else b.chunk(len(projections))
+            )
+            for projection, half in zip(projections, halves, strict=True):
                 target = ExpertModule(layer=module.layer, expert=expert, projection=projection)
                 self._change_expert(target, _Pair(path=pair.path, a=a, b=half), scale)
 
-    def _swapped(self, path: str) -> bool:
-        """Return whether PEFT exchanged in and out of a stack; raises ConfigError where that cannot be known."""
-        swapped, kind = self._config.swapped, str(text_of(self._checkpoint.config).get("model_type"))
-        outer = str(self._checkpoint.config.get("model_type"))
+    def _swaps_in_out(self, path: str) -> bool:
+        """Return whether PEFT swapped input and output of a stack; raises ConfigError where that is undecidable."""
+        swapped = self._config.swapped
+        inner_type = str(text_of(self._checkpoint.config).get("model_type"))
+        outer_type = str(self._checkpoint.config.get("model_type"))
         if swapped is None:
             raise ConfigError(
                 f"{self._config.path}: the adapter has {path}, a stack of experts, and peft_version is no release; "
-                "PEFT exchanges A and B of stacks from 0.19.0 on. Enter the release that wrote the adapter. " + _MERGE
+                "PEFT swaps A and B of stacks from 0.19.0 on. Enter the release that wrote the adapter. " + _MERGE
             )
-        if not swapped and {kind, outer} & {*self._in_memory.turned_since_4}:
+        if not swapped and {inner_type, outer_type} & {*self._in_memory.turned_since_4}:
             raise ConfigError(
                 f"{self._config.path}: the adapter has {path}, a stack of experts that transformers 4 and 5 hold in "
-                "different orientations, and was written by a PEFT before 0.19.0, which both could be used with. "
-                + _MERGE
+                "different orientations, and was written by a PEFT before 0.19.0, which supports both. " + _MERGE
             )
         return swapped and not self._in_memory.marked
 
-    def _single(self, path: str, second: int, third: int) -> bool:
-        """Return True for a stack of one expert, which PEFT takes for a matrix ``[second, third]``."""
+    def _check_single_expert(self, path: str, second: int, third: int) -> bool:
+        """Return True for a stack of one expert, which PEFT treats as a square matrix; raises ConfigError otherwise."""
         if second != third:
             raise ConfigError(
                 f"{self._config.path}: {path} has one expert, [1, {second}, {third}], which PEFT cannot merge"
@@ -374,13 +394,15 @@ class _Collector:
 def with_adapter(checkpoint: Checkpoint, adapter: str | os.PathLike[str], *, download: bool = False) -> Checkpoint:
     """Return ``checkpoint`` with the LoRA adapter in folder ``adapter`` merged into its BF16, FP16 and FP32 weights.
 
-    adapter: also an id of the Hugging Face Hub in the local cache. download: fetch what the cache lacks.
-    Added is ``scale * B @ A`` in float32, rounded once; a line of the log reports what was changed. Modules may have
-    their names in the files or those that transformers gives them in memory. May be called again on what it returns.
-    A pair that ``adapter_config.json`` does not target is merged with a warning. Raises ConfigError for an option that
-    is not implemented, a pair that an entry excludes, a target that the checkpoint does not have and one that is
-    quantised, MissingTensorError where A or B is missing,
-    TensorMismatchError for another rank or size, BadScaleError for NaN.
+    adapter: a folder, or an id of the Hugging Face Hub in the local cache. download: fetch what the cache lacks.
+
+    ``scale * B @ A`` is added in float32 and rounded once; one log message lists the changes. Modules may have the
+    names of the files or those that transformers gives them in memory. Adapters can be merged one after the other. A
+    pair that ``adapter_config.json`` does not target is merged with a warning.
+
+    Raises ConfigError for an option that is not implemented, a pair that an entry excludes, and a target that the
+    checkpoint lacks or stores quantised; MissingTensorError where A or B is missing; TensorMismatchError for a wrong
+    rank or size; BadScaleError for NaN.
     """
     root = locate(adapter, download=download)
     config = AdapterConfig.read(root / "adapter_config.json")
@@ -392,76 +414,77 @@ def with_adapter(checkpoint: Checkpoint, adapter: str | os.PathLike[str], *, dow
             "save it again (save_pretrained), which writes adapter_model.safetensors"
         )
     tensors = Checkpoint(root, {}, read_header(root / "adapter_model.safetensors"))
-    merge, digest = _Collector(checkpoint, config), hashlib.sha256()
-    whole = {
-        name: match for name in tensors.tensors if (match := _WHOLE.fullmatch(_WRAPPERS.sub("", name))) is not None
+    collector = _Collector(checkpoint, config)
+    digest = hashlib.sha256()
+    full = {
+        name: match for name in tensors.tensors if (match := _FULL_NAME.fullmatch(_WRAPPERS.sub("", name))) is not None
     }
-    for name, match in whole.items():
-        tensor = _finite(root, name, tensors.read(name))
+    for name, match in full.items():
+        tensor = _require_finite(root, name, tensors.read(name))
         digest.update(name.encode() + tensor.view(-1).view(uint8).numpy().tobytes())
-        merge.replace(match[1], match[3], match[2] is not None, tensor)
-    merge.check_saved([match[1] for match in whole.values()])
-    for path, levels in _modules(tensors, whole).items():
+        collector.replace(match[1], match[3], match[2] is not None, tensor)
+    collector.check_saved([match[1] for match in full.values()])
+    for path, levels in _modules(tensors, full).items():
         pairs = [(tensors.read(halves["A"]), tensors.read(halves["B"])) for halves in levels]
         for a, b in pairs:
-            digest.update(b"".join(_finite(root, path, half).view(uint8).numpy().tobytes() for half in (a, b)))
-        merge.add(path, pairs)
-    digest.update(repr([(name, [c.scale for c in changes]) for name, changes in merge.changes.items()]).encode())
-    _LOG.warning("%s: %s", root, merge.summary.line())
-    if merge.summary.untargeted:
-        first, *others = merge.summary.untargeted
+            digest.update(b"".join(_require_finite(root, path, half).view(uint8).numpy().tobytes() for half in (a, b)))
+        collector.add(path, pairs)
+    digest.update(repr([(name, [c.scale for c in changes]) for name, changes in collector.changes.items()]).encode())
+    _LOG.warning("%s: %s", root, collector.summary.line())
+    if collector.summary.untargeted:
+        first, *others = collector.summary.untargeted
         more = f" and {len(others)} more" if others else ""
         message = "%s: adapter_config.json does not target %s%s; PEFT would not load what is merged here"
         _LOG.warning(message, root, first, more)
-    return _Merged(checkpoint, merge.changes, merge.replaced, digest.hexdigest())
+    return _MergedCheckpoint(checkpoint, collector.changes, collector.replaced, digest.hexdigest())
 
 
-def _finite(root: Path, path: str, tensor: Tensor) -> Tensor:
+def _require_finite(root: Path, path: str, tensor: Tensor) -> Tensor:
     if not bool(tensor.isfinite().all()):
         raise BadScaleError(f"{root}: {path} holds NaN or infinity; train or download the adapter again")
     return tensor
 
 
-def _modules(adapter: Checkpoint, whole: Iterable[str]) -> dict[str, list[dict[str, str]]]:
+def _modules(adapter: Checkpoint, full: Iterable[str]) -> dict[str, list[dict[str, str]]]:
     """Return the names of A and B by module, the outermost of nested wrappers first."""
-    found = defaultdict[str, dict[int, dict[str, str]]](lambda: defaultdict(dict))
-    for path, halves in _pairs(adapter, set(whole)).items():
+    levels_by_path = defaultdict[str, dict[int, dict[str, str]]](lambda: defaultdict(dict))
+    for path, halves in _pairs(adapter, set(full)).items():
         nested = _NESTED.search(path)
         depth = 0 if nested is None else nested[0].count(".base_layer")
-        found[path.replace(".base_layer", "")][depth] = halves
-    return {path: [levels[depth] for depth in sorted(levels)] for path, levels in found.items()}
+        levels_by_path[path.replace(".base_layer", "")][depth] = halves
+    return {path: [levels[depth] for depth in sorted(levels)] for path, levels in levels_by_path.items()}
 
 
-def _pairs(adapter: Checkpoint, whole: set[str]) -> dict[str, dict[str, str]]:
-    """Return the names of A and B of each module; ``whole``: names of tensors that are no half of a pair."""
-    found = defaultdict[str, dict[str, str]](dict)
+def _pairs(adapter: Checkpoint, full: set[str]) -> dict[str, dict[str, str]]:
+    """Return the names of A and B by module. full: names of tensors that are no half of a pair."""
+    pairs = defaultdict[str, dict[str, str]](dict)
     for name, info in adapter.tensors.items():
-        if name in whole:
+        if name in full:
             continue
-        match = _HALF.fullmatch(_WRAPPERS.sub("", name))
+        match = _PAIR_NAME.fullmatch(_WRAPPERS.sub("", name))
         if match is None or info.dtype not in FLOATS or len(info.shape) != 2:
-            known = "matrices lora_A.weight and lora_B.weight in BF16, F16 or F32"
+            allowed = "matrices lora_A.weight and lora_B.weight in BF16, F16 or F32"
             raise ConfigError(
-                f"{adapter.path}: {name}, {info.dtype} {info.shape}, is in the adapter; known are {known}"
+                f"{adapter.path}: {name}, {info.dtype} {info.shape}, is in the adapter; known are {allowed}"
             )
-        other = found[match[1]].setdefault(match[2], name)
+        other = pairs[match[1]].setdefault(match[2], name)
         if other != name:
             raise DuplicateTensorError(f"{adapter.path}: {other} and {name} are the same half of one pair; keep one")
-    missing = [f"{path}.lora_{half}.weight" for path, halves in found.items() for half in "AB" if half not in halves]
-    if missing or not found:
-        what = f"{missing[0]} missing beside its other half" if missing else "holds no lora_A and lora_B"
-        raise MissingTensorError(f"{adapter.path}: {what}; download the adapter again")
-    return dict(sorted(found.items()))
+    missing = [f"{path}.lora_{half}.weight" for path, halves in pairs.items() for half in "AB" if half not in halves]
+    if missing or not pairs:
+        problem = f"{missing[0]} missing, its other half is present" if missing else "holds no lora_A and lora_B"
+        raise MissingTensorError(f"{adapter.path}: {problem}; download the adapter again")
+    return dict(sorted(pairs.items()))
 
 
-def _plain(checkpoint: Checkpoint, name: str, path: str) -> tuple[int, ...]:
-    """Return the shape of the weight that is changed."""
+def _float_matrix_shape(checkpoint: Checkpoint, name: str, path: str) -> tuple[int, ...]:
+    """Return the shape of the weight to change; raises ConfigError unless it is a BF16, F16 or F32 matrix."""
     if name not in checkpoint:
         raise ConfigError(f"the adapter has {path}, the checkpoint no {name}; is the adapter of another model?")
     info = checkpoint.info(name)
     if info.dtype not in FLOATS or len(info.shape) < 2:
         raise ConfigError(
             f"the adapter has {path}, and {name} is {info.dtype} {info.shape}; adapters are merged into matrices in "
-            f"BF16, F16 and F32. Experts are written so by: collegium quantize {checkpoint.path} --to bf16"
+            f"BF16, F16 and F32. To decode the experts: collegium quantize {checkpoint.path} --to bf16"
         )
     return info.shape

@@ -19,35 +19,57 @@ from .header import read_json
 __all__ = ["AdapterConfig"]
 
 # Entries that are read here or change no weight; any other must be empty or false.
-_KNOWN = frozenset((
-    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "eva_config", "exclude_modules",
-    "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout",
-    "megatron_core", "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern",
-    "revision", "target_modules", "target_parameters", "task_type", "use_rslora",
-))  # fmt: skip
-# Other ways to begin, such as "pissa", take a part out of the base weights.
-_ONLY = {
+_KNOWN_ENTRIES = frozenset(
+    (
+        "alpha_pattern",
+        "auto_mapping",
+        "base_model_name_or_path",
+        "bias",
+        "eva_config",
+        "exclude_modules",
+        "inference_mode",
+        "init_lora_weights",
+        "layers_pattern",
+        "layers_to_transform",
+        "lora_alpha",
+        "lora_dropout",
+        "megatron_core",
+        "modules_to_save",
+        "peft_type",
+        "peft_version",
+        "qalora_group_size",
+        "r",
+        "rank_pattern",
+        "revision",
+        "target_modules",
+        "target_parameters",
+        "task_type",
+        "use_rslora",
+    )
+)
+# Other initialisations, such as "pissa", move a part of the base weights into the adapter.
+_ALLOWED_VALUES = {
     "peft_type": ("LORA",),
     "bias": ("none",),
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
     "use_rslora": (False, True),
 }
-_DEFAULT = 8  # of r and lora_alpha, where adapter_config.json lacks them
+_DEFAULT_RANK = 8  # of r and lora_alpha, where adapter_config.json lacks them
 _LAYER = re.compile(r".*?\.[^.]*\.(\d+)\.")
-_PLAIN = re.compile(r"(?:\w|\.|\\\.)*")  # a pattern without anything that could backtrack
+_PLAIN = re.compile(r"(?:\w|\.|\\\.)*")  # a pattern that cannot backtrack
 _MERGE = "Merge the adapter with PEFT (merge_and_unload) and load the model that it saves"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterConfig:
-    """What ``adapter_config.json`` at ``path`` holds, checked; made by ``AdapterConfig.read``.
+    """The checked contents of ``adapter_config.json`` at ``path``; create it with ``AdapterConfig.read``.
 
     rank, alpha: ``r`` and ``lora_alpha``. ranks, alphas: the same by pattern (``rank_pattern``, ``alpha_pattern``).
     root_scale: the scale is ``alpha / sqrt(rank)`` instead of ``alpha / rank``. modules: names of targeted modules or
     one regular expression, None where PEFT chose them by the model's class. parameters: names of targeted parameters.
     saved: modules whose weights the adapter replaces (``modules_to_save``).
     excluded: modules that are not targeted, or one regular expression. layers: of ``modules``, None for all of them.
-    swapped: whether PEFT exchanges in and out of three-dimensional parameters whose class has no ``is_transposed``,
+    swapped: whether PEFT swaps input and output of three-dimensional parameters whose class has no ``is_transposed``,
     None where the file does not record the release of PEFT that decides it.
     """
 
@@ -69,23 +91,32 @@ class AdapterConfig:
     def read(cls, path: Path) -> "AdapterConfig":
         """Read and check the file; raises ConfigError naming every entry that is not implemented."""
         config = read_json(path)
-        wrong = {key: value for key, value in config.items() if value and key not in _KNOWN}
-        wrong |= {key: config[key] for key, allowed in _ONLY.items() if config.get(key, allowed[0]) not in allowed}
+        unsupported = {key: value for key, value in config.items() if value and key not in _KNOWN_ENTRIES}
+        for key, allowed in _ALLOWED_VALUES.items():
+            if config.get(key, allowed[0]) not in allowed:
+                unsupported[key] = config[key]
         if config.get("eva_config") and config.get("init_lora_weights") != "eva":
-            wrong["eva_config"] = config["eva_config"]
-        rank, alpha = config.get("r", _DEFAULT), config.get("lora_alpha", _DEFAULT)
-        ranks, alphas = _table(config, "rank_pattern"), _table(config, "alpha_pattern")
-        wrong |= {"r": rank} if not _is_rank(rank) else {}
-        wrong |= {"lora_alpha": alpha} if not _is_alpha(alpha) else {}
-        wrong |= {"rank_pattern": ranks} if not all(map(_is_rank, ranks.values())) else {}
-        wrong |= {"alpha_pattern": alphas} if not all(map(_is_alpha, alphas.values())) else {}
-        if wrong:
-            listed = ", ".join(f"{key}={value!r:.100}" for key, value in wrong.items())
+            unsupported["eva_config"] = config["eva_config"]
+        rank = config.get("r", _DEFAULT_RANK)
+        alpha = config.get("lora_alpha", _DEFAULT_RANK)
+        ranks = _table(config, "rank_pattern")
+        alphas = _table(config, "alpha_pattern")
+        if not _is_rank(rank):
+            unsupported["r"] = rank
+        if not _is_alpha(alpha):
+            unsupported["lora_alpha"] = alpha
+        if not all(map(_is_rank, ranks.values())):
+            unsupported["rank_pattern"] = ranks
+        if not all(map(_is_alpha, alphas.values())):
+            unsupported["alpha_pattern"] = alphas
+        if unsupported:
+            listed = ", ".join(f"{key}={value!r:.100}" for key, value in unsupported.items())
             raise ConfigError(
                 f"{path}: {listed} is not implemented; allowed is plain LoRA without biases, with r from 1 on and a "
                 f"finite lora_alpha, and rank_pattern and alpha_pattern. {_MERGE}"
             )
-        modules, layers = _names(config, "target_modules"), config.get("layers_to_transform")
+        modules = _names(config, "target_modules")
+        layers = config.get("layers_to_transform")
         if isinstance(modules, str) and layers is not None:
             raise ConfigError(f"{path}: layers_to_transform needs a list of target_modules, found {modules!r:.100}")
         layer_patterns = _names(config, "layers_pattern") or ()
@@ -102,31 +133,31 @@ class AdapterConfig:
             excluded=_names(config, "exclude_modules") or (),
             layers=_layers(path, layers),
             layer_patterns=(layer_patterns,) if isinstance(layer_patterns, str) else layer_patterns,
-            swapped=_swapped(str(config.get("peft_version"))),
+            swapped=_swaps_in_out(str(config.get("peft_version"))),
         )
 
     def changes_module(self, key: str) -> bool:
-        """Tell whether module ``key``, its path in the model in memory, is targeted."""
+        """Return whether module ``key``, its path in the model in memory, is targeted."""
         return self._targets(key) and not self.excluded_by(key)
 
     def excluded_by(self, key: str) -> str:
-        """Return the entry that takes module ``key`` out of those that are targeted, empty where none does."""
+        """Return the name of the entry that excludes module ``key``, empty where none does."""
         if self.saves_module(key):
             return "modules_to_save"
         if isinstance(self.excluded, str):
             return "exclude_modules" if self._matches(f"(?:{self.excluded})\\Z", key) else ""
         if key in self.excluded or _ends_in(key, self.excluded):
             return "exclude_modules"
-        listed = isinstance(self.modules, tuple) and key not in self.modules and _ends_in(key, self.modules)
-        return "layers_to_transform" if listed and not self._in_layers(key) else ""
+        named_in_list = isinstance(self.modules, tuple) and key not in self.modules and _ends_in(key, self.modules)
+        return "layers_to_transform" if named_in_list and not self._in_layers(key) else ""
 
     def changes_parameter(self, key: str) -> bool:
-        """Tell whether parameter ``key``, its path in the model in memory, is targeted."""
+        """Return whether parameter ``key``, its path in the model in memory, is targeted."""
         names = self.parameters or ()
         return key in names or _ends_in(key, names)
 
     def saves_module(self, key: str, *names: str) -> bool:
-        """Tell whether the weights of module ``key`` are replaced; names: entries to look at, by default all."""
+        """Return whether the weights of module ``key`` are replaced; names: entries to check, by default all."""
         return any(self._matches(f"(?:.*\\.)?(?:{name})(?:\\Z|\\.)", key, name) for name in names or self.saved)
 
     def rank_and_scale(self, key: str) -> tuple[int, float]:
@@ -183,40 +214,40 @@ def _is_alpha(value: object) -> bool:
 
 
 def _table(config: Mapping[str, object], entry: str) -> dict[str, object]:
-    found = config.get(entry) or {}
-    return cast("dict[str, object]", found) if isinstance(found, dict) else {entry: found}
+    table = config.get(entry) or {}
+    return cast("dict[str, object]", table) if isinstance(table, dict) else {entry: table}
 
 
 def _list(config: Mapping[str, object], entry: str) -> tuple[str, ...] | None:
-    found = config.get(entry)
-    if found is None:
+    entries = config.get(entry)
+    if entries is None:
         return None
-    names = cast("list[object]", found) if isinstance(found, list) else []
-    if not isinstance(found, list) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"adapter_config.json: {entry} is {found!r:.100}, allowed is a list of names")
+    names = cast("list[object]", entries) if isinstance(entries, list) else []
+    if not isinstance(entries, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"adapter_config.json: {entry} is {entries!r:.100}, allowed is a list of names")
     return tuple(str(name) for name in names)
 
 
 def _names(config: Mapping[str, object], entry: str) -> tuple[str, ...] | str | None:
     """Return a list of names, or the text of a regular expression."""
-    found = config.get(entry)
-    return found if isinstance(found, str) else _list(config, entry)
+    names = config.get(entry)
+    return names if isinstance(names, str) else _list(config, entry)
 
 
-def _layers(path: Path, found: object) -> tuple[int, ...] | None:
-    """Return the layers of ``layers_to_transform``; none at all means every layer."""
-    numbers = cast("list[object]", found) if isinstance(found, list) else [found]
-    if found is None or not numbers:
+def _layers(path: Path, entry: object) -> tuple[int, ...] | None:
+    """Return the layers of ``layers_to_transform``, None for every layer."""
+    numbers = cast("list[object]", entry) if isinstance(entry, list) else [entry]
+    if entry is None or not numbers:
         return None
     if not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
-        raise ConfigError(f"{path}: layers_to_transform is {found!r:.100}, allowed are numbers of layers")
+        raise ConfigError(f"{path}: layers_to_transform is {entry!r:.100}, allowed are numbers of layers")
     return tuple(cast("list[int]", numbers))
 
 
-def _swapped(version: str) -> bool | None:
-    """Return whether this release of PEFT exchanges in and out; 0.19.0 was the first one.
+def _swaps_in_out(version: str) -> bool | None:
+    """Return whether this release of PEFT swaps input and output; 0.19.0 was the first to do so.
 
-    Builds between 0.18.0 and 0.19.0 may or may not do so.
+    Returns None for builds between 0.18.0 and 0.19.0, which may or may not, and for text that is no release.
     """
     match = re.match(r"(\d{1,4})\.(\d{1,4})\.(\d{1,4})(\.?(?:dev|rc|a|b))?", version)
     if match is None:

@@ -1,7 +1,7 @@
-"""Which tensors of a checkpoint hold a module or parameter that an adapter names as the model in memory does.
+"""Map the module and parameter names of an adapter, those of the model in memory, to the tensors of a checkpoint.
 
-The files may name it otherwise, hold a joined module in parts or the parts in one, and a stack of experts as one tensor
-an expert. ``models.in_memory`` has what differs, family by family.
+The files may use other names, split a fused module or fuse separate ones, and store a stack of experts as one tensor
+per expert. ``models.in_memory`` lists the differences by family.
 """
 
 import re
@@ -23,10 +23,10 @@ _LAYER = re.compile(r"(?:layers|blocks)\.(0|[1-9]\d{0,8})\.(.+)")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rows:
-    """Rows of a module's weight that one tensor of the files holds.
+    """A range of rows of a module's weight and the tensor that stores it.
 
-    name: the tensor. rows: of the module's weight, half-open. stored: first stored row of them. height: rows of the
-    whole module.
+    name: the tensor. rows: the range within the module's weight, half-open. stored: the first of these rows in the
+    tensor. height: number of rows of the whole module.
     """
 
     name: str
@@ -46,10 +46,10 @@ class ExpertModule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StackParameter:
-    """A parameter of a module that holds the experts of a layer, in the order in which the module registers them.
+    """A parameter of a module that holds the experts of a layer.
 
-    projections: what it holds, in halves where there are two; none for biases. interleaved: gate and up alternate.
-    flat: two-dimensional, experts follow each other along the rows.
+    projections: the projections it holds, in halves where there are two; none for biases. interleaved: gate and up
+    alternate. flat: two-dimensional, experts follow each other along the rows.
     """
 
     name: str
@@ -60,7 +60,10 @@ class StackParameter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StackModule:
-    """A module in memory whose parameters are stacks of the experts of one layer. tail: its path below the layer."""
+    """A module in memory whose parameters are stacks of the experts of one layer, in the order of registration.
+
+    tail: its path below the layer.
+    """
 
     layer: int
     tail: str
@@ -68,7 +71,7 @@ class StackModule:
 
 
 class NamesInMemory:
-    """The tensors of a checkpoint by the names that an adapter's modules and parameters have in memory."""
+    """Looks up the tensors of a checkpoint by the in-memory names of an adapter's modules and parameters."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
@@ -87,11 +90,12 @@ class NamesInMemory:
                 self._below[module].add(parameter)
 
     def experts(self, path: str) -> ExpertModule | StackModule | None:
-        """Return what the module at ``path`` holds of a layer's routed experts, None for another module."""
+        """Return the routed experts that the module at ``path`` holds, None for another module."""
         match = _LAYER.fullmatch(text_path(path))
         if match is None or int(match[1]) not in self._layers:
             return None
-        layer, tail = int(match[1]), match[2]
+        layer = int(match[1])
+        tail = match[2]
         if tail in self._experts:
             expert, projection = self._experts[tail]
             return ExpertModule(layer=layer, expert=expert, projection=projection)
@@ -104,13 +108,16 @@ class NamesInMemory:
         return sorted(self._below.get(module, ()))
 
     def rows(self, path: str, parameter: str = "weight") -> list[Rows]:
-        """Return the tensors that hold the rows of a matrix; raises ConfigError where none or several may."""
-        # The files may be a copy that transformers saved, and the adapter that of code with the published names.
+        """Return the tensors that hold the rows of a matrix.
+
+        Raises ConfigError if there are none or the name is ambiguous.
+        """
+        # The files may be a copy saved by transformers while the adapter uses the published names.
         renamed = self._family.in_memory.name(f"{path}.{parameter}")
         for known, _, last in (name.rpartition(".") for name in dict.fromkeys((f"{path}.{parameter}", renamed))):
-            found = self._rows(known, last)
-            if found:
-                return found
+            rows = self._rows(known, last)
+            if rows:
+                return rows
         parts = self.parameters(path)
         if parts:
             raise ConfigError(
@@ -123,17 +130,17 @@ class NamesInMemory:
         )
 
     def _rows(self, path: str, parameter: str) -> list[Rows]:
-        name = self._one(path, parameter)
+        name = self._unique_tensor(path, parameter)
         if name is None:
             return self._from_parts(path, parameter) or self._from_joined(path, parameter)
         height = self._height(name)
         return [Rows(name=name, rows=(0, height), stored=0, height=height)]
 
-    def _one(self, path: str, parameter: str) -> str | None:
+    def _unique_tensor(self, path: str, parameter: str) -> str | None:
         exact = f"{path}.{parameter}"
         names = self._files.get(text_path(exact), set[str]())
         if len(names) > 1 and exact in names:
-            # Two parts of a model may differ in nothing but what comes before them.
+            # Names of two parts of a model may differ in their prefix alone.
             names = {exact} | {name for name in names if self._family.in_memory.name(name) == exact}
         if len(names) > 1:
             listed = " and ".join(sorted(names))
@@ -141,10 +148,10 @@ class NamesInMemory:
         return next(iter(names), None)
 
     def _from_parts(self, path: str, parameter: str) -> list[Rows]:
-        """Return the rows of a module that the files hold in parts."""
+        """Return the rows of a fused module that the files store as separate tensors."""
         head, _, last = path.rpartition(".")
         for parts, whole in self._family.in_memory.joined:
-            names = [self._one(f"{head}.{part}", parameter) for part in parts] if last == whole else []
+            names = [self._unique_tensor(f"{head}.{part}", parameter) for part in parts] if last == whole else []
             present = [name for name in names if name is not None]
             if present and len(present) == len(parts):
                 heights = [self._height(name) for name in present]
@@ -156,10 +163,10 @@ class NamesInMemory:
         return []
 
     def _from_joined(self, path: str, parameter: str) -> list[Rows]:
-        """Return the rows of a part that the files hold in a joined module."""
+        """Return the rows of a module that the files store as part of a fused one."""
         head, _, last = path.rpartition(".")
         for parts, whole in self._family.in_memory.joined:
-            name = self._one(f"{head}.{whole}", parameter) if last in parts else None
+            name = self._unique_tensor(f"{head}.{whole}", parameter) if last in parts else None
             if name is not None and self._height(name) % len(parts) == 0:
                 height = self._height(name) // len(parts)
                 return [Rows(name=name, rows=(0, height), stored=height * parts.index(last), height=height)]
@@ -173,35 +180,37 @@ class NamesInMemory:
 def _expert_modules(tables: tuple[Names, ...], checkpoint: Checkpoint) -> dict[str, tuple[int, Projection]]:
     """Return the modules below a layer that are a projection of one expert."""
     spec = _spec(checkpoint)
-    found: dict[str, tuple[int, Projection]] = {}
+    modules: dict[str, tuple[int, Projection]] = {}
     for names in tables:
         for projection in projections(spec) if names.up else ():
             path = names.projection(projection).removeprefix(names.layer)
-            found |= {path.format(expert=expert): (expert, projection) for expert in range(spec.num_experts)}
-    return found
+            for expert in range(spec.num_experts):
+                modules[path.format(expert=expert)] = (expert, projection)
+    return modules
 
 
 def _stack_parameters(tables: tuple[Names, ...], checkpoint: Checkpoint) -> dict[str, tuple[StackParameter, ...]]:
     """Return the modules below a layer that hold stacks of experts, with their parameters as they are registered."""
     spec = _spec(checkpoint)
     *upper, lower = projections(spec)
-    found: dict[str, tuple[StackParameter, ...]] = {}
+    parameters_by_module: dict[str, tuple[StackParameter, ...]] = {}
     for names in tables:
-        table, modules = names.stacked, dict[str, list[StackParameter]]()
+        table = names.stacked
+        modules: dict[str, list[StackParameter]] = {}
         stacks: list[tuple[str, tuple[Projection, ...]]] = [(table.gate_up, tuple(upper))]
         if table.up is not None:
             stacks = [(table.gate_up, ("gate",)), (table.up, ("up",))]
         stacks.append((table.down, (lower,)))
-        for path, held in stacks:
+        for path, stacked in stacks:
             module, _, name = (path.removeprefix(names.layer) + table.plain).rpartition(".")
-            interleaved = table.interleaved and len(held) == 2
-            parameter = StackParameter(name=name, projections=held, interleaved=interleaved, flat=table.flat)
+            interleaved = table.interleaved and len(stacked) == 2
+            parameter = StackParameter(name=name, projections=stacked, interleaved=interleaved, flat=table.flat)
             modules.setdefault(module, []).append(parameter)
             if spec.expert_bias and not table.plain:
                 modules[module].append(StackParameter(name=f"{name}_bias", projections=()))
         for module, parameters in modules.items():
-            found.setdefault(module, tuple(parameters))
-    return found
+            parameters_by_module.setdefault(module, tuple(parameters))
+    return parameters_by_module
 
 
 def _spec(checkpoint: Checkpoint) -> MoESpec:

@@ -1,6 +1,6 @@
-"""Quantised matrices outside the routed experts: which there are, how each is stored, and what it decodes to.
+"""Quantised matrices outside the routed experts: find them, detect how each is stored, and decode them.
 
-What the config declares of a module must be what is stored; where they contradict each other, the module is named.
+The format that the config declares for a module must match the stored tensors; an error names the module.
 """
 
 import json
@@ -18,23 +18,23 @@ from .detect import stored_format
 from .header import FLOATS, TensorInfo
 from .index import index_of, router_names, single_matrices
 from .layout import Source, parts_problems, read_whole
-from .problems import raise_first
+from .problems import raise_if_any
 from .reader import Checkpoint
 from .stored_format import ACTIVATION_SCALES, PART_SUFFIXES, StoredFormat
 
 __all__ = ["DenseWeight", "dense_weight_problems", "matrices_of", "quantised_dense_weights", "sentences"]
 
-# Of activations and of caches of keys and values: no part of a weight, and used by nothing here.
-_STATIC = (*ACTIVATION_SCALES, ".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".output_scale")
-# ``.scale`` and ``.scales`` are also names of plain parameters.
-_NO_MARKS = (".weight", ".bias", ".scale", ".scales", *_STATIC)
-_MARKS = PART_SUFFIXES.difference(_NO_MARKS)
-_MOST_STATED = 1 << 16
+# Scales of activations and KV caches: not part of a weight, and unused here.
+_STATIC_SCALES = (*ACTIVATION_SCALES, ".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".output_scale")
+# Suffixes that do not show that a module is quantised; ``.scale`` and ``.scales`` are also plain parameters.
+_PLAIN_SUFFIXES = (".weight", ".bias", ".scale", ".scales", *_STATIC_SCALES)
+_QUANTISED_SUFFIXES = PART_SUFFIXES.difference(_PLAIN_SUFFIXES)
+_MAX_SHAPE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DenseWeight:
-    """One quantised matrix. source: its module and logical size. nbytes: of its codes and scales in the files."""
+    """One quantised matrix. source: its module and logical size. nbytes: bytes of codes and scales in the files."""
 
     checkpoint: Checkpoint
     source: Source
@@ -44,31 +44,32 @@ class DenseWeight:
     def read(self, dtype: torch.dtype, device: torch.device | str) -> Tensor:
         """Return ``[N, K]`` decoded on ``device``: exact in float32, rounded once to ``dtype``.
 
-        Raises BadScaleError for forbidden scales, and TensorMismatchError for values that contradict the config.
+        Raises BadScaleError for invalid scales, and TensorMismatchError for values that contradict the config.
         """
         return read_whole(self.checkpoint, self.source, self.stored).to(device).decode(dtype)
 
 
 def quantised_dense_weights(checkpoint: Checkpoint) -> dict[str, DenseWeight | CheckpointError]:
-    """Return every quantised matrix outside the routed experts by its module's path, or what is wrong with it.
+    """Return every quantised matrix outside the routed experts, or its error, by module path.
 
-    Read are headers, and the shapes that integers and bitsandbytes state beside their codes.
+    Reads headers, and the shapes that integer formats and bitsandbytes store next to the codes.
     """
-    found: dict[str, DenseWeight | CheckpointError] = {}
+    weights: dict[str, DenseWeight | CheckpointError] = {}
     for path, parts in _modules(checkpoint).items():
-        if _MARKS & parts.keys() or (".weight" in parts and parts[".weight"].dtype not in FLOATS):
+        if _QUANTISED_SUFFIXES & parts.keys() or (".weight" in parts and parts[".weight"].dtype not in FLOATS):
             try:
-                found[path] = _opened(checkpoint, path, parts)
+                weights[path] = _open_weight(checkpoint, path, parts)
             except CheckpointError as error:
-                found[path] = error
-    return found
+                weights[path] = error
+    return weights
 
 
 def _modules(checkpoint: Checkpoint) -> Mapping[str, dict[str, TensorInfo]]:
-    """Return the tensors outside the model's routed experts: path of their module to suffix to header entry."""
-    index, modules = index_of(checkpoint), defaultdict[str, dict[str, TensorInfo]](dict)
-    routed = {info.name for layer in moe_layers(checkpoint.config) for info in index.found(layer).infos()}
-    # Tensors below a router's module next to its weight: correction bias, table of experts.
+    """Return the tensors outside the routed experts: module path to suffix to header entry."""
+    index = index_of(checkpoint)
+    modules = defaultdict[str, dict[str, TensorInfo]](dict)
+    routed = {info.name for layer in moe_layers(checkpoint.config) for info in index.expert_tensors(layer).infos()}
+    # Tensors in the router's module other than its weight: correction bias, hash table.
     others = [name for name in router_names(index.names)[1:] if name is not None]
     router = {name.format(layer=layer) for name in others for layer in index.layers()}
     for name in checkpoint.tensors.keys() - routed - router:
@@ -78,80 +79,86 @@ def _modules(checkpoint: Checkpoint) -> Mapping[str, dict[str, TensorInfo]]:
     return dict(sorted(modules.items()))
 
 
-def _opened(checkpoint: Checkpoint, path: str, parts: Mapping[str, TensorInfo]) -> DenseWeight:
+def _open_weight(checkpoint: Checkpoint, path: str, parts: Mapping[str, TensorInfo]) -> DenseWeight:
     declared = declared_format(checkpoint.config, path)
-    own = {suffix: info for suffix, info in parts.items() if suffix not in (".bias", *_STATIC)}
+    weight_parts = {suffix: info for suffix, info in parts.items() if suffix not in (".bias", *_STATIC_SCALES)}
     where = path if declared.method else f"{path}, which quantization_config skips or does not name"
-    stored = stored_format(declared, {suffix: {info.dtype} for suffix, info in own.items()}, where)
-    known = {part.suffix for part in stored.layout.parts}
-    if own.keys() - known:
+    stored = stored_format(declared, {suffix: {info.dtype} for suffix, info in weight_parts.items()}, where)
+    suffixes = {part.suffix for part in stored.layout.parts}
+    if weight_parts.keys() - suffixes:
         raise UnknownTensorError(
-            f"{where}: {', '.join(sorted(own.keys() - known))} beside {', '.join(sorted(own.keys() & known))}; "
-            f"{stored.name} ({stored.storage}) does not have it; correct quantization_config or the files"
+            f"{where}: {', '.join(sorted(weight_parts.keys() - suffixes))} next to "
+            f"{', '.join(sorted(weight_parts.keys() & suffixes))}; {stored.name} ({stored.storage}) does not have it; "
+            "correct quantization_config or the files"
         )
-    rows, columns = _shape(checkpoint, path, stored, own)
-    source = Source(label=path, path=path, rows=rows, columns=columns, stored_rows=rows, own_bias=True)
-    raise_first(checkpoint, parts_problems(checkpoint, source, stored))
-    nbytes = sum(info.nbytes for info in own.values())
+    rows, columns = _shape(checkpoint, path, stored, weight_parts)
+    source = Source(label=path, path=path, rows=rows, columns=columns, stored_rows=rows, separate_bias=True)
+    raise_if_any(checkpoint, parts_problems(checkpoint, source, stored))
+    nbytes = sum(info.nbytes for info in weight_parts.values())
     return DenseWeight(checkpoint=checkpoint, source=source, stored=stored, nbytes=nbytes)
 
 
 def _shape(checkpoint: Checkpoint, path: str, stored: StoredFormat, parts: Mapping[str, TensorInfo]) -> tuple[int, int]:
-    """Return rows and columns: as stated beside the codes, else as many as the codes have room for."""
-    weight, sizes = stored.layout.parts[0], list[int]()
+    """Return rows and columns: the stored ``shape`` if there is one, else derived from the shape of the codes."""
+    weight = stored.layout.parts[0]
+    sizes: list[int] = []
     info = next((i for s, i in parts.items() if s == ".weight_shape" or ".quant_state." in s), parts[weight.suffix])
     if info is parts[weight.suffix]:
         weight = weight.fitted(info.dtype, info.shape, 0)
         sizes += info.shape[: len(info.shape) - len(weight.inner)]
-    elif info.nbytes <= _MOST_STATED:
+    elif info.nbytes <= _MAX_SHAPE_BYTES:
         listed = checkpoint.read(info.name).tolist()
         with suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
             sizes += [int(size) for size in (json.loads(bytes(listed))["shape"] if weight.flat else listed)]
     if len(sizes) != 2 or min(sizes) < 1:
-        what = f"{info.name}, {info.dtype} {info.shape}, gives no shape [rows, columns]"
-        msg = f"{path}: {what}; outside the experts only matrices are quantised; download the file again"
-        raise TensorMismatchError(msg)
+        raise TensorMismatchError(
+            f"{path}: {info.name}, {info.dtype} {info.shape}, gives no shape [rows, columns]; outside the experts only "
+            "matrices are quantised; download the file again"
+        )
     if info is not parts[weight.suffix]:
         return sizes[0], sizes[1]
     rows, columns = sizes[::-1] if weight.transposed else sizes
     return rows * weight.rows_per, columns * weight.columns_per
 
 
-def _place(checkpoint: Checkpoint, path: str) -> tuple[int | None, str]:
-    """Return the layer of the text model that a module is in, None for another place, and its path below that."""
+def _locate_module(checkpoint: Checkpoint, path: str) -> tuple[int | None, str]:
+    """Return (layer of the text model, path below the layer) of a module; (None, path) outside these layers."""
     index = index_of(checkpoint)
-    head, count = index.names.layer.partition("{layer}")[0], index.family.num_layers(checkpoint.config)
+    head = index.names.layer.partition("{layer}")[0]
+    count = index.family.num_layers(checkpoint.config)
     number, _, kind = path.removeprefix(head).partition(".")
-    # a GGUF file counts those that predict further too
+    # A GGUF file also counts the layers for multi-token prediction.
     end = 1 + max(moe_layers(checkpoint.config), default=-1) if count is None else count
     inside = path.startswith(head) and number.isdigit() and int(number) < end
     return (int(number), kind) if inside else (None, path)
 
 
-def matrices_of(checkpoint: Checkpoint, found: Mapping[str, DenseWeight | CheckpointError]) -> list[DenseWeight]:
-    """Return those of the text model's layers and of its head and embeddings, not of layers that predict further."""
-    numbered = {path for path in found if any(piece.isdigit() for piece in path.split("."))}
-    held = [path for path in found if path not in numbered or _place(checkpoint, path)[0] is not None]
-    return [entry for path in held if isinstance(entry := found[path], DenseWeight)]
+def matrices_of(checkpoint: Checkpoint, weights: Mapping[str, DenseWeight | CheckpointError]) -> list[DenseWeight]:
+    """Return the matrices of the text model's layers, head and embeddings, without those for multi-token prediction."""
+    numbered = {path for path in weights if any(piece.isdigit() for piece in path.split("."))}
+    paths = [path for path in weights if path not in numbered or _locate_module(checkpoint, path)[0] is not None]
+    return [entry for path in paths if isinstance(entry := weights[path], DenseWeight)]
 
 
 def dense_weight_problems(
-    checkpoint: Checkpoint, found: Mapping[str, DenseWeight | CheckpointError]
+    checkpoint: Checkpoint, weights: Mapping[str, DenseWeight | CheckpointError]
 ) -> list[CheckpointError]:
     """Return the problems of the text model's dense layers.
 
-    ``check_non_expert_weights`` covers layers with experts. In addition to the errors in ``found``, a plain matrix is
-    a problem where the config declares a format in which other layers store theirs; in GGUF files every tensor has its
-    type.
+    ``check_non_expert_weights`` covers layers with experts. In addition to the errors in ``weights``, an unquantised
+    matrix is a problem if the config declares a format for it and other layers store that module quantised. This does
+    not apply to GGUF files, where every tensor states its type.
     """
-    names, problems = index_of(checkpoint).names, list[CheckpointError]()
-    beside = (*(names.shared or ()), *(names.latent or ()), *single_matrices(names))
-    stored, plain = dict[str, tuple[str, DenseWeight]](), list[tuple[str, str]]()
+    names = index_of(checkpoint).names
+    problems: list[CheckpointError] = []
+    moe_modules = (*(names.shared or ()), *(names.latent or ()), *single_matrices(names))
+    stored: dict[str, tuple[str, DenseWeight]] = {}
+    plain: list[tuple[str, str]] = []
     for path, parts in _modules(checkpoint).items():
-        layer, kind = _place(checkpoint, path)
-        if layer is None or path in [template.format(layer=layer) for template in beside]:
+        layer, kind = _locate_module(checkpoint, path)
+        if layer is None or path in [template.format(layer=layer) for template in moe_modules]:
             continue
-        entry = found.get(path)
+        entry = weights.get(path)
         if isinstance(entry, CheckpointError):
             problems.append(entry)
         elif entry is not None:
@@ -170,7 +177,7 @@ def dense_weight_problems(
                 ConfigError(
                     f"{path}: its weight is not quantised, config.json declares {declared.format} ({declared.method}), "
                     f"and {other} is stored in {entry.stored.name}; add it to the modules that are not converted, or "
-                    "export both alike"
+                    "export both in one format"
                 )
             )
     return problems
@@ -179,21 +186,21 @@ def dense_weight_problems(
 def sentences(
     checkpoint: Checkpoint, matrices: Sequence[DenseWeight], dtype: torch.dtype = torch.bfloat16
 ) -> list[str]:
-    """Say which matrices a whole model decodes to ``dtype``, what that costs, and which scales nothing uses."""
-    said: list[str] = []
+    """Describe the matrices that a whole model decodes to ``dtype``, the memory they need, and unused scales."""
+    texts: list[str] = []
     if matrices:
         formats = Counter(matrix.stored.name for matrix in matrices)
         listed = ", ".join(f"{count} {name}" for name, count in sorted(formats.items()))
-        held = sum(matrix.nbytes for matrix in matrices)
-        taken = sum(matrix.source.rows * matrix.source.columns for matrix in matrices) * dtype.itemsize
+        stored_bytes = sum(matrix.nbytes for matrix in matrices)
+        decoded_bytes = sum(matrix.source.rows * matrix.source.columns for matrix in matrices) * dtype.itemsize
         name = str(dtype).removeprefix("torch.")
-        said.append(
+        texts.append(
             f"{len(matrices)} matrices outside the experts ({listed}) run decoded to {name} in a whole model: "
-            f"{taken:,} bytes instead of {held:,}"
+            f"{decoded_bytes:,} bytes instead of {stored_bytes:,}"
         )
-    static = [path + s for path, parts in _modules(checkpoint).items() for s in parts if s in _STATIC]
+    static = [path + s for path, parts in _modules(checkpoint).items() for s in parts if s in _STATIC_SCALES]
     if static and quantization_block(checkpoint.config):
-        said.append(
+        texts.append(
             f"{len(static)} scales of activations or caches outside the experts are not used ({static[0]}, ...)"
         )
-    return said
+    return texts

@@ -1,8 +1,9 @@
-"""The header of a GGUF file, believed only after every byte of it has been checked.
+"""Read the header of a GGUF file; every byte of it is checked before it is used.
 
-A GGUF file has no ``config.json``: the metadata of its architecture become the config. Every
-expert of a stack becomes a tensor of its own, ``blk.L.ffn_exps.E.gate.weight``, which costs nothing because the
-experts of a stack follow each other in the file.
+A GGUF file has no ``config.json``: the metadata of its architecture become the config. Every expert of a stack becomes
+a separate tensor, ``blk.L.ffn_exps.E.gate.weight``, without a copy, because the experts of a stack are contiguous in
+the file.
+
 Sources: the GGUF specification (ggml, ``docs/gguf.md``) and the ``gguf`` package, ``constants.py``.
 """
 
@@ -34,22 +35,22 @@ GGML_TYPES: Mapping[int, tuple[str, int, int]] = {
 }  # fmt: skip
 _BLOCKS = {name for name, elements, _ in GGML_TYPES.values() if elements > 1}
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
+_STRING = 8
+_ARRAY = 9
 _MAX_NAME = 4096
 _MAX_TEXT = 1 << 16  # longer texts (chat templates) are skipped
 _MAX_ENTRIES = 1 << 20
 _MAX_DEPTH = 4
 _EXPERTS = re.compile(r"(blk\.\d{1,6}\.ffn_)(gate|up|down|gate_up)_exps\.(\w+)")
-
-
-_BIAS = re.compile(r"blk\.\d{1,6}\.exp_probs_b\.bias")
+_CORRECTION_BIAS = re.compile(r"blk\.\d{1,6}\.exp_probs_b\.bias")
 
 
 class _Cursor:
-    """Reads on in the header; every read is checked against the file and the largest header allowed."""
+    """A read position in the header; every read is checked against the file size and the largest allowed header."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
-        self.path, self.file = path, file
+        self.path = path
+        self.file = file
         self.size = os.fstat(file.fileno()).st_size
         self.at = 0
 
@@ -57,11 +58,11 @@ class _Cursor:
         raise HostileFileError(f"{self.path}: {what} (at byte {self.at} of {self.size}); download the file again")
 
     def check(self, count: int, what: str) -> None:
-        room = min(self.size, MAX_HEADER_BYTES) - self.at
-        if count > room and self.at + count <= MAX_HEADER_BYTES:
+        remaining = min(self.size, MAX_HEADER_BYTES) - self.at
+        if count > remaining and self.at + count <= MAX_HEADER_BYTES:
             raise truncated(self.path, self.size, self.at + count, f"inside its header, at {what}")
-        if count > room:
-            self.fail(f"{what} needs {count} bytes, {room} are left in the header")
+        if count > remaining:
+            self.fail(f"{what} needs {count} bytes, {remaining} are left in the header")
 
     def take(self, count: int, what: str) -> bytes:
         self.check(count, what)
@@ -89,7 +90,7 @@ class _Cursor:
             self.fail(f"{what} is not UTF-8")
 
     def value(self, kind: int, key: str, depth: int = 0) -> object:
-        """Read one metadata value; of arrays and long texts only the length is told."""
+        """Read one metadata value; arrays and long texts are skipped and replaced by a text with their length."""
         if kind in _SCALARS:
             return self.number(_SCALARS[kind], key)
         if kind == _STRING:
@@ -100,11 +101,12 @@ class _Cursor:
             return self.take(length, key).decode("utf-8", errors="replace")
         if kind != _ARRAY or depth >= _MAX_DEPTH:
             self.fail(f"{key} has value type {kind} at depth {depth}, known are 0 to 12, {_MAX_DEPTH} deep")
-        inner, count = self.number("I", key), self.number("Q", f"the length of {key}")
+        inner = self.number("I", key)
+        count = self.number("Q", f"the length of {key}")
         if inner in _SCALARS:
             self.skip(count * struct.calcsize(f"<{_SCALARS[inner]}"), key)
             return f"an array of {count}"
-        # each element has at least 8 bytes, so a length the file cannot hold ends here
+        # Each element has at least 8 bytes, so a length beyond the file is refused here.
         self.check(8 * count, key)
         for _ in range(count):
             self.value(inner, key, depth + 1)
@@ -114,9 +116,9 @@ class _Cursor:
 def read_gguf(path: Path) -> tuple[dict[str, object], dict[str, TensorInfo]]:
     """Read and check one GGUF file, with its other parts if it is split; return config and tensors.
 
-    Raises HostileFileError saying what was found and allowed, TruncatedFileError, and DuplicateTensorError.
+    Raises HostileFileError, TruncatedFileError and DuplicateTensorError.
     """
-    config, infos = _read_one(path)
+    config, infos = _read_file(path)
     count = config.get("split.count", 0)
     if isinstance(count, int) and count > 1:
         match = re.fullmatch(r"(.+-)\d{5}(-of-\d{5}\.gguf)", path.name, re.IGNORECASE)
@@ -124,25 +126,29 @@ def read_gguf(path: Path) -> tuple[dict[str, object], dict[str, TensorInfo]]:
         others = [path.with_name(name) for name in names if name != path.name]
         missing = [other.name for other in others if not other.is_file()]
         if missing or not others:
-            raise HostileFileError(f"{path}: one of {count} parts; missing beside it: {missing[:8] or 'all others'}")
+            raise HostileFileError(f"{path}: one of {count} parts; missing next to it: {missing[:8] or 'all others'}")
         for other in others:
-            more_config, more = _read_one(other)
+            more_config, more = _read_file(other)
             config = {**more_config, **config} if "general.architecture" in config else {**config, **more_config}
-            twice = sorted(infos.keys() & more.keys())
-            if twice:
+            duplicates = sorted(infos.keys() & more.keys())
+            if duplicates:
                 raise DuplicateTensorError(
-                    f"tensor {twice[0]!r} is in {path.name} and in {other.name}; keep one of them"
+                    f"tensor {duplicates[0]!r} is in {path.name} and in {other.name}; keep one of them"
                 )
             infos.update(more)
     architecture = config.get("general.architecture", "unknown")
-    own = {key.removeprefix(f"{architecture}."): v for key, v in config.items() if key.startswith(f"{architecture}.")}
-    own |= {f"{end}_token_id": config.get(f"tokenizer.ggml.{end}_token_id") for end in ("bos", "eos")}
-    if own.get("vocab_size") is None and (count := _array_length(config.get("tokenizer.ggml.tokens"))) is not None:
-        own["vocab_size"] = count
-    # Whether a bias chooses the experts changes their routing, and no entry of the metadata states it.
-    own["exp_probs_b"] = any(_BIAS.fullmatch(name) for name in infos)
-    block = {"model_type": f"gguf:{architecture}", "quantization_config": {"quant_method": "gguf"}}
-    return {**own, **block}, infos
+    prefix = f"{architecture}."
+    entries = {key.removeprefix(prefix): value for key, value in config.items() if key.startswith(prefix)}
+    for token in ("bos", "eos"):
+        entries[f"{token}_token_id"] = config.get(f"tokenizer.ggml.{token}_token_id")
+    vocab_size = _array_length(config.get("tokenizer.ggml.tokens"))
+    if entries.get("vocab_size") is None and vocab_size is not None:
+        entries["vocab_size"] = vocab_size
+    # The correction bias changes the routing, and no entry of the metadata states whether there is one.
+    entries["exp_probs_b"] = any(_CORRECTION_BIAS.fullmatch(name) for name in infos)
+    entries["model_type"] = f"gguf:{architecture}"
+    entries["quantization_config"] = {"quant_method": "gguf"}
+    return entries, infos
 
 
 def _array_length(value: object) -> int | None:
@@ -151,7 +157,7 @@ def _array_length(value: object) -> int | None:
     return None if match is None else int(match[1])
 
 
-def _read_one(path: Path) -> tuple[dict[str, object], dict[str, TensorInfo]]:
+def _read_file(path: Path) -> tuple[dict[str, object], dict[str, TensorInfo]]:
     with path.open("rb") as file:
         cursor = _Cursor(path, file)
         magic = cursor.take(4, "the magic")
@@ -160,7 +166,8 @@ def _read_one(path: Path) -> tuple[dict[str, object], dict[str, TensorInfo]]:
         version = cursor.number("I", "the version")
         if version not in (2, 3):
             cursor.fail(f"GGUF version {version}, known are 2 and 3, little-endian")
-        count, entries = cursor.number("Q", "the tensor count"), cursor.number("Q", "the metadata count")
+        count = cursor.number("Q", "the tensor count")
+        entries = cursor.number("Q", "the metadata count")
         if max(count, entries) > _MAX_ENTRIES:
             cursor.fail(f"{count} tensors and {entries} metadata entries, at most {_MAX_ENTRIES} are allowed")
         config: dict[str, object] = {}
@@ -169,41 +176,45 @@ def _read_one(path: Path) -> tuple[dict[str, object], dict[str, TensorInfo]]:
             if key in config:
                 cursor.fail(f"the metadata key {key!r} appears twice")
             config[key] = cursor.value(cursor.number("I", key), key)
-        infos = [_info(cursor) for _ in range(count)]
+        infos = [_read_info(cursor) for _ in range(count)]
         step = config.get("general.alignment", 32)
         if not isinstance(step, int) or step < 1 or step % 8 or step > 1 << 20:
             cursor.fail(f"general.alignment is {step!r}, allowed are multiples of 8 up to {1 << 20}")
         base = -(-cursor.at // step) * step
-    found: dict[str, TensorInfo] = {}
-    at, before = base, "the header"
+    placed: dict[str, TensorInfo] = {}
+    at = base
+    before = "the header"
     for info in sorted(infos, key=lambda i: i.start):
-        start, stop = base + info.start, base + info.stop
-        if start < at or info.start % step or stop > 2**63 or info.name in found:
+        start = base + info.start
+        stop = base + info.stop
+        if start < at or info.start % step or stop > 2**63 or info.name in placed:
             cursor.fail(
-                f"tensor {info.name!r} lies at {start} to {stop}, allowed is from {at} on, behind {before}, at a "
+                f"tensor {info.name!r} is at {start} to {stop}, allowed is from {at} on, after {before}, at a "
                 f"multiple of {step}, each name once"
             )
-        at, before = stop, repr(info.name)
-        found[info.name] = replace(info, start=start, stop=stop)
+        at = stop
+        before = repr(info.name)
+        placed[info.name] = replace(info, start=start, stop=stop)
     if at > cursor.size:
-        first = next(info for info in found.values() if info.stop > cursor.size)
+        first = next(info for info in placed.values() if info.stop > cursor.size)
         raise truncated(path, cursor.size, at, f"at tensor {first.name!r}")
     tensors: dict[str, TensorInfo] = {}
-    for info in (piece for whole in found.values() for piece in _experts(cursor, whole)):
+    for info in (piece for whole in placed.values() for piece in _split_experts(cursor, whole)):
         if info.name in tensors:
             cursor.fail(f"tensor {info.name!r} is stored twice, alone and in a stack or fused and apart")
         tensors[info.name] = info
     return config, tensors
 
 
-def _info(cursor: _Cursor) -> TensorInfo:
-    """Read one tensor's entry; offsets still count from the data's start, the shape is outermost first."""
+def _read_info(cursor: _Cursor) -> TensorInfo:
+    """Read one tensor's entry; offsets are relative to the start of the data, the shape is outermost first."""
     name = cursor.name("a tensor name")
     rank = cursor.number("I", name)
     if not 1 <= rank <= 4:
         cursor.fail(f"tensor {name!r} has {rank} dimensions, allowed are 1 to 4")
     shape = tuple(cursor.number("Q", name) for _ in range(rank))[::-1]
-    kind, offset = cursor.number("I", name), cursor.number("Q", name)
+    kind = cursor.number("I", name)
+    offset = cursor.number("Q", name)
     dtype, elements, nbytes = GGML_TYPES.get(kind, (f"type {kind}", 1, 0))
     total = math.prod(max(n, 1) for n in shape) // elements * nbytes
     if not nbytes or 0 in shape or shape[-1] % elements or total >= 2**63:
@@ -216,10 +227,10 @@ def _info(cursor: _Cursor) -> TensorInfo:
     return TensorInfo(name=name, dtype=dtype, shape=shape, file=cursor.path, start=offset, stop=offset + total)
 
 
-def _experts(cursor: _Cursor, info: TensorInfo) -> Iterable[TensorInfo]:
-    """Split a stack of experts into one tensor an expert, and gate and up stored as one into two.
+def _split_experts(cursor: _Cursor, info: TensorInfo) -> Iterable[TensorInfo]:
+    """Split a stack of experts into one tensor per expert, and a fused gate_up into gate and up.
 
-    Whatever else belongs to the experts, biases for instance, gets a name beside them.
+    Other tensors of the experts, such as biases, are renamed to follow the experts' prefix.
     """
     match = _EXPERTS.fullmatch(info.name)
     if match is None:
@@ -227,7 +238,9 @@ def _experts(cursor: _Cursor, info: TensorInfo) -> Iterable[TensorInfo]:
     if match[3] != "weight":
         return (replace(info, name=f"{match[1]}exps.{match[3]}.{match[2]}"),)
     halves = ("gate", "up") if match[2] == "gate_up" else (match[2],)
-    experts, rows = info.shape[0], info.shape[1] if len(info.shape) == (4 if info.dtype in _BLOCKS else 3) else 0
+    experts = info.shape[0]
+    dimensions = 4 if info.dtype in _BLOCKS else 3
+    rows = info.shape[1] if len(info.shape) == dimensions else 0
     if not rows or rows % len(halves) or experts > _MAX_ENTRIES:
         cursor.fail(f"tensor {info.name!r} has shape {info.shape}, expected (experts, rows, columns)")
     shape = (rows // len(halves), *info.shape[2:])

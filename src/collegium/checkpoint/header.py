@@ -1,4 +1,4 @@
-"""The safetensors header, believed only after every byte of it has been checked."""
+"""Read the safetensors header; every byte of it is checked before it is used."""
 
 import json
 import os
@@ -22,15 +22,15 @@ __all__ = [
 ]
 
 MAX_HEADER_BYTES = 100_000_000
-_PIECE_BYTES = 1 << 24
+_CHUNK_BYTES = 1 << 24
 _MIDDLE_BYTES = 64
 _MAX_DIMENSIONS = 64
 _MAX_COUNT = 2**63 - 1
-FLOATS = ("BF16", "F16", "F32")  # numbers that are what they say
+FLOATS = ("BF16", "F16", "F32")  # unquantised dtypes
 
 DTYPE_BITS: Mapping[str, int] = {
     **{name: 8 * dtype.itemsize for name, dtype in SAFETENSORS_DTYPES.items()},
-    # listed, but never read
+    # Accepted in headers; such tensors cannot be read.
     "F8_E4M3FNUZ": 8,
     "F8_E5M2FNUZ": 8,
     "C64": 64,
@@ -42,7 +42,7 @@ DTYPE_BITS: Mapping[str, int] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorInfo:
-    """Where one tensor lies: ``dtype`` is the safetensors name, ``start`` and ``stop`` are offsets in ``file``."""
+    """Header entry of one tensor: ``dtype`` is the safetensors name, ``start`` and ``stop`` are offsets in ``file``."""
 
     name: str
     dtype: str
@@ -53,39 +53,39 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
-        """Bytes the tensor takes in the file."""
+        """Size of the tensor in the file, in bytes."""
         return self.stop - self.start
 
     def fill(self, into: memoryview, runs: Iterable[tuple[int, int]]) -> None:
-        """Read runs of bytes, (offset in the file, count), one after the other; TruncatedFileError where it ends."""
+        """Read ``runs`` of bytes, (offset in the file, count), into ``into``; raises TruncatedFileError at its end."""
         at = 0
         with self.file.open("rb", buffering=0) as file:
             for start, count in runs:
                 file.seek(start)
                 end = at + count
                 while at < end:
-                    got = file.readinto(into[at:end])
-                    if not got:
+                    count_read = file.readinto(into[at:end])
+                    if not count_read:
                         size = os.fstat(file.fileno()).st_size
                         raise truncated(self.file, size, self.stop, f"inside tensor {self.name!r} since it was opened")
-                    at += got
+                    at += count_read
 
     def pieces(self) -> Iterator[bytearray]:
-        """Yield the tensor's bytes as stored, a few megabytes at a time."""
-        return (self._piece(at, min(at + _PIECE_BYTES, self.nbytes)) for at in range(0, self.nbytes, _PIECE_BYTES))
+        """Yield the tensor's bytes as stored, 16 MiB at a time."""
+        return (self._read_bytes(at, min(at + _CHUNK_BYTES, self.nbytes)) for at in range(0, self.nbytes, _CHUNK_BYTES))
 
     def middle(self) -> bytes:
-        """Return some bytes from the tensor's middle, by which models are told apart."""
-        return bytes(self._piece(*middle_of(self.nbytes)))
+        """Return up to 64 bytes from the middle of the tensor; fingerprints use them to distinguish models."""
+        return bytes(self._read_bytes(*middle_of(self.nbytes)))
 
-    def _piece(self, start: int, stop: int) -> bytearray:
-        found = bytearray(stop - start)
-        self.fill(memoryview(found), [(self.start + start, len(found))])
-        return found
+    def _read_bytes(self, start: int, stop: int) -> bytearray:
+        buffer = bytearray(stop - start)
+        self.fill(memoryview(buffer), [(self.start + start, len(buffer))])
+        return buffer
 
 
 def middle_of(nbytes: int) -> tuple[int, int]:
-    """Return first and last byte, half-open, of what ``TensorInfo.middle`` gives of so many."""
+    """Return the half-open byte range that ``TensorInfo.middle`` returns of a tensor of ``nbytes``."""
     start = max(0, nbytes - _MIDDLE_BYTES) // 2
     return start, start + min(_MIDDLE_BYTES, nbytes)
 
@@ -94,7 +94,7 @@ def _refuse_constant(text: str) -> NoReturn:
     raise ValueError(f"found the constant {text}, which JSON does not have")
 
 
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     result: dict[str, object] = {}
     for key, value in pairs:
         if key in result:
@@ -104,25 +104,24 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _strict_object(raw: bytes, constant: Callable[[str], float]) -> dict[str, object]:
-    """Parse ``raw`` as a UTF-8 JSON object without duplicate keys; ValueError says what is wrong.
+    """Parse ``raw`` as a UTF-8 JSON object without duplicate keys; raises ValueError.
 
-    constant: what becomes of NaN and Infinity, which Python writes and JSON does not have.
+    constant: converts NaN and Infinity, which Python writes although JSON does not have them.
     """
     try:
-        value: object = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=constant)
+        value: object = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_keys, parse_constant=constant)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     if not isinstance(value, dict):
-        msg = f"it is a {type(value).__name__}, not an object"
-        raise ValueError(msg)  # noqa: TRY004  one kind of error for every fault of the text
+        raise ValueError(f"it is a {type(value).__name__}, not an object")  # noqa: TRY004  callers catch ValueError
     return cast("dict[str, object]", value)
 
 
 def read_json(path: Path) -> dict[str, object]:
     """Read a JSON object of at most 100 MB without duplicate keys; raises ConfigError.
 
-    NaN and Infinity are numbers as to Python, which wrote them into published configs (Nemotron-3's time_step_limit);
-    whoever needs a finite number refuses them.
+    NaN and Infinity are accepted, because published configs contain them (time_step_limit of Nemotron-3); code that
+    needs a finite number checks for it.
     """
     try:
         size = path.stat().st_size
@@ -136,7 +135,7 @@ def read_json(path: Path) -> dict[str, object]:
 
 
 def truncated(path: Path, size: int, needed: int, where: str) -> TruncatedFileError:
-    """Return the error of a file of ``size`` bytes that should have ``needed`` at least; where: what is cut off."""
+    """Return the error for a file of ``size`` bytes that needs ``needed``; where: the place of the cut."""
     return TruncatedFileError(
         f"{path}: truncated {where}: the file has {size} bytes, its header needs {needed} ({needed - size} are "
         "missing); download the file again"
@@ -147,13 +146,14 @@ def _fail(path: Path, what: str) -> NoReturn:
     raise HostileFileError(f"{path}: {what}; download the file again")
 
 
-def _raw_header(path: Path) -> tuple[int, bytes, int]:
+def _read_raw_header(path: Path) -> tuple[int, bytes, int]:
     """Return the length field, the header's bytes and the file's size."""
     try:
         file = path.open("rb")
     except OSError as error:
-        msg = f"{path}: cannot be opened ({error.strerror}); check that the download is complete and readable"
-        raise CheckpointError(msg) from error
+        raise CheckpointError(
+            f"{path}: cannot be opened ({error.strerror}); check that the download is complete and readable"
+        ) from error
     with file:
         size = os.fstat(file.fileno()).st_size
         if size < 8:
@@ -168,13 +168,15 @@ def _raw_header(path: Path) -> tuple[int, bytes, int]:
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Read and check the header of one safetensors file; raises HostileFileError saying what was found and allowed.
+    """Read and check the header of one safetensors file.
 
-    Raises TruncatedFileError where the header is sound and the file ends before the bytes it describes.
-    Checked: length field, UTF-8, JSON without duplicate keys, dtypes, shapes, that every tensor's bytes match its
+    Checks the length field, UTF-8, JSON without duplicate keys, dtypes, shapes, that every tensor's bytes match its
     shape and dtype, and that the tensors cover the data exactly once, without holes or overlaps.
+
+    Raises HostileFileError with the found and the allowed value, and TruncatedFileError where the header is valid but
+    the file ends before the bytes it describes.
     """
-    length, raw, size = _raw_header(path)
+    length, raw, size = _read_raw_header(path)
     if len(raw) != length or raw[:1] != b"{":
         _fail(path, f"the header has {len(raw)} of {length} bytes and starts {raw[:1]!r}; it must start with '{{'")
     try:
@@ -183,9 +185,9 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         raise HostileFileError(f"{path}: the header is not valid JSON: {error}") from error
     _check_metadata(path, entries.pop("__metadata__", None))
     base = 8 + length
-    # A download that stopped has a sound header: it is judged by the size that the header describes.
+    # An interrupted download has a valid header, so check against the size that the header describes.
     described = max(size, base + max((_end_of(entry) for entry in entries.values()), default=0))
-    infos = {name: _tensor(path, name, entry, base=base, size=described) for name, entry in entries.items()}
+    infos = {name: _parse_entry(path, name, entry, base=base, size=described) for name, entry in entries.items()}
     _check_coverage(path, infos, base=base, size=described)
     if described > size:
         first = min((info for info in infos.values() if info.stop > size), key=lambda info: info.start)
@@ -194,7 +196,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 
 
 def _end_of(entry: object) -> int:
-    """Return the last data offset of a header entry, 0 where it has none that is allowed."""
+    """Return the last data offset of a header entry, 0 where it has no valid one."""
     offsets = cast("dict[str, object]", entry).get("data_offsets") if isinstance(entry, dict) else None
     return max(_naturals(offsets) or [0])
 
@@ -215,7 +217,7 @@ def _naturals(value: object) -> list[int] | None:
     return cast("list[int]", items)
 
 
-def _tensor(path: Path, name: str, entry: object, *, base: int, size: int) -> TensorInfo:
+def _parse_entry(path: Path, name: str, entry: object, *, base: int, size: int) -> TensorInfo:
     def fail(what: str) -> NoReturn:
         _fail(path, f"tensor {name!r} {what}")
 
@@ -231,15 +233,15 @@ def _tensor(path: Path, name: str, entry: object, *, base: int, size: int) -> Te
         fail(f"has shape {fields['shape']!r:.200}, {allowed}")
     bits = DTYPE_BITS[dtype]
     for dimension in shape:
-        # a zero elsewhere in the shape must not hide a product no machine can index
+        # A zero elsewhere in the shape must not hide a product that overflows.
         bits *= max(dimension, 1)
     if bits // 8 > _MAX_COUNT:
         fail(f"has shape {shape}, whose size overflows 2^63-1 bytes")
     bits = 0 if 0 in shape else bits
     offsets = _naturals(fields["data_offsets"])
-    room = size - base
-    if offsets is None or len(offsets) != 2 or not offsets[0] <= offsets[1] <= room:
-        allowed = f"allowed are two rising integers from 0 to {room}, the bytes behind the header"
+    data_bytes = size - base
+    if offsets is None or len(offsets) != 2 or not offsets[0] <= offsets[1] <= data_bytes:
+        allowed = f"allowed are two rising integers from 0 to {data_bytes}, the bytes after the header"
         fail(f"has data_offsets {fields['data_offsets']!r:.200}, {allowed}")
     start, stop = offsets
     if bits != 8 * (stop - start):
@@ -248,12 +250,14 @@ def _tensor(path: Path, name: str, entry: object, *, base: int, size: int) -> Te
 
 
 def _check_coverage(path: Path, infos: Mapping[str, TensorInfo], *, base: int, size: int) -> None:
-    at, before = base, "the header"
+    at = base
+    before = "the header"
     for info in sorted(infos.values(), key=lambda i: (i.start, i.stop)):
         if info.start < at:
             _fail(path, f"tensor {info.name!r} overlaps {before} by {at - info.start} bytes; each byte has one owner")
         if info.start > at:
             _fail(path, f"a hole of {info.start - at} bytes between {before} and {info.name!r}; none is allowed")
-        at, before = info.stop, repr(info.name)
+        at = info.stop
+        before = repr(info.name)
     if at != size:
         _fail(path, f"{size - at} bytes follow {before}; the tensors must cover the file to its end")

@@ -1,4 +1,4 @@
-"""One MoE layer of a checkpoint, opened: what loader, audit, quantize and verify would each have to ask again."""
+"""One MoE layer of a checkpoint, as loader, audit, quantize and verify need it."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -8,7 +8,7 @@ from ..errors import InputError
 from ..models import Names, dense_error
 from ..types import MoESpec
 from .detect import detect
-from .index import Found, Index, index_of
+from .index import ExpertTensors, Index, index_of
 from .layout import Projection, Source, projections, source_of
 from .reader import Checkpoint
 from .stored_format import StoredFormat
@@ -16,17 +16,17 @@ from .stored_format import StoredFormat
 __all__ = ["CheckpointLayer"]
 
 
-def _said(stored: StoredFormat) -> str:
+def _describe(stored: StoredFormat) -> str:
     return f"{stored.name} ({stored.storage})" + (f" in groups of {stored.group}" if stored.group else "")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointLayer:
-    """What is known of one MoE layer before a tensor is read; made by ``CheckpointLayer.open``.
+    """One MoE layer by config and headers, before any tensor is read; create it with ``CheckpointLayer.open``.
 
-    number: of the layer in its model. index: the checkpoint's names by layer. spec: what the config says of this
-    layer, with the ``weight_format`` that the tensors confirm. stored: how gate and up of its routed experts are
-    stored; down_stored: how down is, in another format perhaps; up_stored: how up is, as gate unless ``unequal``.
+    number: of the layer in its model. index: the checkpoint's names by layer. spec: the spec of this layer from the
+    config, with the ``weight_format`` that the tensors confirm. stored: format of gate and up of the routed experts.
+    down_stored: format of down, which may differ. up_stored: format of up, the same as that of gate unless ``unequal``.
     """
 
     checkpoint: Checkpoint
@@ -41,8 +41,8 @@ class CheckpointLayer:
     def open(cls, checkpoint: Checkpoint, number: int | None = None) -> Self:
         """Open layer ``number`` (default: the first with routed experts) by config and headers; no tensor is read.
 
-        Raises InputError for a layer without routed experts, ConfigError for a dense model, and what
-        ``models.describe`` and ``detect`` raise.
+        Raises InputError for a layer without routed experts, ConfigError for a dense model, and the errors of
+        ``models.describe`` and ``detect``.
         """
         index = index_of(checkpoint)
         layers = index.family.moe_layers(checkpoint.config)
@@ -50,43 +50,51 @@ class CheckpointLayer:
             raise dense_error(checkpoint.config, "no layer has routed experts")
         number = layers[0] if number is None else number
         if isinstance(number, bool | float) or number not in layers:
-            raise InputError(f"layer {number!r} was asked for, layers with routed experts are {layers}")
+            raise InputError(f"layer {number!r} was requested, layers with routed experts are {layers}")
         spec = index.family.describe(checkpoint.config, number)
-        if _without_shared(checkpoint, index, number):
+        if _lacks_default_shared(checkpoint, index, number):
             spec = replace(spec, shared=None)
-        found = detect(checkpoint, spec, number)
-        first, down = next(iter(found.values())), found["down"]
-        spec = replace(spec, weight_format=first.name, down_format=None if down.name == first.name else down.name)
-        made = {"stored": first, "up_stored": found["up"], "down_stored": down}
-        return cls(checkpoint=checkpoint, number=number, index=index, spec=spec, **made)
+        formats = detect(checkpoint, spec, number)
+        stored = next(iter(formats.values()))
+        down = formats["down"]
+        spec = replace(spec, weight_format=stored.name, down_format=None if down.name == stored.name else down.name)
+        return cls(
+            checkpoint=checkpoint,
+            number=number,
+            index=index,
+            spec=spec,
+            stored=stored,
+            up_stored=formats["up"],
+            down_stored=down,
+        )
 
     @property
     def both_stored(self) -> tuple[StoredFormat, StoredFormat]:
-        """How gate and up are stored, and how down is."""
+        """The stored formats of gate and up, and of down."""
         return self.stored, self.down_stored
 
     def stored_as(self, source: Source) -> StoredFormat:
-        """Return how one projection is stored."""
+        """Return the stored format of one projection."""
         return {"up": self.up_stored, "down": self.down_stored}.get(source.projection, self.stored)
 
     @property
     def unequal(self) -> str | None:
-        """How gate and up of an expert differ in format, which one product cannot multiply; None where they do not."""
-        found = self.found.single
-        for expert in sorted({expert for expert, _ in found}):
-            gate, up = (found.get((expert, which), {}) for which in ("gate", "up"))
-            kinds = [own[".weight"].dtype if ".weight" in own else "" for own in (gate, up)]
-            if self.stored.name == "gguf" and all(kinds) and kinds[0] != kinds[1]:
-                return f"gate of expert {expert} is {kinds[0]}, up is {kinds[1]}"
+        """How gate and up of an expert differ in format, None where they do not; one product needs one format."""
+        single = self.expert_tensors.single
+        if self.stored.name == "gguf":
+            for expert in sorted({expert for expert, _ in single}):
+                gate = single.get((expert, "gate"), {}).get(".weight")
+                up = single.get((expert, "up"), {}).get(".weight")
+                if gate is not None and up is not None and gate.dtype != up.dtype:
+                    return f"gate of expert {expert} is {gate.dtype}, up is {up.dtype}"
         if self.stored != self.up_stored:
-            first, second = (_said(own) for own in (self.stored, self.up_stored))
-            return f"gate is {first}, up is {second}"
+            return f"gate is {_describe(self.stored)}, up is {_describe(self.up_stored)}"
         return None
 
     @property
     def shared_assumed(self) -> bool:
-        """Whether the layer has no shared expert although the model type has one by default."""
-        return self.spec.shared is None and _without_shared(self.checkpoint, self.index, self.number)
+        """Whether the layer lacks the shared expert that its model type has by default."""
+        return self.spec.shared is None and _lacks_default_shared(self.checkpoint, self.index, self.number)
 
     @property
     def names(self) -> Names:
@@ -94,9 +102,9 @@ class CheckpointLayer:
         return self.index.names
 
     @property
-    def found(self) -> Found:
+    def expert_tensors(self) -> ExpertTensors:
         """The layer's expert tensors by name."""
-        return self.index.found(self.number)
+        return self.index.expert_tensors(self.number)
 
     def suffixes(self, templates: Iterable[str]) -> dict[str, set[str]]:
         """Return suffixes and dtypes of the layer's tensors at module paths, a shared expert's for instance."""
@@ -109,14 +117,14 @@ class CheckpointLayer:
                 yield expert, self.source(expert, which)
 
     def source(self, expert: int, projection: Projection) -> Source:
-        """Return where one projection of one routed expert lies."""
+        """Return the location of one projection of one routed expert."""
         return source_of(
             self.names, self.spec, layer=self.number, expert=expert, projection=projection, stacked=self.stored.stacked
         )
 
 
-def _without_shared(checkpoint: Checkpoint, index: Index, number: int) -> bool:
-    """Tell whether a shared expert that config.json does not mention is absent from all layers of the files."""
+def _lacks_default_shared(checkpoint: Checkpoint, index: Index, number: int) -> bool:
+    """Return whether the files lack a shared expert that the family assumes and config.json does not mention."""
     return (
         checkpoint.complete
         and index.names.shared is not None

@@ -1,7 +1,7 @@
-"""Where the parts of one projection of one expert lie, and how to read a slice of it.
+"""Locate the parts of one projection of one expert, and read a slice of it.
 
-Per-expert and stacked checkpoints look alike from here: a ``Source`` says which tensors hold the projection, which
-entry of the stack it is, and how its rows are spread over the stored rows.
+A ``Source`` hides the difference between per-expert and stacked checkpoints: it describes which tensors hold the
+projection, which entry of the stack it is, and how its rows map to the stored rows.
 """
 
 from collections.abc import Iterator
@@ -46,12 +46,11 @@ _MAX_LIST = 1 << 16
 class Source:
     """One projection ``[rows, columns]`` of one expert, as stored.
 
-    path: module path; format suffixes follow it. projection: which one it is. experts: length of the stack, None when
-    each expert has its own tensors. index: entry of the stack. stored_rows: rows of the stored matrix. offset, step:
-    row i of the projection is stored row ``offset + step * i``. transposed: an unquantised tensor is stored
-    ``[columns, rows]``. flat: the entries of the stack follow each other along the first stored axis. plain: suffix of
-    an unquantised stack.
-    own_bias: the module may have a bias, which is not read with the matrix; elsewhere a bias is refused.
+    path: module path; format suffixes follow it. experts: length of the stack, None where each expert has separate
+    tensors. index: entry of the stack. stored_rows: rows of the stored matrix. offset, step: row i of the projection is
+    stored row ``offset + step * i``. transposed: an unquantised tensor is stored ``[columns, rows]``. flat: the entries
+    of the stack follow each other along the first stored axis. plain: suffix of an unquantised stack. separate_bias:
+    the module may have a bias, which is not read with the matrix; without it a bias is refused.
     """
 
     label: str
@@ -67,27 +66,32 @@ class Source:
     transposed: bool = False
     flat: bool = False
     plain: str = ""
-    own_bias: bool = False
+    separate_bias: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cut:
-    """Rows and columns of a projection wanted here, half-open."""
+    """The rows and columns of a projection to read, half-open."""
 
     rows: tuple[int, int]
     columns: tuple[int, int]
 
 
 def source_of(names: Names, spec: MoESpec, *, layer: int, expert: int, projection: Projection, stacked: bool) -> Source:
-    """Return where ``projection`` of ``expert`` lies."""
-    wide, width = spec.intermediate_size, spec.expert_hidden_size
-    rows, columns = (width, wide) if projection == "down" else (wide, width)
+    """Return the location of ``projection`` of ``expert``."""
+    rows, columns = spec.intermediate_size, spec.expert_hidden_size
+    if projection == "down":
+        rows, columns = columns, rows
     label = f"layer {layer}, expert {expert}, {projection}"
     table = names.stacked
-    stored, offset, step = rows, 0, 1
-    if projection != "down" and spec.gate_up_parts == 2 and (table.up is None if stacked else names.fused):
-        stored, second = 2 * rows, projection == "up"
-        offset, step = (int(second), 2) if table.interleaved else (rows * second, 1)
+    stored_rows = rows
+    offset = 0
+    step = 1
+    fused = table.up is None if stacked else names.fused
+    if projection != "down" and spec.gate_up_parts == 2 and fused:
+        stored_rows = 2 * rows
+        half = int(projection == "up")
+        offset, step = (half, 2) if table.interleaved else (half * rows, 1)
     if not stacked:
         return Source(
             label=label,
@@ -95,10 +99,10 @@ def source_of(names: Names, spec: MoESpec, *, layer: int, expert: int, projectio
             projection=projection,
             rows=rows,
             columns=columns,
-            stored_rows=stored,
+            stored_rows=stored_rows,
             offset=offset,
             step=step,
-            own_bias=spec.expert_bias,
+            separate_bias=spec.expert_bias,
         )
     paths = stack_paths(table)
     return Source(
@@ -109,7 +113,7 @@ def source_of(names: Names, spec: MoESpec, *, layer: int, expert: int, projectio
         columns=columns,
         experts=spec.num_experts,
         index=expert,
-        stored_rows=stored,
+        stored_rows=stored_rows,
         offset=offset,
         step=step,
         transposed=table.transposed or (table.flat and projection == "down"),
@@ -119,12 +123,12 @@ def source_of(names: Names, spec: MoESpec, *, layer: int, expert: int, projectio
 
 
 def projections(spec: MoESpec) -> tuple[Projection, ...]:
-    """Return the projections an expert has: without a gate, up and down."""
+    """Return the projections of an expert; experts without a gate have up and down."""
     return PROJECTIONS if spec.activation.gated else ("up", "down")
 
 
 def stack_paths(table: StackedNames) -> dict[Projection, str]:
-    """Return the paths of the stacks; ``gate`` means gate and up in one, or for the only one there is."""
+    """Return the paths of the stacks; ``gate`` stands for gate_up, or for up in experts without a gate."""
     paths: dict[Projection, str] = {"gate": table.gate_up, "down": table.down}
     return paths if table.up is None else {**paths, "up": table.up}
 
@@ -137,7 +141,7 @@ def plain_shape(source: Source) -> tuple[int, ...]:
 def bias_names(names: Names, layer: int, *, stacked: bool) -> tuple[str, ...]:
     """Return the names of the expert biases: gate, up and down, or gate_up and down.
 
-    Those that hold the bias of one expert have ``{expert}`` in them; others are ``[E, N]``.
+    A name with ``{expert}`` is a template for one tensor per expert; other names are tensors ``[E, N]``.
     """
     single = tuple(dict.fromkeys(names.projection(which) for which in PROJECTIONS if names.projection(which)))
     templates = names.biases or tuple(f"{path}_bias" for path in (names.stacked.gate_up, names.stacked.down))
@@ -147,7 +151,7 @@ def bias_names(names: Names, layer: int, *, stacked: bool) -> tuple[str, ...]:
 
 
 def part_name(source: Source, part: Part) -> str:
-    """Return the tensor name of a part; most unquantised stacks are stored under the bare path."""
+    """Return the tensor name of a part; most unquantised stacks have no suffix."""
     suffix = source.plain if source.experts is not None and part.suffix == ".weight" else part.suffix
     return source.path + suffix
 
@@ -156,21 +160,21 @@ def _stored_shape(source: Source, part: Part, *, halves: bool = False) -> tuple[
     shape = part.stored_shape(source.stored_rows, source.columns)
     if halves:
         shape = (2 * _half_rows(source, part), *shape[1:])
-    if _flipped(source, part) and not part.transposed:
+    if _is_input_first(source, part) and not part.transposed:
         shape = shape[::-1]
     if source.flat and source.experts is not None:
         return (source.experts * shape[0], *shape[1:])
     return shape if source.experts is None else (source.experts, *shape)
 
 
-def _flipped(source: Source, part: Part) -> bool:
-    """Tell whether a part is stored input-first; of a family's transposed stacks only the unquantised ones are."""
+def _is_input_first(source: Source, part: Part) -> bool:
+    """Return whether a part is stored input-first; in a family's transposed stacks only unquantised tensors are."""
     plain = source.flat or {*part.dtypes} <= {*FLOATS}
     return part.transposed or (source.transposed and source.experts is not None and part.suffix == ".weight" and plain)
 
 
-def _joined(source: Source, part: Part) -> bool:
-    """Tell whether a scale of several rows could serve rows of gate and of up, which are in one tensor."""
+def _may_share_scales(source: Source, part: Part) -> bool:
+    """Return whether a scale of several rows could cover rows of both gate and up in a fused tensor."""
     return part.rows_per > 1 and source.stored_rows == 2 * source.rows
 
 
@@ -178,9 +182,9 @@ def _half_rows(source: Source, part: Part) -> int:
     return -(-source.rows // part.rows_per)
 
 
-def _halves(source: Source, part: Part, shape: tuple[int, ...]) -> bool:
-    """Tell whether gate and up in one tensor have a grid of scales each, although a common one would be smaller."""
-    if not _joined(source, part) or source.step > 1 or source.flat or part.transposed or part.flat:
+def _has_grid_per_half(source: Source, part: Part, shape: tuple[int, ...]) -> bool:
+    """Return whether gate and up in a fused tensor have a grid of scales each where a common one would be smaller."""
+    if not _may_share_scales(source, part) or source.step > 1 or source.flat or part.transposed or part.flat:
         return False
     rows = 2 * _half_rows(source, part)
     axis = 0 if source.experts is None else 1
@@ -188,33 +192,39 @@ def _halves(source: Source, part: Part, shape: tuple[int, ...]) -> bool:
     return len(shape) > axis and shape[axis] == rows != common
 
 
-def _squeezed(shape: tuple[int, ...]) -> list[int]:
+def _squeeze(shape: tuple[int, ...]) -> list[int]:
     return [n for n in shape if n != 1]
 
 
 def _check_part(source: Source, part: Part, checkpoint: Checkpoint, cls: type[Payload]) -> None:
-    """Compare a part's header entry with what the config implies; raises MissingTensorError, TensorMismatchError."""
+    """Compare a part's header entry with the config; raises MissingTensorError and TensorMismatchError."""
     name = part_name(source, part)
     info = checkpoint.info(name)
     if info.dtype not in part.dtypes:
-        msg = f"{source.label}: {name} is {info.dtype}, {cls.name} allows {' or '.join(part.dtypes)}"
-        raise TensorMismatchError(msg)
+        raise TensorMismatchError(
+            f"{source.label}: {name} is {info.dtype}, {cls.name} allows {' or '.join(part.dtypes)}"
+        )
     part = part.fitted(info.dtype, info.shape, source.stored_rows)
-    halves = _halves(source, part, info.shape)
+    halves = _has_grid_per_half(source, part, info.shape)
     needed = _stored_shape(source, part, halves=halves)
     if part.any_length:
         if info.nbytes > _MAX_LIST:
-            msg = f"{source.label}: {name} has {info.nbytes} bytes, at most {_MAX_LIST} are allowed"
-            raise TensorMismatchError(msg)
+            raise TensorMismatchError(
+                f"{source.label}: {name} has {info.nbytes} bytes, at most {_MAX_LIST} are allowed"
+            )
         return
-    if _squeezed(info.shape) != _squeezed(needed) and not _one_for_all(source, part, info.shape):
-        what = "scale" if "scale" in part.suffix else "index" if part.suffix.endswith("g_idx") else "weight"
+    if _squeeze(info.shape) != _squeeze(needed) and not _is_shared_number(source, part, info.shape):
+        kind = "weight"
+        if "scale" in part.suffix:
+            kind = "scale"
+        elif part.suffix.endswith("g_idx"):
+            kind = "index"
         raise TensorMismatchError(
-            f"{source.label}: {what} is {info.shape}, {cls.name} with N={source.stored_rows} and K={source.columns} "
-            f"needs {needed}{_hint(source, part, info.shape, cls)} ({name})"
+            f"{source.label}: {kind} is {info.shape}, {cls.name} with N={source.stored_rows} and K={source.columns} "
+            f"needs {needed}{_group_hint(source, part, info.shape, cls)} ({name})"
         )
-    cut = source.experts is not None and _joined(source, part) and not halves
-    if part.required and cut and (source.step > 1 or source.rows % part.rows_per):
+    shared_grid = source.experts is not None and _may_share_scales(source, part) and not halves
+    if part.required and shared_grid and (source.step > 1 or source.rows % part.rows_per):
         meet = "alternate" if source.step > 1 else f"meet at row {source.rows}"
         raise TensorMismatchError(
             f"{source.label}: gate and up in one tensor {meet}, which is inside a scale block of {part.rows_per} rows "
@@ -223,7 +233,7 @@ def _check_part(source: Source, part: Part, checkpoint: Checkpoint, cls: type[Pa
 
 
 def parts_problems(checkpoint: Checkpoint, source: Source, stored: StoredFormat) -> Iterator[CheckpointError]:
-    """Yield what the headers show wrong with the parts of one projection: missing, of another shape or dtype."""
+    """Yield the problems of one projection that the headers show: missing parts, wrong shapes and dtypes."""
     needed = [part for part in stored.layout.parts if part.required]
     missing = [part_name(source, part) for part in needed if part_name(source, part) not in checkpoint]
     if missing:
@@ -237,89 +247,93 @@ def parts_problems(checkpoint: Checkpoint, source: Source, stored: StoredFormat)
                 yield error
 
 
-def _one_for_all(source: Source, part: Part, shape: tuple[int, ...]) -> bool:
-    """Tell whether a stack stores one number for all its experts, or one for gate and one for up of each."""
+def _is_shared_number(source: Source, part: Part, shape: tuple[int, ...]) -> bool:
+    """Return whether a stack stores one number for all experts, or one each for gate and up of every expert."""
     if source.experts is None or part.rows_per or part.columns_per:
         return False
-    return not _squeezed(shape) or _one_for_each_half(source, shape)
+    return not _squeeze(shape) or _is_number_per_half(source, shape)
 
 
-def _one_for_each_half(source: Source, shape: tuple[int, ...]) -> bool:
-    """Tell whether a shape is ``[E, 2]``, with or without further dimensions of 1, for gate and up in one stack."""
+def _is_number_per_half(source: Source, shape: tuple[int, ...]) -> bool:
+    """Return whether a shape is ``[E, 2]``, ignoring trailing dimensions of 1, for gate and up in one stack."""
     return shape[:2] == (source.experts, 2) and prod(shape[2:]) == 1 and source.stored_rows == 2 * source.rows
 
 
-def _hint(source: Source, part: Part, found: tuple[int, ...], cls: type[Payload]) -> str:
-    """Name the format whose group the found scale would fit."""
-    if "scale" not in part.suffix or part.transposed or not part.columns_per or not found or not found[-1]:
+def _group_hint(source: Source, part: Part, shape: tuple[int, ...], cls: type[Payload]) -> str:
+    """Return a hint that names the formats whose group size matches the shape of a scale, or an empty text."""
+    if "scale" not in part.suffix or part.transposed or not part.columns_per or not shape or not shape[-1]:
         return ""
-    group, rest = divmod(source.columns, found[-1])
-    if rest or group == part.columns_per:
+    group, remainder = divmod(source.columns, shape[-1])
+    if remainder or group == part.columns_per:
         return ""
     others = [f.name for f in FORMATS if f.group == group and f.name != cls.name]
     guess = f", is this {' or '.join(others)}?" if others else ""
-    return f"; {found[-1]} would be group {group}{guess}"
+    return f"; {shape[-1]} would be group {group}{guess}"
 
 
-def _read_part(checkpoint: Checkpoint, source: Source, part: Part, cut: Cut, seen: dict[str, Tensor]) -> Tensor:
-    """Read the part of ``cut``, axes as stored but without the stack dimension."""
+def _read_part(checkpoint: Checkpoint, source: Source, part: Part, cut: Cut, cache: dict[str, Tensor]) -> Tensor:
+    """Read a part of ``cut``, axes as stored but without the stack dimension; cache: as for ``read_matrix``."""
     name = part_name(source, part)
     actual = checkpoint.info(name).shape
-    plain, part = part, part.fitted(checkpoint.info(name).dtype, actual, source.stored_rows)
+    repeats = part.repeats
+    part = part.fitted(checkpoint.info(name).dtype, actual, source.stored_rows)
     if part.flat:
         return checkpoint.read(name)
     if not part.rows_per and not part.columns_per:
         return _read_number(checkpoint, source, part, actual)
-    halves = _halves(source, part, actual)
-    wanted, stacked = _slices(source, part, cut, halves=halves)
-    key = f"{name}{wanted}"
-    tensor = seen.get(key)
+    halves = _has_grid_per_half(source, part, actual)
+    slices, stacked = _stored_slices(source, part, cut, halves=halves)
+    key = f"{name}{slices}"
+    tensor = cache.get(key)
     if tensor is None:
-        tensor = checkpoint.read_slice(name, _aligned(wanted, _stored_shape(source, part, halves=halves), actual))
+        tensor = checkpoint.read_slice(name, _align_slices(slices, _stored_shape(source, part, halves=halves), actual))
         if source.step > 1:
-            seen[key] = tensor
-    tensor = tensor.reshape([s.stop - s.start for s in wanted])
+            cache[key] = tensor
+    tensor = tensor.reshape([s.stop - s.start for s in slices])
     if stacked:
         tensor = tensor[0]
-    if _flipped(source, part):
+    if _is_input_first(source, part):
         tensor = tensor.mT
-    if plain.repeats and part.rows_per > 1:
+    if repeats and part.rows_per > 1:
         tensor = tensor.view(torch.uint8).repeat_interleave(part.rows_per, dim=0)
     if source.step > 1 and part.rows_per:
         tensor = tensor[source.offset :: source.step]
     return tensor.mT if part.transposed else tensor
 
 
-def _slices(source: Source, part: Part, cut: Cut, *, halves: bool = False) -> tuple[list[slice], bool]:
-    """Return the stored slices of a cut, and whether the first of them picks an entry of a stack."""
-    first, last = (source.step * n if source.step > 1 else source.offset + n for n in cut.rows)
-    wanted: list[slice] = []
+def _stored_slices(source: Source, part: Part, cut: Cut, *, halves: bool = False) -> tuple[list[slice], bool]:
+    """Return the stored slices of a cut, and whether the first of them selects an entry of a stack."""
+    if source.step > 1:
+        first, last = (source.step * row for row in cut.rows)
+    else:
+        first, last = (source.offset + row for row in cut.rows)
+    slices: list[slice] = []
     if halves:
         half = _boundaries(source, *cut.rows, part.rows_per, source.rows)
         start = _half_rows(source, part) if source.offset else 0
-        wanted.append(slice(start + half.start, start + half.stop))
+        slices.append(slice(start + half.start, start + half.stop))
     elif part.rows_per:
-        wanted.append(_boundaries(source, first, last, part.rows_per, source.stored_rows))
+        slices.append(_boundaries(source, first, last, part.rows_per, source.stored_rows))
     if part.columns_per:
-        wanted.append(_boundaries(source, *cut.columns, part.columns_per, source.columns))
-    wanted.extend(slice(0, n) for n in part.inner)
-    if _flipped(source, part):
-        wanted.reverse()
+        slices.append(_boundaries(source, *cut.columns, part.columns_per, source.columns))
+    slices.extend(slice(0, n) for n in part.inner)
+    if _is_input_first(source, part):
+        slices.reverse()
     stacked = source.experts is not None and not source.flat
     if stacked:
-        wanted.insert(0, slice(source.index, source.index + 1))
+        slices.insert(0, slice(source.index, source.index + 1))
     elif source.flat and source.experts is not None:
         base = source.index * (_stored_shape(source, part)[0] // source.experts)
-        wanted[0] = slice(base + wanted[0].start, base + wanted[0].stop)
-    return wanted, stacked
+        slices[0] = slice(base + slices[0].start, base + slices[0].stop)
+    return slices, stacked
 
 
 def _read_number(checkpoint: Checkpoint, source: Source, part: Part, actual: tuple[int, ...]) -> Tensor:
-    """Read what does not depend on rows and columns: one for this matrix, for gate and up, or for all experts."""
-    stacked = source.experts is not None and len(_squeezed(actual)) > len(_squeezed(part.inner))
+    """Read a number that does not depend on rows and columns: per matrix, per gate and up, or for all experts."""
+    stacked = source.experts is not None and len(_squeeze(actual)) > len(_squeeze(part.inner))
     index = slice(source.index, source.index + 1)
     tensor = checkpoint.read_slice(part_name(source, part), (index,) if stacked else ())
-    if stacked and not part.inner and _one_for_each_half(source, actual):
+    if stacked and not part.inner and _is_number_per_half(source, actual):
         return tensor.reshape(2)[int(source.offset > 0)]
     return tensor.reshape(part.inner)
 
@@ -330,22 +344,22 @@ def _boundaries(source: Source, start: int, stop: int, per: int, size: int) -> s
     return slice(start // per, -(-stop // per))
 
 
-def _aligned(wanted: list[slice], expected: tuple[int, ...], actual: tuple[int, ...]) -> list[slice]:
-    """Move slices from the expected shape to a stored shape that differs in dimensions of size 1 only."""
+def _align_slices(slices: list[slice], expected: tuple[int, ...], actual: tuple[int, ...]) -> list[slice]:
+    """Map slices of the expected shape to a stored shape that differs in dimensions of size 1 only."""
     if expected == actual:
-        return wanted
-    real = iter([w for w, n in zip(wanted, expected, strict=True) if n != 1])
+        return slices
+    real = iter([w for w, n in zip(slices, expected, strict=True) if n != 1])
     return [slice(0, 1) if n == 1 else next(real) for n in actual]
 
 
-def _declared_shape(checkpoint: Checkpoint, source: Source) -> list[CheckpointError]:
-    """Compare the ``.weight_shape`` of packed integers, where there is one, with what the config implies."""
+def _check_declared_shape(checkpoint: Checkpoint, source: Source) -> list[CheckpointError]:
+    """Compare the ``.weight_shape`` of packed integers, if present, with the config."""
     name = f"{source.path}.weight_shape"
     implied = [source.rows if source.experts is not None else source.stored_rows, source.columns]
     claimed = checkpoint.read(name).tolist() if name in checkpoint else implied
     if claimed == implied:
         return []
-    return [TensorMismatchError(f"{source.label}: {name} says {claimed}, the config implies {implied}")]
+    return [TensorMismatchError(f"{source.label}: {name} is {claimed}, the config implies {implied}")]
 
 
 def read_matrix(
@@ -353,40 +367,44 @@ def read_matrix(
     source: Source,
     stored: StoredFormat,
     cut: Cut | None = None,
-    seen: dict[str, Tensor] | None = None,
-    room: tuple[int, int] | None = None,
+    cache: dict[str, Tensor] | None = None,
+    padded_shape: tuple[int, int] | None = None,
 ) -> tuple[Payload | None, list[CheckpointError]]:
-    """Read ``cut`` (default: all) of one projection; return its payload, None if unreadable, and what is wrong.
+    """Read ``cut`` (default: all) of one projection; return its payload, None if unreadable, and its problems.
 
-    Read are the required parts, and those that are read wherever they exist. seen: tensors of this expert that were
-    read before, so that interleaved rows are read once for gate and up. room: rows and columns to fill the cut up to
+    Reads the required parts, and ``if_present`` parts where they exist. cache: tensors of this expert that were read
+    before, so that interleaved rows are read once for gate and up. padded_shape: rows and columns to pad the cut to
     with zeros.
     """
-    if problems := _declared_shape(checkpoint, source):
+    problems = _check_declared_shape(checkpoint, source)
+    if problems:
         return None, problems
     everything = Cut(rows=(0, source.rows), columns=(0, source.columns))
     cut = everything if cut is None else cut
-    if _rows_cut_late(source, stored):
+    if _must_decode_before_cut(source, stored):
         return _read_fused(checkpoint, source, stored, cut)
     span = everything if stored.whole else cut
     present = [p for p in stored.layout.parts if p.required or (p.if_present and part_name(source, p) in checkpoint)]
-    present = [p for p in present if not (source.own_bias and p.suffix == ".bias")]
-    parts = {p.suffix: _read_part(checkpoint, source, p, span, {} if seen is None else seen) for p in present}
+    present = [p for p in present if not (source.separate_bias and p.suffix == ".bias")]
+    cache = {} if cache is None else cache
+    parts = {p.suffix: _read_part(checkpoint, source, p, span, cache) for p in present}
     shape = (span.rows[1] - span.rows[0], span.columns[1] - span.columns[0])
-    if room is not None and room != shape and not stored.whole:
-        parts = {p.suffix: _filled(parts[p.suffix], p, room) for p in stored.layout.parts if p.suffix in parts}
-        shape = room
+    if padded_shape is not None and padded_shape != shape and not stored.whole:
+        parts = {
+            p.suffix: _pad_part(parts[p.suffix], p, padded_shape) for p in stored.layout.parts if p.suffix in parts
+        }
+        shape = padded_shape
     try:
         payload = stored.build(parts, shape)
     except CheckpointError as error:
         return None, [type(error)(f"{source.label}: {error}")]
     if span != cut:
         payload = payload.rows(*cut.rows).columns(*cut.columns)
-    return payload, [_bad_scale(source, stored)] if bool(payload.faults()) else []
+    return payload, [_scale_error(source, stored)] if bool(payload.faults()) else []
 
 
-def _rows_cut_late(source: Source, stored: StoredFormat) -> bool:
-    """Tell whether gate and up lie in one matrix in such a way that it has to be decoded into rows before it is cut."""
+def _must_decode_before_cut(source: Source, stored: StoredFormat) -> bool:
+    """Return whether gate and up are one matrix whose parts must be read whole and laid out by rows before a cut."""
     parts = [part for part in stored.layout.parts if part.required]
     flat = any(part.flat for part in parts)
     return source.stored_rows != source.rows and (
@@ -397,47 +415,47 @@ def _rows_cut_late(source: Source, stored: StoredFormat) -> bool:
 def _read_fused(
     checkpoint: Checkpoint, source: Source, stored: StoredFormat, cut: Cut
 ) -> tuple[Payload | None, list[CheckpointError]]:
-    """Return what ``read_matrix`` returns of gate or up, from the whole matrix of both."""
+    """Return the result of ``read_matrix`` for gate or up, by reading the whole matrix of both."""
     both = replace(source, rows=source.stored_rows, offset=0, step=1)
-    payload, wrong = read_matrix(checkpoint, both, stored)
+    payload, problems = read_matrix(checkpoint, both, stored)
     if payload is None:
-        return None, wrong
+        return None, problems
     try:
         payload = payload.every(source.step, source.offset, source.rows)
     except InputError as error:
         return None, [TensorMismatchError(f"{source.label}: {error}")]
     if cut != Cut(rows=(0, source.rows), columns=(0, source.columns)):
         payload = payload.rows(*cut.rows).columns(*cut.columns)
-    return payload, wrong
+    return payload, problems
 
 
 def read_whole(checkpoint: Checkpoint, source: Source, stored: StoredFormat, cut: Cut | None = None) -> Payload:
-    """Return what ``read_matrix`` reads; raises what is wrong with it."""
-    payload, wrong = read_matrix(checkpoint, source, stored, cut)
-    if payload is None or wrong:
-        raise wrong[0]
+    """Return the payload of ``read_matrix``; raises its first problem."""
+    payload, problems = read_matrix(checkpoint, source, stored, cut)
+    if payload is None or problems:
+        raise problems[0]
     return payload
 
 
-def _filled(tensor: Tensor, part: Part, room: tuple[int, int]) -> Tensor:
-    """Return a part filled up to the shape it has for a matrix of ``room``: weights with 0, scales with 1."""
+def _pad_part(tensor: Tensor, part: Part, shape: tuple[int, int]) -> Tensor:
+    """Pad a part to the shape it has for a matrix of ``shape``: weights with 0, scales with 1."""
     scale = "scale" in part.suffix
     if tensor.dtype == torch.uint8:
-        value = torch.tensor(127 if scale else 0, dtype=torch.uint8)  # E8M0 127 is 1
+        fill = torch.tensor(127 if scale else 0, dtype=torch.uint8)  # E8M0 127 is 1
     else:
-        value = torch.tensor(float(scale)).to(tensor.dtype)
-    out = value.expand(part.stored_shape(*room)).clone()
-    out[tuple(slice(0, n) for n in tensor.shape)] = tensor
-    return out
+        fill = torch.tensor(float(scale)).to(tensor.dtype)
+    padded = fill.expand(part.stored_shape(*shape)).clone()
+    padded[tuple(slice(0, n) for n in tensor.shape)] = tensor
+    return padded
 
 
-def _bad_scale(source: Source, stored: StoredFormat) -> BadScaleError:
-    """Return the error for a projection whose payload reports a fault."""
+def _scale_error(source: Source, stored: StoredFormat) -> BadScaleError:
+    """Return the error for a projection whose payload has a fault."""
     names = [part_name(source, part) for part in stored.layout.parts if "scale" in part.suffix and part.required]
     if not names:
         return BadScaleError(f"{source.label}: {part_name(source, stored.layout.parts[0])} holds NaN or infinity")
     allowed = "E8M0 bytes 0 to 254" if stored.name in ("mxfp4", "mxfp8") else "finite and positive numbers"
     return BadScaleError(
         f"{source.label}: a scale of {stored.name} is forbidden or a code is NaN, allowed are {allowed}, zero only "
-        f"where every code is zero ({', '.join(names)}); download the file again or export it anew"
+        f"where every code is zero ({', '.join(names)}); download the file again or export it again"
     )

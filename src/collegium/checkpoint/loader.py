@@ -1,4 +1,4 @@
-"""From files to ``ExpertWeights``: only the local experts, only the local slice, audited as they are read.
+"""Load ``ExpertWeights`` from files: only the local experts and the local slice, audited as they are read.
 
 Peak memory is the local weights plus one matrix: the result is allocated once and filled expert by expert.
 """
@@ -24,26 +24,25 @@ from ..types import ExpertWeights, MoESpec, format_names
 from .audit import bad_bias, check_layer
 from .layer_view import CheckpointLayer
 from .layout import Cut, bias_names, projections, read_matrix
-from .problems import raise_all, raise_first
+from .problems import raise_all, raise_if_any
 from .reader import Checkpoint
 
 __all__ = ["describe_checkpoint", "load_all", "load_experts"]
 
-_MOST_RANKS = 64
-_PADDED = ("bf16", "fp16", "fp32", "fp8_tensor", "fp8_channel", "fp8_block", "mxfp4", "mxfp8", "nvfp4")
+_MAX_RANKS = 64
+_PADDABLE = ("bf16", "fp16", "fp32", "fp8_tensor", "fp8_channel", "fp8_block", "mxfp4", "mxfp8", "nvfp4")
 
 
 def describe_checkpoint(checkpoint: Checkpoint, layer: int | None = None) -> MoESpec:
     """Return ``models.describe`` with the ``weight_format`` that the tensors of ``layer`` confirm.
 
-    Without a layer it is the last one's spec and the first one's format. Raises what ``describe`` and
-    ``CheckpointLayer.open`` raise.
+    Without a layer, returns the spec of the last and the format of the first MoE layer. Raises the errors of
+    ``describe`` and ``CheckpointLayer.open``.
     """
     spec = describe(checkpoint.config, layer)
     opened = CheckpointLayer.open(checkpoint, layer)
     shared = None if opened.shared_assumed else spec.shared
-    formats = {"weight_format": opened.spec.weight_format, "down_format": opened.spec.down_format}
-    return replace(spec, shared=shared, **formats)
+    return replace(spec, shared=shared, weight_format=opened.spec.weight_format, down_format=opened.spec.down_format)
 
 
 def load_experts(
@@ -54,117 +53,140 @@ def load_experts(
     pad: bool = False,
     convert: bool = False,
 ) -> ExpertWeights[Payload]:
-    """Read the local experts of ``layer`` on ``device``, byte for byte in the format they are stored in.
+    """Read the local experts of ``layer`` onto ``device``, byte for byte in their stored format.
 
-    gate_up ``[E_local, P, I / tp_size, H]``, down ``[E_local, H, I / tp_size]``, experts in the order of
-    ``placement.expert_ids``, then spare slots, which hold a copy of the first one. With biases, ranks other than
-    ``tp_rank`` 0 get zeros for ``down_bias``, because the sum over ranks must hold it once. pad: where ``tp_size`` does
-    not cut I on the format's groups, give every rank the next number of whole groups and fill the last ranks up with
-    zeros, which add nothing to the sum over ranks. convert: gate and up that differ in format are decoded to float32,
-    for a caller that encodes them anew; elsewhere they are refused.
+    Returns gate_up ``[E_local, P, I / tp_size, H]`` and down ``[E_local, H, I / tp_size]``: the experts in the order of
+    ``placement.expert_ids``, then spare slots, which hold a copy of the first expert. With biases, ranks other than
+    ``tp_rank`` 0 get zeros for ``down_bias``, because the sum over ranks must contain it once.
+
+    pad: if ``tp_size`` does not cut I at group boundaries of the format, give every rank the next number of whole
+    groups and pad the last ranks with zeros, which do not change the sum over ranks. convert: decode gate and up that
+    differ in format to float32, for a caller that encodes them again; without it they are refused.
 
     Raises InputError for an expert, a split or a device that does not exist, and the CheckpointErrors of the audit for
-    whatever is wrong with the layer's headers or with the scales read here.
+    faults in the layer's headers and in the scales that are read.
     """
-    spec, device = layer.spec, probe(device).place
+    spec = layer.spec
+    device = probe(device).place
     beyond = [e for e in placement.expert_ids if not 0 <= e < spec.num_experts]
     if beyond:
         raise InputError(f"placement has experts {beyond[:8]}, allowed are 0 to {spec.num_experts - 1}")
-    raise_first(layer.checkpoint, check_layer(layer, convert=convert))
-    local, room = _local_range(layer, placement, pad=pad)
-    made, problems = _fill(layer, placement, local, room, device)
-    biases = _biases(layer, placement, local, room, problems) if spec.expert_bias else {}
-    raise_first(layer.checkpoint, problems)
+    raise_if_any(layer.checkpoint, check_layer(layer, convert=convert))
+    local, padded_width = _local_range(layer, placement, pad=pad)
+    payloads, problems = _read_payloads(layer, placement, local, padded_width, device)
+    biases = _read_biases(layer, placement, local, padded_width, problems) if spec.expert_bias else {}
+    raise_if_any(layer.checkpoint, problems)
     on_device: dict[str, Any] = {name: bias.to(device) for name, bias in biases.items()}
-    return ExpertWeights(gate_up=made["gate_up"], down=made["down"], **on_device)
+    return ExpertWeights(gate_up=payloads["gate_up"], down=payloads["down"], **on_device)
 
 
-def _fill(
-    layer: CheckpointLayer, placement: Placement, local: tuple[int, int], room: int, device: torch.device | str
+def _read_payloads(
+    layer: CheckpointLayer, placement: Placement, local: tuple[int, int], padded_width: int, device: torch.device | str
 ) -> tuple[dict[str, Payload], list[CheckpointError]]:
-    """Return gate_up and down, and what is wrong with them; raises what cannot be read, with what came before it."""
-    made, problems = dict[str, Payload](), list[CheckpointError]()
+    """Return gate_up and down, and their problems; raises all problems if a matrix cannot be read."""
+    payloads: dict[str, Payload] = {}
+    problems: list[CheckpointError] = []
     decoded = layer.unequal is not None
-    # Spare slots hold what the first one does until an expert is moved there.
+    # Spare slots hold a copy of the first expert until an expert is moved there.
     count = len(placement.expert_ids) + placement.spare
-    # without local experts, expert 0 still says what an empty payload looks like
+    # Without local experts, expert 0 provides the form of the empty payload.
     for slot, expert in enumerate(placement.expert_ids or (0,)):
-        seen: dict[str, Tensor] = {}
+        cache: dict[str, Tensor] = {}
         for half, which in enumerate(projections(layer.spec)):
-            place, down = layer.source(expert, which), which == "down"
-            rows, columns = (place.rows, room) if down else (room, place.columns)
-            cut = Cut(rows=(0, rows), columns=local) if down else Cut(rows=local, columns=(0, columns))
-            stored = layer.stored_as(place)
-            matrix, wrong = read_matrix(layer.checkpoint, place, stored, cut, seen, (rows, columns))
-            problems += wrong
+            source = layer.source(expert, which)
+            stored = layer.stored_as(source)
+            down = which == "down"
+            if down:
+                rows, columns = source.rows, padded_width
+                cut = Cut(rows=(0, rows), columns=local)
+            else:
+                rows, columns = padded_width, source.columns
+                cut = Cut(rows=local, columns=(0, columns))
+            matrix, matrix_problems = read_matrix(layer.checkpoint, source, stored, cut, cache, (rows, columns))
+            problems += matrix_problems
             if matrix is None:
                 raise_all(layer.checkpoint, problems)
             field = "down" if down else "gate_up"
             if decoded and not down:
                 matrix = as_stored(matrix.decode())
-            if field not in made:
-                one = matrix.to(device)
-                made[field] = (one if down else one.repeated(layer.spec.gate_up_parts)).repeated(count)
+            if field not in payloads:
+                expert_payload = matrix.to(device)
+                if not down:
+                    expert_payload = expert_payload.repeated(layer.spec.gate_up_parts)
+                payloads[field] = expert_payload.repeated(count)
             if count and down:
-                made[field].put(slot, matrix)
+                payloads[field].put(slot, matrix)
             elif count:
-                made[field][slot].put(half, matrix)
+                payloads[field][slot].put(half, matrix)
     for slot in range(max(1, len(placement.expert_ids)), count):
-        for whole in made.values():
-            whole.put(slot, whole[0])
-    return made, problems
+        for payload in payloads.values():
+            payload.put(slot, payload[0])
+    return payloads, problems
 
 
 def _local_range(layer: CheckpointLayer, placement: Placement, *, pad: bool) -> tuple[tuple[int, int], int]:
-    """Return this rank's half-open range of I, and the width it is filled up to.
+    """Return this rank's half-open range of I, and the width to pad it to.
 
-    InputError lists the tensor-parallel sizes that work.
+    Raises InputError, which lists the valid tensor-parallel sizes.
     """
-    wide, both = layer.spec.intermediate_size, layer.both_stored
+    intermediate = layer.spec.intermediate_size
+    both = layer.both_stored
     parts = [part for stored in both for part in stored.layout.parts if part.required]
     step = math.lcm(*(size for part in parts for size in (part.rows_per, part.columns_per) if size))
-    padded, names = all(stored.name in _PADDED for stored in both), format_names(layer.spec.formats)
+    paddable = all(stored.name in _PADDABLE for stored in both)
     if placement.tp_size == 1:
-        return (0, wide), wide
-    width, rest = divmod(wide, placement.tp_size)
-    if (rest or width % step) and pad and padded:
-        width = math.ceil(math.ceil(wide / step) / placement.tp_size) * step
+        return (0, intermediate), intermediate
+    width, remainder = divmod(intermediate, placement.tp_size)
+    if (remainder or width % step) and pad and paddable:
+        width = math.ceil(math.ceil(intermediate / step) / placement.tp_size) * step
         start = placement.tp_rank * width
-        return ((start, min(wide, start + width)) if start < wide else (0, 0)), width
-    if rest or width % step:
-        works = [n for n in range(1, _MOST_RANKS + 1) if wide % n == 0 and (n == 1 or (wide // n) % step == 0)]
+        if start >= intermediate:
+            return (0, 0), width
+        return (start, min(intermediate, start + width)), width
+    if remainder or width % step:
+        works = [
+            n for n in range(1, _MAX_RANKS + 1) if intermediate % n == 0 and (n == 1 or (intermediate // n) % step == 0)
+        ]
         raise InputError(
-            f"tp_size={placement.tp_size} cuts intermediate_size={wide} into {wide / placement.tp_size:g}, which is "
-            f"no multiple of {step} ({names} groups); tensor-parallel sizes that work: {works}; expert "
-            "parallelism has no such limit, and pad=True fills up with zeros"
+            f"tp_size={placement.tp_size} cuts intermediate_size={intermediate} into "
+            f"{intermediate / placement.tp_size:g}, which is no multiple of {step} ({format_names(layer.spec.formats)} "
+            f"groups); tensor-parallel sizes that work: {works}; expert parallelism has no such limit, and pad=True "
+            "pads with zeros"
         )
     return (placement.tp_rank * width, (placement.tp_rank + 1) * width), width
 
 
-def _bias_rows(checkpoint: Checkpoint, name: str, ids: tuple[int, ...]) -> Tensor:
-    """Read the biases ``[len(ids), N]`` of some experts: rows of one tensor, or a tensor each, and no others."""
+def _read_bias_rows(checkpoint: Checkpoint, name: str, ids: tuple[int, ...]) -> Tensor:
+    """Read the biases ``[len(ids), N]`` of the experts ``ids``, from one stacked tensor or one tensor per expert."""
     if "{expert}" in name:
         names = [name.replace("{expert}", str(expert)) for expert in ids or (0,)]
-        return torch.stack([checkpoint.read(one) for one in names])[: len(ids)]
-    read = [checkpoint.read_slice(name, (slice(i, i + 1),)) for i in ids]
-    return torch.cat(read) if read else checkpoint.read_slice(name, (slice(0, 0),))
+        return torch.stack([checkpoint.read(tensor) for tensor in names])[: len(ids)]
+    rows = [checkpoint.read_slice(name, (slice(i, i + 1),)) for i in ids]
+    return torch.cat(rows) if rows else checkpoint.read_slice(name, (slice(0, 0),))
 
 
-def _biases(
-    layer: CheckpointLayer, placement: Placement, local: tuple[int, int], room: int, problems: list[CheckpointError]
+def _read_biases(
+    layer: CheckpointLayer,
+    placement: Placement,
+    local: tuple[int, int],
+    padded_width: int,
+    problems: list[CheckpointError],
 ) -> dict[str, Tensor]:
-    """Return the biases by their names in ``ExpertWeights``; what is wrong with them is added to ``problems``."""
+    """Return the biases by their names in ``ExpertWeights``; append their problems to ``problems``."""
     ids = placement.expert_ids + placement.expert_ids[:1] * placement.spare
     tensors: list[Tensor] = []
     for name in bias_names(layer.names, layer.number, stacked=layer.stored.stacked):
-        tensors.append(_bias_rows(layer.checkpoint, name, ids))
+        tensors.append(_read_bias_rows(layer.checkpoint, name, ids))
         problems += bad_bias(layer, name, tensors[-1], ids)
     *upper, down = tensors
-    both, parts = upper[0] if len(upper) == 1 else torch.cat(upper, dim=-1), layer.spec.gate_up_parts
-    alternate = layer.names.stacked.interleaved and len(upper) == 1
-    order = both.unflatten(-1, (-1, parts)).mT if alternate else both.unflatten(-1, (parts, -1))
-    own = order[..., local[0] : local[1]]
-    gate_up = functional.pad(own, (0, room - own.shape[-1])).contiguous()
+    joined = upper[0] if len(upper) == 1 else torch.cat(upper, dim=-1)
+    parts = layer.spec.gate_up_parts
+    if layer.names.stacked.interleaved and len(upper) == 1:
+        by_part = joined.unflatten(-1, (-1, parts)).mT
+    else:
+        by_part = joined.unflatten(-1, (parts, -1))
+    local_rows = by_part[..., local[0] : local[1]]
+    gate_up = functional.pad(local_rows, (0, padded_width - local_rows.shape[-1])).contiguous()
     return {"gate_up_bias": gate_up, "down_bias": torch.zeros_like(down) if placement.tp_rank else down}
 
 
@@ -180,7 +202,8 @@ def load_all(
 
     progress: called before each layer and once at the end with (layers done, layers, text).
     """
-    layers, opened = moe_layers(checkpoint.config), lru_cache(maxsize=1)(partial(CheckpointLayer.open, checkpoint))
+    layers = moe_layers(checkpoint.config)
+    opened = lru_cache(maxsize=1)(partial(CheckpointLayer.open, checkpoint))
 
     def text(number: int) -> str:
         return f"layer {number} ({format_names(opened(number).spec.formats)})"

@@ -1,4 +1,4 @@
-"""How one layer's experts are stored: the format, its storage, and the sizes a config declares."""
+"""The stored format of one layer's experts: format, storage, and the sizes that the config declares."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,22 +11,27 @@ from ..formats.payload import Part, Payload, Storage
 
 __all__ = ["ACTIVATION_SCALES", "PART_SUFFIXES", "StoredFormat"]
 
-# What a tensor of a matrix ends in: the parts of any format, and static scales of its input.
+# Suffixes of a matrix's tensors: the parts of any format, and static scales of its input.
 PART_SUFFIXES = frozenset(part.suffix for form in FORMATS for storage in form.storages for part in storage.parts)
 ACTIVATION_SCALES = (
-    ".input_scale", ".input_global_scale", ".activation_scale", ".qscale_act", "_input_scale", "_activation_scale",
-)  # fmt: skip
+    ".input_scale",
+    ".input_global_scale",
+    ".activation_scale",
+    ".qscale_act",
+    "_input_scale",
+    "_activation_scale",
+)
 _INTEGERS = (Int4Group, Int4Affine, Int4Ordered, Int8Affine, Int8Ordered)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredFormat:
-    """How one layer's experts are stored.
+    """The stored format of one layer's experts.
 
     name: a format of ``formats.FORMATS``. storage: one of its storages. stacked: one tensor holds all experts.
-    block: rows and columns that share a scale (FP8 block). group: columns that share a scale (integers; 0: a
-    whole row). static_activations: the activation format that static scales in the files belong to, where it is not
-    the usual one of the weight format.
+    block: rows and columns that share a scale (FP8 block). group: columns that share a scale (integers; 0: a whole
+    row). static_activations: the activation format of static scales in the files, None for the default of the weight
+    format.
     """
 
     name: str
@@ -61,6 +66,9 @@ class StoredFormat:
 
     def build(self, parts: Mapping[str, Tensor], shape: tuple[int, ...]) -> Payload:
         """Return the payload of logical ``shape`` from its parts; raises the CheckpointErrors of ``from_parts``."""
-        sizes: dict[str, Any] = {"group_size": self.group or shape[-1]} if self.format in _INTEGERS else {}
-        sizes |= {"block": self.block} if self.format is Fp8Block else {}
+        sizes: dict[str, Any] = {}
+        if self.format in _INTEGERS:
+            sizes["group_size"] = self.group or shape[-1]
+        if self.format is Fp8Block:
+            sizes["block"] = self.block
         return self.format.from_parts(parts, storage=self.storage, shape=shape, **sizes)

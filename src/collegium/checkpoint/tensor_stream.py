@@ -1,13 +1,13 @@
-"""A checkpoint over memory: tensors that somebody else has, by name, one by one and in any order.
+"""A checkpoint in memory: tensors that the caller provides by name, one by one and in any order.
 
-An engine with a loader of its own, a training framework or a connection hands them over; what reads files reads them
-then, so audits, errors and bits are those of files.
+The source may be an engine's loader, a training framework or a network connection. The tensors pass through the same
+code as files, so audits, errors and bits are the same.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -25,8 +25,12 @@ __all__ = ["TensorStream"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Held(TensorInfo):
-    """data: all bytes of the tensor; empty where they are not kept. sample: those in its middle, which are."""
+class _InMemoryTensor(TensorInfo):
+    """Header entry of a tensor in memory.
+
+    data: one buffer with all bytes of the tensor, or an empty list if they were not stored or were released. sample:
+    the bytes in its middle, which are always stored.
+    """
 
     data: list[memoryview]
     sample: bytes
@@ -36,8 +40,8 @@ class _Held(TensorInfo):
         for start, count in runs:
             if not self.data:
                 raise InputError(
-                    f"tensor {self.name!r} is no longer in memory: its layer was released, or it is of an expert that "
-                    "the placement given to TensorStream does not hold; make TensorStream that keep it"
+                    f"tensor {self.name!r} is no longer in memory: its layer was released, or it belongs to an expert "
+                    "that the placement of the TensorStream does not include; create a TensorStream that stores it"
                 )
             into[at : at + count] = self.data[0][start : start + count]
             at += count
@@ -47,7 +51,7 @@ class _Held(TensorInfo):
 
 
 class TensorStream:
-    """Takes the tensors of a checkpoint from memory and gives a ``Checkpoint`` of those that have arrived."""
+    """Collects the tensors of a checkpoint in memory and provides a ``Checkpoint`` of those that have arrived."""
 
     def __init__(
         self,
@@ -57,30 +61,32 @@ class TensorStream:
         placement: Placement | None = None,
         copy: bool = True,
     ) -> None:
-        """Put ``tensors``, pairs of name and tensor; more may follow. config: what ``config.json`` holds.
+        """Put ``tensors``, pairs of name and tensor; more may follow.
 
-        placement: of this rank: an expert of its own tensors that it does not hold leaves only its headers here. copy:
-        False keeps tensors that lie on the CPU where they are; nobody may write to them then. Raises ConfigError for a
-        model type that is not known, and what ``put`` raises.
+        config: the contents of ``config.json``. placement: of this rank; of other ranks' experts with separate tensors
+        only the headers are stored. copy: False stores CPU tensors without a copy; the caller must not write to them.
+        Raises ConfigError for an unknown model type, and the errors of ``put``.
         """
-        self.config, self._family, self._copy = config, family_of(config), copy
-        # Where a rank holds none, the first expert still says what an empty one looks like.
+        self.config = config
+        self._family = family_of(config)
+        self._copy = copy
+        # A rank without experts stores the first one, which provides the form of an empty payload.
         self._local = None if placement is None else placement.expert_ids or (0,)
         self._infos: dict[str, TensorInfo] = {}
-        self._made: Checkpoint | None = None
+        self._checkpoint: Checkpoint | None = None
         for name, tensor in tensors:
             self.put(name, tensor)
 
     def put(self, name: str, tensor: Tensor) -> bool:
-        """Take one tensor under its name in the checkpoint; return whether its numbers are kept.
+        """Add one tensor under its name in the checkpoint; return whether its data is stored.
 
-        Copied to the CPU from whatever device, so the caller may use its memory again. Raises DuplicateTensorError for
-        a name that came before, and InputError for a dtype that no checkpoint has and for parts of a tensor (DTensor).
+        The tensor is copied to the CPU, so the caller may reuse its memory. Raises DuplicateTensorError for a repeated
+        name, and InputError for a dtype that checkpoints do not have and for partial tensors (DTensor).
         """
         plain = tensor.detach()
         if name in self._infos:
             raise DuplicateTensorError(
-                f"tensor {name!r} was put twice; each name comes once. Other weights of a model are other TensorStream"
+                f"tensor {name!r} was put twice; each name may be put once. Use another TensorStream for other weights"
             )
         if type(plain) is not Tensor or plain.is_meta or plain.dtype not in SAFETENSORS_DTYPES.values():
             raise InputError(
@@ -89,24 +95,32 @@ class TensorStream:
             )
         dtype, shape = entry_of(plain)
         raw = plain.contiguous().view(-1).view(torch.uint8)
-        kept = self._local is None or expert_of(self._family, name) in (None, *self._local)
+        is_local = self._local is None or expert_of(self._family, name) in (None, *self._local)
         # numpy shares the tensor's memory; its stubs lack the buffer protocol on Python 3.11
-        data = [memoryview(cast("bytearray", raw.to("cpu", copy=self._copy).numpy()))] if kept else []
+        data = [memoryview(cast("bytearray", raw.to("cpu", copy=self._copy).numpy()))] if is_local else []
         sample = raw[slice(*middle_of(raw.numel()))].cpu().numpy().tobytes()
-        there: Any = {"file": Path("<memory>"), "start": 0, "stop": raw.numel()}
-        self._infos[name] = _Held(name=name, dtype=dtype, shape=shape, data=data, sample=sample, **there)
-        self._made = None
-        return kept
+        self._infos[name] = _InMemoryTensor(
+            name=name,
+            dtype=dtype,
+            shape=shape,
+            file=Path("<memory>"),
+            start=0,
+            stop=raw.numel(),
+            data=data,
+            sample=sample,
+        )
+        self._checkpoint = None
+        return is_local
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """The checkpoint of all tensors that have arrived so far; layers that are complete can be loaded from it."""
-        if self._made is None:
-            self._made = Checkpoint(Path("<memory>"), self.config, without_wrappers(dict(self._infos)))
-        return self._made
+        """The checkpoint of all tensors that have arrived so far; complete layers can be loaded from it."""
+        if self._checkpoint is None:
+            self._checkpoint = Checkpoint(Path("<memory>"), self.config, without_wrappers(dict(self._infos)))
+        return self._checkpoint
 
     def release(self, layer: int) -> None:
-        """Free the tensors of a layer that was loaded; their headers stay, and none of them may come again."""
+        """Free the tensors of a loaded layer; their headers remain, so they cannot be put again."""
         for _, info in index_of(self.checkpoint).tensors(layer):
-            if isinstance(info, _Held):
+            if isinstance(info, _InMemoryTensor):
                 info.data.clear()

@@ -1,4 +1,4 @@
-"""Writing checkpoints: safetensors files piece by piece, and a folder that appears whole or not at all."""
+"""Write checkpoints: safetensors files tensor by tensor, and folders that appear atomically."""
 
 import json
 import math
@@ -26,12 +26,14 @@ _NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
 
 def matrix_parts(payload: Payload, storage: Storage) -> dict[str, Tensor]:
-    """Return the checkpoint tensors of one matrix ``[N, K]`` by suffix: what ``from_parts`` takes, required parts only.
+    """Return the checkpoint tensors of one matrix ``[N, K]`` by suffix: the required parts of ``from_parts``.
 
-    Known are the plain storages, compressed-tensors, finegrained-fp8, gpt-oss and deepseek-v4; packed integers bring
+    Supports the plain storages, compressed-tensors, finegrained-fp8, gpt-oss and deepseek-v4; packed integers also get
     ``.weight_shape``.
     """
-    tensors, (rows, columns), first = payload.tensors(), payload.shape, storage.parts[0]
+    tensors = payload.tensors()
+    rows, columns = payload.shape
+    first = storage.parts[0]
     if "values" in tensors:
         return {first.suffix: tensors["values"]}
     codes = tensors["codes"]
@@ -46,16 +48,18 @@ def matrix_parts(payload: Payload, storage: Storage) -> dict[str, Tensor]:
     scales = [tensors[name] for name in ("scale", "scales", "global_scale") if name in tensors]
     if storage.name == "deepseek-v4" and scales[0].dtype == torch.uint8:
         scales[0] = scales[0].view(torch.float8_e8m0fnu)
-    # one number a matrix is stored as [1], one a row as [N, 1]
+    # A scale per matrix is stored as [1], one per row as [N, 1].
     scales = [scale.unsqueeze(-1) if scale.dim() < 2 else scale for scale in scales]
-    out = {part.suffix: tensor for part, tensor in zip(storage.parts, [codes, *scales], strict=False)}
-    return out | ({".weight_shape": torch.tensor([rows, columns])} if isinstance(payload, Int4Group) else {})
+    parts = {part.suffix: tensor for part, tensor in zip(storage.parts, [codes, *scales], strict=False)}
+    if isinstance(payload, Int4Group):
+        parts[".weight_shape"] = torch.tensor([rows, columns])
+    return parts
 
 
 class Shard:
-    """One safetensors file in the making: the header is written first, then every tensor in any order.
+    """Writer of one safetensors file: the header is written first, then the tensors in any order.
 
-    entries: name to (dtype name, shape). Leaving the ``with`` block checks that every byte was given.
+    entries: name to (dtype name, shape). Leaving the ``with`` block checks that every byte was written.
     """
 
     def __init__(self, path: Path, entries: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
@@ -63,7 +67,7 @@ class Shard:
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         at = 0
         widths = {name: dtype.itemsize for name, dtype in SAFETENSORS_DTYPES.items()}
-        # Wide elements first, so that every tensor starts on a multiple of its element.
+        # Large elements first, so that every tensor is aligned to its element size.
         for name, (dtype, shape) in sorted(entries.items(), key=lambda entry: (-widths[entry[1][0]], entry[0])):
             size = math.prod(shape) * widths[dtype]
             header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
@@ -71,7 +75,9 @@ class Shard:
             at += size
         raw = json.dumps(header).encode()
         raw += b" " * (-len(raw) % 8)
-        self._base, self._left, self._path = 8 + len(raw), at, path
+        self._base = 8 + len(raw)
+        self._remaining = at
+        self._path = path
         self._file = path.open("wb", buffering=0)
         self._file.write(len(raw).to_bytes(8, "little") + raw)
 
@@ -80,19 +86,19 @@ class Shard:
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if kind is None:
-            assert self._left == 0, f"{self._path}: {self._left} bytes were never given"
+            assert self._remaining == 0, f"{self._path}: {self._remaining} bytes were never written"
             os.fsync(self._file.fileno())
         self._file.close()
 
     def put(self, name: str, tensor: Tensor, index: int = 0) -> None:
-        """Write ``tensor`` as entry ``index`` of ``name`` (entry 0 of 1 when the whole is given)."""
+        """Write ``tensor`` as entry ``index`` of the stack ``name``, or whole with index 0."""
         flat = tensor.detach().contiguous().reshape(-1)
         # numpy shares the tensor's memory; its stubs lack the buffer protocol on Python 3.11
         raw = memoryview(cast("bytearray", flat.view(torch.uint8).numpy()))
         self._write(self._spans[name][0] + index * len(raw), raw)
 
     def copy(self, info: TensorInfo) -> None:
-        """Copy a tensor's bytes from the file it lies in."""
+        """Copy a tensor's bytes from its file."""
         at, _ = self._spans[info.name]
         for piece in info.pieces():
             self._write(at, memoryview(piece))
@@ -100,37 +106,37 @@ class Shard:
 
     def _write(self, at: int, raw: memoryview) -> None:
         self._file.seek(self._base + at)
-        self._left -= len(raw)
+        self._remaining -= len(raw)
         while raw:
             raw = raw[self._file.write(raw) :]
 
 
 def entry_of(tensor: Tensor, experts: int | None = None) -> tuple[str, tuple[int, ...]]:
-    """Return the header's (dtype, shape) of a tensor, or of a stack of ``experts`` such tensors."""
+    """Return (dtype, shape) for the header, of a tensor or of a stack of ``experts`` such tensors."""
     shape = tuple(tensor.shape)
     return _NAMES[tensor.dtype], shape if experts is None else (experts, *shape)
 
 
 @contextmanager
 def whole_folder(out: Path, needed: int) -> Generator[tuple[Path, list[str]]]:
-    """Give a temporary folder beside ``out`` that becomes ``out`` when the block ends well, and vanishes otherwise.
+    """Yield a temporary folder next to ``out``, which is renamed to ``out`` on success and removed on failure.
 
-    Also gives the names of folders that killed runs had left and that were removed. A run is alive as long as it holds
-    the lock on its folder. needed: bytes that must be free. Raises InputError when ``out`` exists or a live run writes
-    it, and CheckpointError when the disk is too small or refuses.
+    Also yields the names of removed folders of killed runs; a run is alive as long as it holds the lock on its folder.
+    needed: bytes that must be free. Raises InputError if ``out`` exists or another run is writing it, and
+    CheckpointError if the disk is too small or cannot be written.
     """
     prefix = f".{out.name}.partial-"
     try:
-        with ExitStack() as held:
+        with ExitStack() as stack:
             for parent in reversed(out.parents):
                 if not parent.exists():
                     parent.mkdir(exist_ok=True)
-                    held.callback(_remove_empty, parent)
-            with _locked(out.parent):
+                    stack.callback(_remove_empty, parent)
+            with _folder_lock(out.parent):
                 if out.exists():
                     raise InputError(f"{out} exists; nothing is overwritten, name another folder or remove it")
                 partial = [p for p in out.parent.iterdir() if p.name.startswith(prefix)]
-                stale = [p for p in partial if _abandoned(p)]
+                stale = [p for p in partial if _is_abandoned(p)]
                 if len(stale) < len(partial):
                     raise InputError(f"{out}: another run is writing it now; wait for its end, or name another folder")
                 for path in stale:
@@ -138,50 +144,51 @@ def whole_folder(out: Path, needed: int) -> Generator[tuple[Path, list[str]]]:
                 free = shutil.disk_usage(out.parent).free
                 if free < needed:
                     raise CheckpointError(f"{out}: needs about {needed:,} bytes, {free:,} are free in {out.parent}")
-                room = out.parent / tempfile.mkdtemp(prefix=prefix, dir=out.parent)
-                held.callback(shutil.rmtree, room, ignore_errors=True)
-                held.enter_context(_locked(room))
-            room.chmod(0o755)
-            yield room, [path.name for path in stale]
-            _sync(room)
-            room.rename(out)
+                folder = out.parent / tempfile.mkdtemp(prefix=prefix, dir=out.parent)
+                stack.callback(shutil.rmtree, folder, ignore_errors=True)
+                stack.enter_context(_folder_lock(folder))
+            folder.chmod(0o755)
+            yield folder, [path.name for path in stale]
+            _sync(folder)
+            folder.rename(out)
             _sync(out.parent)
     except OSError as error:
-        msg = f"{out}: cannot be written ({error.strerror or error}); nothing was left behind"
-        raise CheckpointError(msg) from error
+        raise CheckpointError(
+            f"{out}: cannot be written ({error.strerror or error}); all temporary files were removed"
+        ) from error
 
 
 @contextmanager
-def _opened(folder: Path) -> Generator[int]:
-    held = os.open(folder, os.O_RDONLY)
+def _open_folder(folder: Path) -> Generator[int]:
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        yield held
+        yield descriptor
     finally:
-        os.close(held)
+        os.close(descriptor)
 
 
 @contextmanager
-def _locked(folder: Path, *, wait: bool = True) -> Generator[None]:
-    """Hold the lock of ``folder`` until the block ends, or the process by whatever end."""
-    with _opened(folder) as held:
+def _folder_lock(folder: Path, *, wait: bool = True) -> Generator[None]:
+    """Hold the lock of ``folder`` until the block or the process ends."""
+    with _open_folder(folder) as descriptor:
         if sys.platform != "win32":
             import fcntl
 
-            fcntl.flock(held, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         yield
 
 
-def _abandoned(folder: Path) -> bool:
-    with suppress(OSError), _locked(folder, wait=False):
+def _is_abandoned(folder: Path) -> bool:
+    with suppress(OSError), _folder_lock(folder, wait=False):
         return True
     return False
 
 
 def _remove_empty(folder: Path) -> None:
-    with suppress(OSError):  # not empty: all went well, or another run writes there
+    with suppress(OSError):  # not empty: the run succeeded, or another run writes there
         folder.rmdir()
 
 
 def _sync(folder: Path) -> None:
-    with _opened(folder) as held:
-        os.fsync(held)
+    with _open_folder(folder) as descriptor:
+        os.fsync(descriptor)

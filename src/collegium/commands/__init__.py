@@ -1,1 +1,1 @@
-"""The work behind the commands: ``bench.py`` behind ``collegium bench``, and so on; ``cli.py`` parses and prints."""
+"""Implementation of the commands, one module per command; ``cli.py`` parses options and prints reports."""

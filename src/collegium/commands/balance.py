@@ -1,4 +1,4 @@
-"""``collegium balance record``: run a model over a text and write what its experts were asked."""
+"""``collegium balance record``: run a model on a text and record the load of its experts."""
 
 import os
 from pathlib import Path
@@ -27,26 +27,27 @@ def record_load(
     device: str | None = None,
     progress: Progress | None = None,
 ) -> LoadReport:
-    """Run the model in folder ``model`` over a text and write what its experts were asked to the trace ``out``.
+    """Run the model in folder ``model`` on a text and write the load of its experts to the trace file ``out``.
 
-    A step is a forward pass over the next ``tokens`` tokens of the file ``text`` (the model's ``heldout.txt`` without);
-    what is left at its end is not run. steps: at most as many. Raises InputError, before the model is loaded where it
-    can be known, and what ``load_model`` raises.
+    A step is one forward pass over the next ``tokens`` tokens of the file ``text`` (default: the model's
+    ``heldout.txt``); a remainder shorter than a step is not run. steps: maximum number of steps. Raises InputError,
+    before the model is loaded where possible, and the errors of ``load_model``.
     """
-    checkpoint, file = check_writable(model), Path(out)
+    checkpoint = check_writable(model)
+    file = Path(out)
     source = checkpoint.path / "heldout.txt" if text is None else Path(text)
     if not source.is_file():
         raise InputError(f"{source}: no such file; name a text to run with --text")
     if not file.parent.is_dir() or file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise InputError(f"--out {out}: cannot be written; name a file in a folder that can")
-    longest = checkpoint.config.get("max_position_embeddings")
-    if isinstance(longest, int) and tokens > longest:
-        raise InputError(f"--tokens {tokens}: the model was made for {longest} positions; ask for as many at most")
+        raise InputError(f"--out {out}: cannot be written; name a file in a writable folder")
+    max_positions = checkpoint.config.get("max_position_embeddings")
+    if isinstance(max_positions, int) and tokens > max_positions:
+        raise InputError(f"--tokens {tokens}: the model supports {max_positions} positions; request at most that many")
     loaded = load_model(checkpoint, device=probe(device).place, limits=Limits(max_tokens=tokens))
     writer = Writer(loaded, checkpoint.path)
     windows = writer.windows(source, tokens)[:steps]
-    with torch.inference_mode(), recording(loaded) as found:
+    with torch.inference_mode(), recording(loaded) as recorder:
         for _, window in counted([*enumerate(windows, 1)], progress, "step {0[0]}".format):
             cast("Any", loaded)(window[None], use_cache=False)
-    found.trace(checkpoint.path.resolve().name).save(file)
+    recorder.trace(checkpoint.path.resolve().name).save(file)
     return look_at_load(out)

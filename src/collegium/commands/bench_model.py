@@ -1,13 +1,13 @@
-"""Tokens a second of a whole model with random weights: Collegium's experts beside those of transformers.
+"""Decode speed of a whole model with random weights, with Collegium's experts and with those of transformers.
 
-Everything but the experts is the same module in the same process. Decoding is greedy with a cache of fixed size; a
-step is one CUDA graph where the experts allow it. Before a time is taken, the experts of the middle layer must agree
-with FP32 truth on what the prompt brings them. Logits are no judge: in a random model a router near a tie takes
-another expert after any rounding, and transformers' own implementations differ by a tenth. What fails is
-a row with the reason.
+All other modules are the same objects in the same process. Decoding is greedy with a fixed-size cache; a step is one
+CUDA graph if the experts allow it. Before timing, the experts of the middle layer must agree with FP32 output on the
+hidden states of the prompt. Logits cannot be compared: in a random model any rounding changes routing decisions near
+a tie, and the logits of transformers' two implementations differ by 10 %. A failure becomes a row with the reason.
 """
 
 import gc
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -21,7 +21,7 @@ from torch import Tensor
 from ..checkpoint.reader import read_config
 from ..errors import InputError, MeasurementError, SpecError
 from ..integrations import transformers as plugin
-from ..integrations.extra import extra
+from ..integrations.extra import import_extra
 from ..integrations.transformers.decoding import Steps
 from ..layer import MoELayer
 from ..ops.quantize import activation_format
@@ -39,21 +39,21 @@ from .memory_check import bytes_per_weight, check_free_memory
 
 __all__ = ["MODELS", "RECIPES", "ModelReport", "ModelRow", "bench_model"]
 
-# Folders with the facts of published configurations.
+# Folders with published config.json files.
 MODELS = {name: Path(__file__).parent / "configs" / name for name in ("qwen3_30b", "gpt_oss_20b")}
 RECIPES = (("mxfp4", "bf16"), ("mxfp4", "fp8_token"))
-_THEIRS = ("eager", "grouped_mm")
-_NO_GRAPH = ("eager",)  # it asks the device which experts are hit
-_PROMPT = 32
+_TRANSFORMERS = ("eager", "grouped_mm")
+_NO_GRAPH = ("eager",)  # reads the active experts from the device
+_PROMPT_TOKENS = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelRow:
-    """One contender for the experts, decoding ``batch`` sequences at once, on all ranks together.
+    """One implementation of the experts, decoding ``batch`` sequences at once over all ranks.
 
     experts: transformers' implementation, or ``collegium WEIGHTS[:ACTIVATIONS]``. graph: whether a step is one CUDA
-    graph. error: relative L2 distance of the middle layer's experts to FP32 truth. seconds: of one decode step, None
-    where note says why there is none.
+    graph. error: relative L2 error of the middle layer's experts against FP32. seconds: time of one decode step; None
+    with the reason in ``note``.
     """
 
     batch: int
@@ -65,15 +65,16 @@ class ModelRow:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens of all sequences in a second."""
+        """Tokens per second, over all sequences."""
         return None if self.seconds is None else self.batch / self.seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelReport:
-    """Everything one run measured, and on what. layers: as built, which may be less than the model has.
+    """All results of one run, with device and software versions. layers: number of layers built.
 
-    ranks: which shared our experts (those of transformers are whole on each); seconds are those of the slowest.
+    ranks: number of ranks, over which Collegium's experts were split (transformers' experts are whole on each rank);
+    times are those of the slowest rank.
     """
 
     model: str
@@ -94,28 +95,28 @@ class ModelReport:
 
 
 class _Stepper:
-    """A prompt in a cache of its own, and the decode step that follows it, always at the same position."""
+    """A prompt in its cache, and the decode step after it, repeated at the same position."""
 
     def __init__(self, model: Any, batch: int, seed: int = 0) -> None:
         generator = torch.Generator(model.device).manual_seed(batch + seed)
-        words = min(1000, model.config.get_text_config().vocab_size)
-        self.ids = torch.randint(0, words, (batch, _PROMPT), device=model.device, generator=generator)
+        vocab_size = min(1000, model.config.get_text_config().vocab_size)
+        self.ids = torch.randint(0, vocab_size, (batch, _PROMPT_TOKENS), device=model.device, generator=generator)
         with torch.inference_mode():
-            self.steps = Steps(model, extra("transformers.cache_utils"), _PROMPT + 64, capture=False)
+            self.steps = Steps(model, import_extra("transformers.cache_utils"), _PROMPT_TOKENS + 64, capture=False)
             self.steps.first(self.ids)
-            self.steps.next(self.ids[:, -1], _PROMPT)
-            self._set_back()
+            self.steps.next(self.ids[:, -1], _PROMPT_TOKENS)
+            self._rewind()
 
-    def _set_back(self) -> None:
+    def _rewind(self) -> None:
         for layer in self.steps.cache.layers:
             layer.cumulative_length.sub_(1)
             if hasattr(layer, "cumulative_length_int"):
-                layer.cumulative_length_int = _PROMPT
+                layer.cumulative_length_int = _PROMPT_TOKENS
 
     def step(self) -> Tensor:
-        """Decode one token; the cache grows by one and is set back, so that every step costs the same."""
+        """Decode one token, then rewind the cache, so that every step costs the same."""
         self.steps.token.copy_(self.steps.run().argmax(-1, keepdim=True))
-        self._set_back()
+        self._rewind()
         return self.steps.token
 
 
@@ -132,28 +133,34 @@ def bench_model(
 ) -> ModelReport:
     """Measure decode steps of the model ``what``: a name of ``MODELS``, or a folder with a config of transformers.
 
-    Its experts run in transformers' own implementations, in ours with the same BF16 weights, and in each (weights,
-    activations) of ``recipes`` with random weights of that format. Those with the same weights take turns. layers:
-    build that many at most. device: Ranks, where several share our experts and decode the same sequences, or each its
-    own. seconds: nothing is begun after that long. progress: called with (done, total, text).
-    Raises InputError for what is no such model; what fails later is a row with the reason.
+    The experts run in transformers' implementations, in Collegium with the same BF16 weights, and in Collegium with
+    random weights in each (weights, activations) of ``recipes``. Implementations with the same weights take turns.
+
+    layers: build at most this many layers.
+    device: a device, or Ranks, over which Collegium's experts are split. The ranks decode the same or different
+    sequences, according to ``Ranks.same_tokens``.
+    seconds: time limit; no measurement starts after it.
+    progress: called with (done, total, text).
+
+    Raises InputError if the model cannot be built. A later failure becomes a row with the reason.
     """
-    started = time.monotonic()
+    start = time.monotonic()
     ranks = device if isinstance(device, Ranks) else None
     facts = probe(device.device if isinstance(device, Ranks) else device)
     place = torch.device(facts.place)
-    model = _built(what, layers, facts, [weights for weights, _ in recipes])
-    ours = [f"collegium {weights}" + (f":{made}" if made not in ("", "bf16") else "") for weights, made in recipes]
+    model = _build_model(what, layers, facts, [weights for weights, _ in recipes])
     rows: list[ModelRow] = []
     specs = _specs(model) if ranks else list[MoESpec]()
-    groups = [(*_THEIRS, "collegium bf16"), *((way,) for way in ours)]
-    for ways in counted(groups, progress, lambda ways: ways[-1]):
-        # The first group lets the plug-in read the sizes of the experts off the model.
-        reason = _attached(model, ways[-1], specs, ranks) if ranks or ways is not groups[0] else ""
+    groups = [(*_TRANSFORMERS, "collegium bf16"), *((_implementation(*recipe),) for recipe in recipes)]
+    for implementations in counted(groups, progress, lambda group: group[-1]):
+        # In the first group on one rank, the plug-in builds the layers and reads their sizes from the model.
+        reason = ""
+        if ranks or implementations is not groups[0]:
+            reason = _attach_recipe(model, implementations[-1], specs, ranks)
         for batch in batches:
-            late = "no time left" if _any(ranks, time.monotonic() - started > seconds) else ""
-            reasons = {way: late or ("" if way in _THEIRS else reason) for way in ways}
-            rows += _turns(model, reasons, batch, rounds, ranks)
+            late = "no time left" if _any_rank(ranks, time.monotonic() - start > seconds) else ""
+            reasons = {name: late or ("" if name in _TRANSFORMERS else reason) for name in implementations}
+            rows += _measure_turns(model, reasons, batch, rounds, ranks)
         specs = specs or [layer.spec for layer in plugin.layers_of(model)]
     return ModelReport(
         model=MODELS.get(what, Path(what)).resolve().name,
@@ -169,31 +176,36 @@ def bench_model(
     )
 
 
-def _any(ranks: Ranks | None, value: object) -> bool:
-    """Return whether ``value`` holds on any rank: what one leaves out, all leave out."""
+def _implementation(weights: str, activations: str) -> str:
+    suffix = "" if activations in ("", "bf16") else f":{activations}"
+    return f"collegium {weights}{suffix}"
+
+
+def _any_rank(ranks: Ranks | None, value: object) -> bool:
+    """Return whether ``value`` is true on any rank, so that all ranks skip the same measurements."""
     return any(ranks.exchange(bool(value), "bench-model")) if ranks else bool(value)
 
 
 def _specs(model: Any) -> list[MoESpec]:
-    """Return the sizes of the experts, which the plug-in would read off the model where they are not shared."""
+    """Return the spec of each experts module, read from the model's parameters."""
     top_k = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
     if top_k is None:
         raise InputError("bench-model on several ranks: the model's config has no num_experts_per_tok")
-    found = sorted(plugin.experts_modules(model).items())
-    return [plugin.spec_of(module, plugin.routed_weights(module), top_k) for _, module in found]
+    modules = [module for _, module in sorted(plugin.experts_modules(model).items())]
+    return [plugin.spec_of(module, plugin.routed_weights(module), top_k) for module in modules]
 
 
-def _built(what: str, layers: int | None, facts: DeviceFacts, formats: Sequence[str]) -> Any:
-    """Return the model with random BF16 weights; raises InputError where it is none with experts or has no room."""
-    transformers = extra("transformers")
+def _build_model(what: str, layers: int | None, facts: DeviceFacts, formats: Sequence[str]) -> Any:
+    """Build the model with random BF16 weights; raises InputError if it has no experts or exceeds the free memory."""
+    transformers = import_extra("transformers")
     folder = MODELS.get(what, Path(what))
     if not (folder / "config.json").is_file():
         raise InputError(f"model {what!r}: allowed are {', '.join(MODELS)}, or a folder with config.json")
     read_config(folder)
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as fault:  # of many kinds, some of packages below transformers
-        raise InputError(f"model {what!r}: transformers cannot read its config.json: {_reason(fault)}") from fault
+    except Exception as error:  # transformers and its dependencies raise many classes
+        raise InputError(f"model {what!r}: transformers cannot read its config.json: {_reason(error)}") from error
     text = config.get_text_config()
     if layers is not None and layers < text.num_hidden_layers:
         text.num_hidden_layers = layers
@@ -202,128 +214,152 @@ def _built(what: str, layers: int | None, facts: DeviceFacts, formats: Sequence[
     plugin.register()
     with torch.device("meta"):
         sizes = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
-    check_free_memory(f"bench-model {what}", _needs(sizes, formats), facts)
+    check_free_memory(f"bench-model {what}", _model_needs(sizes, formats), facts)
     torch.manual_seed(0)
     with torch.device(facts.place):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
     if not plugin.experts_modules(model):
-        raise InputError(f"model {what!r}: transformers builds no experts for it that can be run in another way")
+        raise InputError(f"model {what!r}: transformers builds no experts with an exchangeable implementation for it")
     return model.eval()
 
 
-def _needs(model: Any, formats: Sequence[str]) -> dict[str, float]:
-    """Return the bytes of the model in BF16, and of its experts once more in the largest of ``formats``."""
+def _model_needs(model: Any, formats: Sequence[str]) -> dict[str, float]:
+    """Return the bytes of the model in BF16 and of a second copy of its experts in the largest of ``formats``."""
     experts = sum(p.numel() for module in plugin.experts_modules(model).values() for p in module.parameters())
-    each = [0.0]
+    sizes = [0.0]
     for name in formats:
-        with suppress(SpecError):  # an unknown format is a row that says so
-            each.append(bytes_per_weight(name))
-    return {"model": 2.0 * sum(p.numel() for p in model.parameters()), "experts in another format": max(each) * experts}
+        with suppress(SpecError):  # an unknown format becomes a row with the reason
+            sizes.append(bytes_per_weight(name))
+    return {
+        "model": 2.0 * sum(p.numel() for p in model.parameters()),
+        "experts in another format": max(sizes) * experts,
+    }
 
 
-def _formats(way: str) -> tuple[str, str]:
-    """Return the weights and activations that ``way`` names: ``collegium WEIGHTS[:ACTIVATIONS]``, or transformers'."""
-    return recipe_of(way.partition(" ")[2] or "bf16")
+def _formats(implementation: str) -> tuple[str, str]:
+    """Return the (weights, activations) of ``collegium WEIGHTS[:ACTIVATIONS]``; BF16 for transformers'."""
+    return recipe_of(implementation.partition(" ")[2] or "bf16")
 
 
-def _attached(model: Any, way: str, specs: Sequence[MoESpec], ranks: Ranks | None) -> str:
-    """Give every layer of ``model`` experts in the formats of ``way``; return why not, or nothing."""
+def _attach_recipe(model: Any, implementation: str, specs: Sequence[MoESpec], ranks: Ranks | None) -> str:
+    """Attach random experts of ``implementation`` to every layer; return the reason of a failure, or ""."""
     modules = sorted(plugin.experts_modules(model).items())
     if len(specs) != len(modules):
-        return "absent: the sizes of the experts are not known, as our BF16 experts did not run"
+        return "absent: the sizes of the experts are unknown, because Collegium's BF16 experts did not run"
+    recipe = _formats(implementation)
     try:
         pairs = zip(modules, specs, strict=True)
-        plugin.attach(model, {at: _layer(spec, way, (at, module), ranks) for (at, module), spec in pairs})
-    except Exception as fault:  # this way is listed with the reason, and the run goes on
-        return f"absent: {_reason(fault)}"
+        layers = {index: _random_layer(spec, recipe, index, module, ranks) for (index, module), spec in pairs}
+        plugin.attach(model, layers)
+    except Exception as error:  # listed with the reason; the run continues
+        return f"absent: {_reason(error)}"
     return ""
 
 
-def _layer(spec: MoESpec, way: str, owner: tuple[int, Any], ranks: Ranks | None) -> MoELayer:
-    """Return the layer of an experts module: random experts, in BF16 the module's own, as in one process."""
-    (weights, activations), (seed, module) = _formats(way), owner
-    own, device = replace(spec, weight_format=weights), module.down_proj.device
-    made = plugin.routed_weights(module) if weights == "bf16" else random_weights(own, device, seed=seed)
-    placed = None if ranks is None else ranks.placement(spec.num_experts)
-    problem = Problem(spec=own, device=probe(device), limits=Limits(max_tokens=2048), placement=placed)
-    if placed is not None:
-        made = expert_ids_of(made, placed.expert_ids)
-    return MoELayer(made, plan(problem, Overrides(activation_format=activations)))
+def _random_layer(spec: MoESpec, recipe: tuple[str, str], index: int, module: Any, ranks: Ranks | None) -> MoELayer:
+    """Return a layer for an experts module: with the module's weights in BF16, else with random weights.
+
+    The weights of layer ``index`` are the same for any number of ranks.
+    """
+    weight_format, activations = recipe
+    device = module.down_proj.device
+    recipe_spec = replace(spec, weight_format=weight_format)
+    if weight_format == "bf16":
+        weights = plugin.routed_weights(module)
+    else:
+        weights = random_weights(recipe_spec, device, seed=index)
+    placement = None if ranks is None else ranks.placement(spec.num_experts)
+    problem = Problem(spec=recipe_spec, device=probe(device), limits=Limits(max_tokens=2048), placement=placement)
+    if placement is not None:
+        weights = expert_ids_of(weights, placement.expert_ids)
+    return MoELayer(weights, plan(problem, Overrides(activation_format=activations)))
 
 
-def _turns(model: Any, ways: Mapping[str, str], batch: int, rounds: int, ranks: Ranks | None) -> list[ModelRow]:
-    """Return a row for each of ``ways``, which take turns; without a time where it names a reason."""
-    ready: dict[str, Callable[[], object]] = {}
-    # Ranks with sequences of their own decode as many more together.
-    apart = None if ranks is None or ranks.same_tokens else ranks
-    count, seed = (batch * apart.world_size, 1000 * apart.rank) if apart else (batch, 0)
-    rows = {way: ModelRow(batch=count, experts=way, note=reason) for way, reason in ways.items()}
-    for way in [way for way, reason in ways.items() if not reason]:
+def _measure_turns(
+    model: Any, reasons: Mapping[str, str], batch: int, rounds: int, ranks: Ranks | None
+) -> list[ModelRow]:
+    """Measure the implementations in turns and return one row for each.
+
+    reasons: by implementation, why it is not measured; "" to measure it.
+    """
+    steps: dict[str, Callable[[], object]] = {}
+    sequences, seed = batch, 0
+    if ranks is not None and not ranks.same_tokens:  # each rank decodes other sequences
+        sequences, seed = batch * ranks.world_size, 1000 * ranks.rank
+    rows = {name: ModelRow(batch=sequences, experts=name, note=reason) for name, reason in reasons.items()}
+    for name in [name for name, reason in reasons.items() if not reason]:
         try:
-            model.set_experts_implementation(way.split()[0])
-            if way not in _THEIRS:
-                _warm(model)
+            model.set_experts_implementation(name.split()[0])
+            if name not in _TRANSFORMERS:
+                _build_and_warm_up(model)
             stepper = _Stepper(model, batch, seed)
-            error = _checked(model, way, stepper, ranks)
-            ready[way], graph = _prepared(model, way, stepper)
-            rows[way] = replace(rows[way], error=error, graph=graph)
-        except Exception as fault:  # as above
-            rows[way] = replace(rows[way], note=f"failed: {_reason(fault)}")
+            error = _checked_error(model, name, stepper, ranks)
+            steps[name], graph = _prepare_step(model, name, stepper)
+            rows[name] = replace(rows[name], error=error, graph=graph)
+        except Exception as fault:  # noted in the row; the run continues
+            rows[name] = replace(rows[name], note=f"failed: {_reason(fault)}")
     try:
-        for way, seconds in take_turns(ready, model.device, rounds=rounds, queued=False).items():
+        for name, seconds in take_turns(steps, model.device, rounds=rounds, queued=False).items():
             slowest = max(ranks.exchange(seconds, "bench-model: seconds")) if ranks else seconds
-            rows[way] = replace(rows[way], seconds=slowest)
-    except Exception as fault:  # as above
-        rows |= {way: replace(rows[way], note=f"failed: {_reason(fault)}") for way in ready}
-    ready.clear()
+            rows[name] = replace(rows[name], seconds=slowest)
+    except Exception as fault:  # noted in the rows; the run continues
+        for name in steps:
+            rows[name] = replace(rows[name], note=f"failed: {_reason(fault)}")
+    steps.clear()
     gc.collect()
     if model.device.type == "cuda":
         torch.cuda.empty_cache()
     return list(rows.values())
 
 
-def _warm(model: Any) -> None:
-    """Build our layers with one token, unless they are attached already, and compile the rest side by side."""
+def _build_and_warm_up(model: Any) -> None:
+    """Build Collegium's layers with one token, unless layers are attached, and compile all kernels in parallel."""
     if not plugin.layers_of(model):
         with torch.inference_mode():
             model(torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=False, logits_to_keep=1)
     warm_up(plugin.layers_of(model))
 
 
-def _checked(model: Any, way: str, stepper: _Stepper, ranks: Ranks | None) -> float:
-    """Return the error of the middle layer's experts on the inputs of the prompt; raises when it is too large."""
+def _checked_error(model: Any, implementation: str, stepper: _Stepper, ranks: Ranks | None) -> float:
+    """Return the error of the middle layer's experts on the prompt; raises MeasurementError above the tolerance."""
     modules = sorted(plugin.experts_modules(model).items())
     index, module = modules[len(modules) // 2]
-    asked: list[tuple[Any, ...]] = []
-    hook = module.register_forward_hook(lambda _, inputs, out: asked.append((*inputs, out)))
+    calls: list[tuple[Any, ...]] = []
+    hook = module.register_forward_hook(lambda _, inputs, out: calls.append((*inputs, out)))
     with hook, torch.inference_mode():
         model(stepper.ids, use_cache=False, logits_to_keep=1)
-        x, ids, topk_weights, found = asked[0]
-        weights, activations = _formats(way)
-        plain = plugin.routed_weights(module)
-        spec = replace(plugin.spec_of(module, plain, ids.shape[-1]), weight_format=weights)
-        own = plain if weights == "bf16" else random_weights(spec, model.device, seed=index)
+        x, ids, topk_weights, output = calls[0]
+        weight_format, activations = _formats(implementation)
+        weights = plugin.routed_weights(module)
+        spec = replace(plugin.spec_of(module, weights, ids.shape[-1]), weight_format=weight_format)
+        if weight_format != "bf16":
+            weights = random_weights(spec, model.device, seed=index)
         case = (x.view(-1, x.shape[-1]), Routing(topk_ids=ids, topk_weights=topk_weights.float()))
-        error = experts_error(found.view(-1, x.shape[-1]), Problem(spec=spec, device=probe(model.device)), own, case)
-    allowed = TOLERANCES[activation_format(activations).bits]
+        problem = Problem(spec=spec, device=probe(model.device))
+        error = experts_error(output.view(-1, x.shape[-1]), problem, weights, case)
+    tolerance = TOLERANCES[activation_format(activations).bits]
     if ranks is not None:
-        error = max(ranks.exchange(error, "bench-model: error"), key=lambda each: (each != each, each))
-    if not error <= allowed:
-        raise MeasurementError(f"the experts of layer {index} are {error:.4f} away from FP32 truth, allowed {allowed}")
+        errors = ranks.exchange(error, "bench-model: error")
+        error = max(errors, key=lambda value: (math.isnan(value), value))
+    if not error <= tolerance:
+        raise MeasurementError(
+            f"the experts of layer {index} have a relative L2 error of {error:.4f} against FP32, above {tolerance}"
+        )
     return error
 
 
-def _prepared(model: Any, way: str, stepper: _Stepper) -> tuple[Callable[[], object], bool]:
-    """Return a decode step of ``way`` and whether it is a graph."""
-    shared = () if way in _THEIRS else (layer.plan for layer in plugin.layers_of(model))
-    if model.device.type == "cuda" and way not in _NO_GRAPH and all(made.capturable for made in shared):
+def _prepare_step(model: Any, implementation: str, stepper: _Stepper) -> tuple[Callable[[], object], bool]:
+    """Return a decode step and whether it is a CUDA graph."""
+    layers = [] if implementation in _TRANSFORMERS else plugin.layers_of(model)
+    capturable = all(layer.plan.capturable for layer in layers)
+    if model.device.type == "cuda" and implementation not in _NO_GRAPH and capturable:
         try:
             return prepare_pass([stepper.step], model.device), True
-        except Exception:  # what cannot be captured is timed as it is
+        except Exception:  # a step that cannot be captured is timed without a graph
             torch.cuda.synchronize()
 
     def eager() -> object:
-        model.set_experts_implementation(way.split()[0])
+        model.set_experts_implementation(implementation.split()[0])
         with torch.inference_mode():
             return stepper.step()
 
@@ -331,5 +367,5 @@ def _prepared(model: Any, way: str, stepper: _Stepper) -> tuple[Callable[[], obj
     return eager, False
 
 
-def _reason(fault: BaseException) -> str:
-    return f"{type(fault).__name__}: {' '.join(str(fault).split())[:200]}"
+def _reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

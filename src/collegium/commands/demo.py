@@ -1,9 +1,10 @@
-"""The demo: one real model, every format, measured beside BF16."""
+"""``collegium demo``: measure one trained model in every format and compare it with BF16."""
 
 import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,11 +30,11 @@ __all__ = ["RECIPES", "DemoReport", "DemoRow", "run_demo"]
 
 PROMPT = "Once upon a time there was a"
 WINDOW = 256
-# The small model repeats itself without it. Greedy, so that formats differ by their experts alone.
+# Without a penalty the small model repeats itself. Decoding is greedy, so that formats differ by their experts alone.
 PENALTY = 1.2
-# A kernel is compiled for each kind of batch, and passes of a few tokens have the fewest kinds. Bits are the same. What
-# compiles nothing takes the text as it is.
-_COMPILED_PASS, _PLAIN_PASS = 4, 4096
+# Passes of a few tokens need the fewest compiled kernels; the output bits are the same. A plan without compiled kernels
+# takes a whole window per pass.
+_COMPILED_PASS_TOKENS, _PLAIN_PASS_TOKENS = 4, 4096
 
 
 _WEIGHTS = ("bf16", "fp16", "fp8_block", "fp8_channel", "fp8_tensor", "mxfp8", "int4_group", "mxfp4", "nvfp4")
@@ -47,7 +48,7 @@ RECIPES = (  # weights, activations
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoRow:
-    """One line of the table. layer_error: relative L2 error of one layer against FP32 on the BF16 weights."""
+    """One row of the table. layer_error: relative L2 error of one layer against FP32 on the BF16 weights."""
 
     weights: str
     activations: str
@@ -62,7 +63,7 @@ class DemoRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoReport:
-    """Everything the demo measured. compile_seconds: the part of ``seconds`` in which kernels were compiled."""
+    """All results of the demo. compile_seconds: the part of ``seconds`` spent on compiling kernels."""
 
     model: str
     device: str
@@ -75,27 +76,25 @@ class DemoReport:
 def run_demo(
     folder: Path, *, device: str | None = None, tokens: int = 32, windows: int = 6, progress: Progress | None = None
 ) -> DemoReport:
-    """Measure every recipe on the model in ``folder`` (which ships ``heldout.txt``).
+    """Measure every recipe on the model in ``folder``, which also holds the text ``heldout.txt``.
 
-    Each recipe compiles its kernels and writes the text, on a CPU its start, once before it is timed writing it.
-    progress: called with (done, total, text). Raises what ``check_writable`` and ``load_model`` raise, InputError
-    without that text.
+    Before timing, each recipe compiles its kernels and generates the text once (on a CPU only its start).
+    progress: called with (done, total, text). Raises the errors of ``check_writable`` and ``load_model``, and
+    InputError if ``heldout.txt`` is missing or too short.
     """
     start = time.perf_counter()
     facts = probe(device)
+    report_progress = progress or _no_progress
     rows: list[DemoRow] = []
     with _one_thread(facts):
         bench = _Bench(check_writable(str(folder)), facts, windows)
-        for done, recipe in enumerate(RECIPES):
-
-            def step(text: str, done: int = done, recipe: tuple[str, str] = recipe) -> None:
-                if progress is not None:
-                    progress(done, len(RECIPES), f"{recipe[0]} x {recipe[1]}: {text}")
-
-            row = bench.row(recipe, tokens, step)
-            rows.append(replace(row, perplexity_ratio=row.perplexity / rows[0].perplexity) if rows else row)
-    if progress is not None:
-        progress(len(RECIPES), len(RECIPES), "done")
+        for index, (weights, activations) in enumerate(RECIPES):
+            step = partial(_report_step, report_progress, index, f"{weights} x {activations}")
+            row = bench.row((weights, activations), tokens, step)
+            if rows:
+                row = replace(row, perplexity_ratio=row.perplexity / rows[0].perplexity)
+            rows.append(row)
+    report_progress(len(RECIPES), len(RECIPES), "done")
     return DemoReport(
         model=folder.resolve().name,
         device=facts.name or facts.kind,
@@ -106,96 +105,119 @@ def run_demo(
     )
 
 
+def _no_progress(_done: int, _total: int, _text: str) -> None:
+    return None
+
+
+def _report_step(progress: Progress, index: int, recipe: str, text: str) -> None:
+    progress(index, len(RECIPES), f"{recipe}: {text}")
+
+
 @contextmanager
 def _one_thread(facts: DeviceFacts) -> Generator[None]:
-    """Compute in one thread on a CPU, where more of them mostly wait for each other.
+    """Use one thread on a CPU.
 
-    So small a model gains a tenth by a second one, and on a machine with other work takes twice as long with it.
+    This model is so small that a second thread makes it 10 % faster on an idle machine and half as fast on a busy one.
     """
-    own = torch.get_num_threads()
-    torch.set_num_threads(1 if facts.kind == "cpu" else own)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1 if facts.kind == "cpu" else threads)
     try:
         yield
     finally:
-        torch.set_num_threads(own)
+        torch.set_num_threads(threads)
 
 
 class _Bench:
-    """The model, its held-out text and the inputs of one layer, on which every recipe is measured."""
+    """The model, its held-out text and the inputs of one layer, which are the same for every recipe."""
 
     def __init__(self, checkpoint: Checkpoint, facts: DeviceFacts, windows: int) -> None:
-        self.checkpoint, self.facts = checkpoint, facts
+        self.checkpoint = checkpoint
+        self.facts = facts
         self.spec = describe_checkpoint(checkpoint)
         limits = _limits(self.spec, facts, (self.spec.weight_format, "bf16"))
         model = load_model(checkpoint, device=facts.place, limits=limits)
         self.writer = Writer(model, checkpoint.path)
         self.ids = self.writer.windows(checkpoint.path / "heldout.txt", WINDOW, windows)[:windows]
-        self.compile_seconds = _compiled(layers_of(model), None)
+        self.compile_seconds = _compile_seconds(layers_of(model), None)
         self.case = _Case(model, checkpoint, self.ids[:1])
 
     def row(self, recipe: tuple[str, str], tokens: int, step: Callable[[str], None]) -> DemoRow:
+        weight_format, activations = recipe
         step("loading")
         layers = build_layers(
             self.checkpoint,
-            weight_format=recipe[0],
-            overrides=Overrides(activation_format=recipe[1]),
+            weight_format=weight_format,
+            overrides=Overrides(activation_format=activations),
             device=self.facts.place,
             limits=_limits(self.spec, self.facts, recipe),
         )
         attach(self.writer.model, layers)
-        self.compile_seconds += _compiled(layers.values(), lambda done, total, _: step(f"compiling {done} of {total}"))
+        self.compile_seconds += _compile_seconds(
+            layers.values(), lambda done, total, _: step(f"compiling {done} of {total}")
+        )
         step("perplexity")
-        perplexity, error = self.writer.perplexity(self.ids), self.case.error(layers[self.case.layer])
+        perplexity = self.writer.perplexity(self.ids)
+        layer_error = self.case.error(layers[self.case.layer])
         step("writing")
-        # On a CPU nothing is compiled or captured in the midst of a text.
+        # On a CPU two tokens are enough: nothing is compiled or captured later in the text.
         self.writer.write(PROMPT, tokens if self.facts.kind == "cuda" else min(tokens, 2), penalty=PENALTY)
         written = self.writer.write(PROMPT, tokens, penalty=PENALTY)
-        chosen = layers[self.case.layer].plan
+        layer_plan = layers[self.case.layer].plan
         return DemoRow(
-            weights=recipe[0],
-            activations=recipe[1],
-            kernel=chosen.kernel,
-            expert_bytes=chosen.expert_bytes,
+            weights=weight_format,
+            activations=activations,
+            kernel=layer_plan.kernel,
+            expert_bytes=layer_plan.expert_bytes,
             perplexity=perplexity,
             perplexity_ratio=1.0,
-            layer_error=error,
+            layer_error=layer_error,
             tokens_per_second=written.tokens_per_second,
             text=written.text,
         )
 
 
 def _limits(spec: MoESpec, facts: DeviceFacts, recipe: tuple[str, str]) -> Limits:
-    own = spec if recipe[0] == spec.weight_format else replace(spec, weight_format=recipe[0], down_format=None)
-    problem = Problem(spec=own, device=facts)
-    made = plan(problem, Overrides(activation_format=recipe[1]))
-    return Limits(max_tokens=_COMPILED_PASS if made.capturable else _PLAIN_PASS)
+    weight_format, activations = recipe
+    if weight_format != spec.weight_format:
+        spec = replace(spec, weight_format=weight_format, down_format=None)
+    recipe_plan = plan(Problem(spec=spec, device=facts), Overrides(activation_format=activations))
+    return Limits(max_tokens=_COMPILED_PASS_TOKENS if recipe_plan.capturable else _PLAIN_PASS_TOKENS)
 
 
-def _compiled(layers: Iterable[MoELayer], progress: Progress | None) -> float:
+def _compile_seconds(layers: Iterable[MoELayer], progress: Progress | None) -> float:
+    """Compile the kernels of ``layers`` and return the time."""
     start = time.perf_counter()
     warm_up(layers, progress)
     return time.perf_counter() - start
 
 
 class _Case:
-    """Real inputs of one layer, the middle one of a model, and its FP32 output on the BF16 weights."""
+    """Inputs of a model's middle layer for a real text, and the layer's FP32 output with the BF16 weights."""
 
     def __init__(self, model: nn.Module, checkpoint: Checkpoint, ids: Tensor) -> None:
-        """Run ``ids [1, T]`` through the model and keep what the layer's experts were asked."""
+        """Run ``ids [1, T]`` through the model and capture the inputs of the layer's experts."""
         modules = experts_modules(model)
         self.layer = sorted(modules)[len(modules) // 2]
-        asked: list[tuple[Tensor, Tensor, Tensor]] = []
-        hook = modules[self.layer].register_forward_pre_hook(lambda _, inputs: asked.append(inputs))
+        captured: list[tuple[Tensor, Tensor, Tensor]] = []
+        hook = modules[self.layer].register_forward_pre_hook(lambda _, inputs: captured.append(inputs))
         with hook, torch.inference_mode():
             cast("Any", model)(ids, use_cache=False)
-        self.x, topk_ids, topk_weights = (t.clone() for t in asked[0])
+        self.x, topk_ids, topk_weights = (tensor.clone() for tensor in captured[0])
         self.routing = Routing(topk_ids=topk_ids, topk_weights=topk_weights)
-        spec, layer = describe_checkpoint(checkpoint), CheckpointLayer.open(checkpoint, self.layer)
+        spec = describe_checkpoint(checkpoint)
+        layer = CheckpointLayer.open(checkpoint, self.layer)
         weights = load_experts(layer, linear(spec.num_experts, 0, 1), device=self.x.device)
-        wishes: Any = {"activation": spec.activation, "overrides": Overrides(kernel="reference")}
-        self.truth = moe(self.x.float(), weights.gate_up, weights.down, topk_ids, topk_weights, **wishes)
+        self.truth = moe(
+            self.x.float(),
+            weights.gate_up,
+            weights.down,
+            topk_ids,
+            topk_weights,
+            activation=spec.activation,
+            overrides=Overrides(kernel="reference"),
+        )
 
     def error(self, layer: MoELayer) -> float:
         """Return the relative L2 error of ``layer`` on the captured inputs."""
-        found = layer(self.x, routing=self.routing).float()
-        return float((found - self.truth).norm() / self.truth.norm())
+        output = layer(self.x, routing=self.routing).float()
+        return float((output - self.truth).norm() / self.truth.norm())

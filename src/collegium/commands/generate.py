@@ -1,4 +1,4 @@
-"""Text from a whole model: its tokenizer, what it writes and how fast, and whether it can be loaded at all."""
+"""Generate text with a whole model: tokenizer, generation speed, perplexity."""
 
 import time
 from dataclasses import dataclass
@@ -11,22 +11,22 @@ from torch import Tensor, nn
 
 from ..checkpoint.reader import Checkpoint, gguf_file
 from ..errors import InputError
-from ..integrations.extra import extra
+from ..integrations.extra import import_extra
 from ..integrations.transformers import Decoder
 from ..integrations.transformers.classes import class_and_config
 from ..problem import Limits
 
 __all__ = ["Writer", "Written", "check_writable", "prompt_limits"]
 
-_STEADY = 3  # tokens until a decode step is one CUDA graph: the prompt's, one of a plain step, one with the capture
+_STEADY = 3  # tokens before decode steps replay a CUDA graph: from the prompt, a plain step and the capturing step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
-    """A text with its prompt, and how long it took.
+    """A generated text, including its prompt, and its timing.
 
-    tokens_per_second: of the decode steps after the first token, on a GPU of those that are replayed as a CUDA graph;
-    of all tokens, the prompt's pass included, where there are no such steps.
+    tokens_per_second: speed of the decode steps after the first token; on a GPU, of the steps that replay a CUDA graph.
+    If there are no such steps, the speed of all tokens including the prompt's pass.
     """
 
     text: str
@@ -36,78 +36,90 @@ class Written:
 
 
 class Writer:
-    """A model and its tokenizer: text in, text and perplexity out."""
+    """A model with its tokenizer; generates text and measures perplexity."""
 
     def __init__(self, model: nn.Module, folder: Path) -> None:
-        """Read the tokenizer of a folder or GGUF file; raises MissingExtraError without the extra it needs."""
+        """Read the tokenizer of a folder or GGUF file; raises MissingExtraError if an optional package is missing."""
         self.model: Any = model
         self.tokenizer = _tokenizer(folder)
         self.decoder = Decoder(model)
         self.device = next(p.device for p in model.parameters() if p.device.type != "meta")
 
     def encode(self, text: str) -> Tensor:
-        """Return token ids ``[1, T]``; raises InputError for a text that has none, and ids the model does not know."""
+        """Return token ids ``[1, T]``; raises InputError for a text without tokens and for an id outside the model."""
         ids = self.tokenizer.encode(text).ids
         if not ids:
-            raise InputError(f"the text {text!r} has no token to begin with; give at least a word")
-        known = self.model.get_input_embeddings().weight.shape[0]
-        if max(ids) >= known:
-            why = f"the tokenizer gives the text the token id {max(ids)}, the model has embeddings for 0 to {known - 1}"
-            raise InputError(f"{why}; put the tokenizer.json that the model was published with into its folder")
+            raise InputError(f"the text {text!r} has no tokens; give at least one word")
+        vocab_size = self.model.get_input_embeddings().weight.shape[0]
+        if max(ids) >= vocab_size:
+            raise InputError(
+                f"the tokenizer returned token id {max(ids)}, the model has embeddings for 0 to {vocab_size - 1}; put "
+                "the tokenizer.json that the model was published with into its folder"
+            )
         return torch.tensor([ids], device=self.device)
 
-    def windows(self, source: Path, size: int, least: int = 1) -> Tensor:
-        """Return the token ids of a text file as windows ``[N, size]``; what is left at its end is dropped.
+    def windows(self, source: Path, size: int, min_windows: int = 1) -> Tensor:
+        """Return the token ids of a text file as windows ``[N, size]``, without the remainder.
 
-        Raises InputError for what is no text and for less than ``least`` windows.
+        Raises InputError for a file that is not UTF-8 text, and for fewer than ``min_windows`` windows.
         """
         try:
             ids = self.encode(source.read_text(encoding="utf-8"))[0]
         except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"{source}: is no UTF-8 text that can be read: {error}; give another text") from error
+            raise InputError(f"{source}: cannot be read as UTF-8 text: {error}; give another text") from error
         count = len(ids) // size
-        if count < least:
-            need = f"{least} times {size} tokens at once are needed"
-            raise InputError(f"{source}: has {len(ids)} tokens, {need}; give a longer text or ask for fewer --tokens")
+        if count < min_windows:
+            raise InputError(
+                f"{source}: has {len(ids)} tokens, {min_windows} times {size} tokens are needed; give a longer text or "
+                "a smaller --tokens"
+            )
         return ids[: count * size].view(count, size)
 
     def write(
         self, prompt: str, tokens: int, *, temperature: float = 0.0, seed: int = 0, penalty: float = 1.0
     ) -> Written:
-        """Continue ``prompt`` by at most ``tokens`` tokens. temperature, penalty: as ``Decoder.generate``."""
+        """Continue ``prompt`` by at most ``tokens`` tokens. temperature, penalty: see ``Decoder.generate``."""
         ids = self.encode(prompt)
-        ends: Any = getattr(self.model, "generation_config", self.model.config).eos_token_id
-        stop = () if ends is None else tuple(ends) if isinstance(ends, list | tuple) else (ends,)
-        marks: dict[int, float] = {}
+        times: dict[int, float] = {}  # by number of generated tokens
 
-        def mark(count: int) -> None:
+        def record_time(count: int) -> None:
             if count in (1, _STEADY):
-                self._wait()
-                marks[count] = time.perf_counter()
+                self._synchronize()
+                times[count] = time.perf_counter()
 
         torch.manual_seed(seed)
-        self._wait()
+        self._synchronize()
         start = time.perf_counter()
-        out = self.decoder.generate(
-            ids, tokens, temperature=temperature, penalty=penalty, stop=stop, written=mark
-        ).tolist()[0]
+        output = self.decoder.generate(
+            ids, tokens, temperature=temperature, penalty=penalty, stop=self._stop_ids(), written=record_time
+        )
+        output_ids = output.tolist()[0]
         end = time.perf_counter()
-        count = len(out) - ids.shape[1]
-        since = _STEADY if self.decoder.captured else 1
-        steady = count > since
+        count = len(output_ids) - ids.shape[1]
+        warm_up_tokens = _STEADY if self.decoder.captured else 1
+        if count > warm_up_tokens:
+            tokens_per_second = (count - warm_up_tokens) / (end - times[warm_up_tokens])
+        else:
+            tokens_per_second = count / (end - start)
         return Written(
-            text=self.tokenizer.decode(out),
+            text=self.tokenizer.decode(output_ids),
             tokens=count,
-            first_token_seconds=marks[1] - start,
-            tokens_per_second=(count - since) / (end - marks[since]) if steady else count / (end - start),
+            first_token_seconds=times[1] - start,
+            tokens_per_second=tokens_per_second,
         )
 
-    def _wait(self) -> None:
+    def _stop_ids(self) -> tuple[int, ...]:
+        end_ids: Any = getattr(self.model, "generation_config", self.model.config).eos_token_id
+        if end_ids is None:
+            return ()
+        return tuple(end_ids) if isinstance(end_ids, list | tuple) else (end_ids,)
+
+    def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def perplexity(self, ids: Tensor) -> float:
-        """Return exp of the mean negative log likelihood of windows ``ids [B, T]``."""
+        """Return the perplexity of windows ``ids [B, T]``: exp of the mean negative log likelihood."""
         with torch.inference_mode():
             logits = self.model(ids[:, :-1], use_cache=False).logits.float()
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
@@ -115,9 +127,9 @@ class Writer:
 
 
 def check_writable(path: str) -> Checkpoint:
-    """Open the checkpoint at ``path`` if a model that writes text is there; only headers and a tokenizer are read.
+    """Open the checkpoint at ``path`` and check that it is a text model with a tokenizer; tensors are not read.
 
-    Raises what ``Checkpoint.open`` and ``class_and_config`` raise, and InputError for a missing tokenizer.
+    Raises the errors of ``Checkpoint.open`` and ``class_and_config``, and InputError for a missing tokenizer.
     """
     checkpoint = Checkpoint.open(path)
     class_and_config(checkpoint)
@@ -126,31 +138,32 @@ def check_writable(path: str) -> Checkpoint:
 
 
 def prompt_limits(folder: Path, prompt: str) -> Limits:
-    """Return the least power of two that a prompt fits in, at most 512: fewer kinds of batches are fewer kernels."""
-    return Limits(max_tokens=min(512, 1 << max(0, len(_tokenizer(folder).encode(prompt).ids) - 1).bit_length()))
+    """Return the smallest power of two that fits the prompt, at most 512: small passes need fewer compiled kernels."""
+    tokens = len(_tokenizer(folder).encode(prompt).ids)
+    return Limits(max_tokens=min(512, 1 << max(0, tokens - 1).bit_length()))
 
 
-def _tokenizer(where: Path) -> Any:
-    """Return the tokenizer beside the weights, of a GGUF file without one that of its metadata."""
-    file = gguf_file(where)
-    path = (where if where.is_dir() else where.parent) / "tokenizer.json"
-    if file is not None and not path.is_file():
-        extra("gguf", group="gguf")
-        path = file
-    elif not path.is_file():
-        raise InputError(f"{where}: no tokenizer.json; text needs the tokenizer that the model was published with")
-    return _read_tokenizer(path, path.stat().st_mtime_ns)
+def _tokenizer(path: Path) -> Any:
+    """Return the tokenizer.json in the folder of the weights, or else the tokenizer in a GGUF file's metadata."""
+    gguf = gguf_file(path)
+    tokenizer_path = (path if path.is_dir() else path.parent) / "tokenizer.json"
+    if gguf is not None and not tokenizer_path.is_file():
+        import_extra("gguf", group="gguf")
+        tokenizer_path = gguf
+    elif not tokenizer_path.is_file():
+        raise InputError(f"{path}: no tokenizer.json; text needs the tokenizer that the model was published with")
+    return _read_tokenizer(tokenizer_path, tokenizer_path.stat().st_mtime_ns)
 
 
 def _gguf_tokenizer(transformers: Any, path: Path) -> Any:
-    read = transformers.AutoTokenizer.from_pretrained
-    return read(path.parent, gguf_file=path.name, trust_remote_code=False).backend_tokenizer
+    from_pretrained = transformers.AutoTokenizer.from_pretrained
+    return from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False).backend_tokenizer
 
 
 @lru_cache(maxsize=1)
-def _read_tokenizer(path: Path, _written: int) -> Any:
-    """Read the file once for all that ask, again when it was written since: megabytes for a large vocabulary."""
-    package = extra("transformers" if path.suffix == ".gguf" else "tokenizers")
+def _read_tokenizer(path: Path, _modified: int) -> Any:
+    """Read a tokenizer file, which can have megabytes; cached until the file is modified."""
+    package = import_extra("transformers" if path.suffix == ".gguf" else "tokenizers")
     try:
         if path.suffix == ".gguf":
             return _gguf_tokenizer(package, path)
@@ -158,5 +171,5 @@ def _read_tokenizer(path: Path, _written: int) -> Any:
     except Exception as error:  # the packages raise plain Exception
         raise InputError(
             f"{path}: its tokenizer cannot be read: {error}; download it again, or put the tokenizer.json that the "
-            "model was published with beside it"
+            "model was published with into the same folder"
         ) from error

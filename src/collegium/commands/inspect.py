@@ -1,4 +1,4 @@
-"""What a checkpoint holds and what would run it here: the answer behind ``collegium inspect`` and ``plan``."""
+"""``collegium inspect`` and ``collegium plan``: contents of a checkpoint, and the plan for it."""
 
 from dataclasses import dataclass, replace
 
@@ -22,7 +22,7 @@ def _gpu(name: str, cc: tuple[int, int], gigabytes: int, sms: int, bandwidth: fl
     return DeviceFacts(kind="cuda", name=name, capability=cc, memory=gigabytes * 10**9, sms=sms, bandwidth=bandwidth)
 
 
-# Machines to plan for that are not here, as in NVIDIA's data sheets; on Hopper bandwidth is what memory is clocked for.
+# GPUs to plan for without having one, from NVIDIA's data sheets; Hopper's bandwidths follow from the memory clock.
 ELSEWHERE = {
     "a100": _gpu("NVIDIA A100-SXM4-80GB", (8, 0), 80, 108, 2.039e12),
     "h100": _gpu("NVIDIA H100 80GB HBM3", (9, 0), 80, 132, 3.352e12),
@@ -35,7 +35,7 @@ ELSEWHERE = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inspection:
-    """One checkpoint: family, layers, formats, bytes, findings of the audit, and the plan for this machine."""
+    """One checkpoint: family, layers, formats, sizes, audit findings, and the plan for this machine."""
 
     path: str
     family: str
@@ -44,26 +44,33 @@ class Inspection:
     plan: Plan
 
     def lines(self) -> list[tuple[str, str]]:
-        """Return (what, found) pairs for a table."""
-        spec, routing = self.spec, self.spec.routing
+        """Return (property, value) pairs for a table."""
+        spec = self.spec
+        routing = spec.routing
         formats = sorted({layer.formats for layer in self.report.layers})
         indices = [layer.layer for layer in self.report.layers]
-        rule = routing.score + (", renormalised" if routing.renormalize else "")
-        rule += f", {routing.topk_groups} of {routing.groups} groups" if routing.groups > 1 else ""
-        rule += ", correction bias" if routing.correction_bias else ""
-        checked = "every scale read" if self.report.deep else "headers only"
+        routing_terms = [routing.score]
+        if routing.renormalize:
+            routing_terms.append("renormalised")
+        if routing.groups > 1:
+            routing_terms.append(f"{routing.topk_groups} of {routing.groups} groups")
+        if routing.correction_bias:
+            routing_terms.append("correction bias")
+        depth = "every scale read" if self.report.deep else "headers only"
         rows = [
             ("family", self.family),
             ("MoE layers", f"{len(indices)} ({indices[0]} to {indices[-1]})"),
-            ("experts", f"{spec.num_experts} a layer, top-{routing.top_k}"),
+            ("experts", f"{spec.num_experts} per layer, top-{routing.top_k}"),
             ("sizes", f"hidden {spec.hidden_size}, intermediate {spec.intermediate_size}"),
             ("expert format", ", ".join(formats)),
-            ("routing", rule),
+            ("routing", ", ".join(routing_terms)),
             ("activation", spec.activation.kind),
             ("shared expert", "none" if spec.shared is None else f"intermediate {spec.shared.intermediate_size}"),
         ]
-        rows += [(role, f"{count:,} tensors, {size:,} bytes") for role, (count, size) in self.report.roles.items()]
-        return [*rows, ("audit", f"passed, {checked}"), *(("finding", text) for text in self.report.findings)]
+        rows += [(role, f"{count:,} tensors, {nbytes:,} bytes") for role, (count, nbytes) in self.report.roles.items()]
+        rows.append(("audit", f"passed, {depth}"))
+        rows += [("finding", text) for text in self.report.findings]
+        return rows
 
     def to_json(self) -> dict[str, object]:
         """Return the inspection as plain values for ``--json``."""
@@ -92,7 +99,7 @@ class Inspection:
                 for layer in self.report.layers
             ],
             "expert_tensor_bytes": sum(layer.nbytes for layer in self.report.layers),
-            "roles": {role: {"tensors": n, "bytes": size} for role, (n, size) in self.report.roles.items()},
+            "roles": {role: {"tensors": count, "bytes": nbytes} for role, (count, nbytes) in self.report.roles.items()},
             "deep": self.report.deep,
             "findings": list(self.report.findings),
             "plan": self.plan.to_json(),
@@ -102,15 +109,14 @@ class Inspection:
 def inspect_model(
     path: str, *, deep: bool = True, device: str | None = None, progress: Progress | None = None
 ) -> Inspection:
-    """Open, audit and plan the checkpoint at ``path``; raises what the audit raises.
+    """Open, audit and plan the checkpoint at ``path``; raises the errors of the audit.
 
-    deep: read every expert and check its scales, else headers only. progress: called with (done, total, text).
+    deep: read every expert and check its scales; otherwise read only file headers.
+    progress: called with (done, total, text).
     """
     checkpoint = Checkpoint.open(path)
     if not checkpoint.config:
-        raise ConfigError(
-            f"{path}: no config.json beside the tensors, or an empty one; inspect needs it to know what they mean"
-        )
+        raise ConfigError(f"{path}: config.json is missing or empty; inspect needs it to interpret the tensors")
     spec = describe_checkpoint(checkpoint)
     return Inspection(
         path=str(path),
@@ -129,19 +135,21 @@ def plan_model(
     weight_format: str | None = None,
     limits: Limits | None = None,
 ) -> Plan:
-    """Plan one MoE layer from ``config.json`` alone (a folder or the file) or a GGUF header; no tensor is opened.
+    """Plan one MoE layer from ``config.json`` (a folder or the file) or a GGUF header; tensors are not read.
 
-    device: as ``probe`` takes it, or one of ``ELSEWHERE``. weight_format: plan for experts encoded into this format.
+    device: see ``probe``, or a name of ``ELSEWHERE``.
+    weight_format: plan for experts that are converted to this format.
+
     Raises ConfigError, SpecError and PlanError.
     """
-    where = locate(path, weights=False)
-    folder = where.parent if where.is_file() else where
-    if gguf_file(where) is not None:
-        spec = describe_checkpoint(Checkpoint.open(where))
+    located = locate(path, weights=False)
+    folder = located.parent if located.is_file() else located
+    if gguf_file(located) is not None:
+        spec = describe_checkpoint(Checkpoint.open(located))
     elif (folder / "config.json").is_file():
         spec = describe(read_config(folder))
     else:
-        raise ConfigError(f"{path}: no config.json there; give a model's folder, or the file itself")
+        raise ConfigError(f"{path}: config.json is missing; give a model's folder or its config.json")
     if weight_format is not None:
         spec = replace(spec, weight_format=by_name(weight_format).name, down_format=None)
     facts = ELSEWHERE.get((device or "").lower()) or probe(device)

@@ -1,8 +1,8 @@
-"""Times, ceilings and floors: what every measurement of this package is made of.
+"""Timing, hardware ceilings and floors: the basis of all benchmarks.
 
-A time is the median of rounds in which all contenders take turns, the order rotated each round. One pass walks
-through several inputs and routings, in one CUDA graph where that is possible, so that weights come from memory. A
-turn on a GPU is several passes in a row, so that the time of one starts when the one before it ends.
+A time is the median over rounds in which all candidates take turns, in an order that rotates each round. One pass
+processes several inputs and routings, in one CUDA graph if possible, so that weights come from memory. A turn on a GPU
+is several passes in a row, each timed from the end of the previous one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -52,31 +52,36 @@ K = TypeVar("K")
 ROUTINGS = ("uniform", "zipf", "hot", "half")
 _ZIPF = 1.2
 _CPU = torch.device("cpu")
-_HIDDEN_CACHE = 1 << 28  # taken for the caches of a CPU that hides their size
-_PIECE = 1 << 24  # bytes read or copied at a time on a CPU
-_PRODUCTS = ((256, 256, 256), (512, 512, 512), (1024, 1024, 1024), (2048, 2048, 64))
-_BURST, _PAUSE = 0.12, 0.1  # seconds each contender runs, and idle seconds before it
+_ASSUMED_CACHE = 1 << 28  # bytes of cache assumed for a CPU that does not report its caches
+_CPU_CHUNK = 1 << 24  # bytes read or copied at a time on a CPU
+_PRODUCTS = ((256, 256, 256), (512, 512, 512), (1024, 1024, 1024), (2048, 2048, 64))  # M, K, N
+_BURST = 0.12  # seconds that each candidate runs
+_PAUSE = 0.1  # idle seconds before the burst
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ceilings:
-    """What the machine can do at best: bytes a second, and FLOP a second with 16-bit and with 8-bit operands."""
+    """Peak rates of a machine: bytes/s, and FLOP/s with 16-bit and with 8-bit operands."""
 
     bandwidth: float
     rate_16: float
     rate_8: float
 
     def raised(self, other: Ceilings) -> Ceilings:
-        """Return the better of two measurements, number by number."""
-        return Ceilings(**{name: max(value, getattr(other, name)) for name, value in asdict(self).items()})
+        """Return the elementwise maximum of two measurements."""
+        return Ceilings(
+            bandwidth=max(self.bandwidth, other.bandwidth),
+            rate_16=max(self.rate_16, other.rate_16),
+            rate_8=max(self.rate_8, other.rate_8),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Floor:
-    """What a layer must at least move and compute for its inputs, on average over them.
+    """Minimum memory traffic, arithmetic and time of a layer, averaged over its inputs.
 
-    seconds: the larger of the two times; bound: ``memory`` or ``math``, whichever it is. experts_hit: how many
-    experts' weights are read.
+    seconds: the larger of memory and arithmetic time; bound: ``memory`` or ``math``, the larger one. experts_hit:
+    number of active experts, whose weights are read.
     """
 
     nbytes: float
@@ -93,29 +98,32 @@ def floor_of(
     ceilings: Ceilings,
     *,
     cached: bool = False,
-    each: float | None = None,
+    expert_nbytes: float | None = None,
 ) -> Floor:
-    """Return the floor of ``spec`` with these routings; ``activations`` names the format products are computed in.
+    """Return the floor of ``spec`` with these routings.
 
-    Bytes: weights, scales and biases of the experts that each routing really hits, once, and 2 bytes for each element
-    of input and output, once. What is between the projections need not reach memory and is not counted. cached:
-    the weights may come from a cache, so that no time follows from the bytes and the floor is that of the operations.
-    each: bytes of an expert, where the spec's format does not say them (kinds of GGUF blocks).
+    Bytes: weights, scales and biases of the active experts of each routing, once, and 2 bytes for each element of input
+    and output, once. Intermediate values need not reach memory and are not counted.
+
+    activations: the activation format, which decides between 16-bit and 8-bit peak rates.
+    cached: whether the weights may come from a cache; the floor then counts only the arithmetic.
+    expert_nbytes: bytes of one expert, if they do not follow from the spec's format (GGUF block types).
     """
-    hits = [torch.unique(r.topk_ids[r.topk_ids >= 0]).numel() for r in routings]
+    active_experts = [torch.unique(r.topk_ids[r.topk_ids >= 0]).numel() for r in routings]
     rows = [int((r.topk_ids >= 0).sum()) for r in routings]
     tokens = statistics.fmean(r.topk_ids.shape[0] for r in routings)
-    hidden, wide = spec.expert_hidden_size, spec.intermediate_size
-    nbytes = statistics.fmean(hits) * (each or expert_bytes(spec)) + 4 * tokens * hidden
-    flops = 2.0 * statistics.fmean(rows) * (spec.gate_up_parts + 1) * hidden * wide
+    hidden_size = spec.expert_hidden_size
+    nbytes = statistics.fmean(active_experts) * (expert_nbytes or expert_bytes(spec)) + 4 * tokens * hidden_size
+    flops = 2.0 * statistics.fmean(rows) * (spec.gate_up_parts + 1) * hidden_size * spec.intermediate_size
     rate = ceilings.rate_8 if activation_format(activations).bits <= 8 else ceilings.rate_16
-    memory, work = 0.0 if cached else nbytes / ceilings.bandwidth, flops / rate
+    memory_seconds = 0.0 if cached else nbytes / ceilings.bandwidth
+    math_seconds = flops / rate
     return Floor(
         nbytes=nbytes,
         flops=flops,
-        experts_hit=statistics.fmean(hits),
-        seconds=max(memory, work),
-        bound="memory" if memory >= work else "math",
+        experts_hit=statistics.fmean(active_experts),
+        seconds=max(memory_seconds, math_seconds),
+        bound="memory" if memory_seconds >= math_seconds else "math",
     )
 
 
@@ -123,11 +131,13 @@ def random_routing(tokens: int, spec: MoESpec, style: str, generator: torch.Gene
     """Return distinct random experts for each token, on the generator's device.
 
     style: ``uniform``; ``zipf``: expert i is drawn with weight i ** -1.2; ``hot``: expert 0 gets every token;
-    ``half``: half of the experts get nothing. Raises InputError for another style or too few experts left.
+    ``half``: half of the experts get no tokens. Raises InputError for another style or too few experts for top-k.
     """
-    experts, top_k, device = spec.num_experts, spec.routing.top_k, generator.device
-    alive = experts // 2 if style == "half" else experts
-    if style not in ROUTINGS or top_k > max(1, alive):
+    experts = spec.num_experts
+    top_k = spec.routing.top_k
+    device = generator.device
+    eligible = experts // 2 if style == "half" else experts
+    if style not in ROUTINGS or top_k > max(1, eligible):
         raise InputError(
             f"routing {style!r} with top-{top_k} of {experts} experts: allowed are {', '.join(ROUTINGS)}, and half "
             f"needs top_k at most {experts // 2}"
@@ -136,7 +146,7 @@ def random_routing(tokens: int, spec: MoESpec, style: str, generator: torch.Gene
     if style == "zipf":
         weight = torch.arange(1, experts + 1, device=device).float() ** -_ZIPF
     if style == "half":
-        weight[max(1, alive) :] = 0
+        weight[max(1, eligible) :] = 0
     weight = weight[torch.randperm(experts, device=device, generator=generator)]
     ids = torch.multinomial(weight.expand(tokens, experts), top_k, generator=generator)
     if style == "hot":
@@ -147,19 +157,22 @@ def random_routing(tokens: int, spec: MoESpec, style: str, generator: torch.Gene
 
 
 def input_sets(tokens: int) -> int:
-    """Return how many inputs one pass walks through: enough that its weights come from memory."""
-    return 8 if tokens <= 128 else 4 if tokens <= 512 else 2
+    """Return how many inputs one pass processes: enough that the weights come from memory."""
+    if tokens <= 128:
+        return 8
+    return 4 if tokens <= 512 else 2
 
 
 def take_turns(
     passes: Mapping[K, Callable[[], object]], device: torch.device, *, rounds: int = 9, queued: bool = True
 ) -> dict[K, float]:
-    """Return the median seconds of each of ``passes`` (made by ``prepare_pass``) over at most ``rounds`` rounds.
+    """Return the median seconds of each of ``passes`` (from ``prepare_pass``) over at most ``rounds`` rounds.
 
-    All take one turn a round, in an order that is rotated each round. queued: on CUDA, after a pause, a turn is one
-    pass that is not timed and one or more that are, launched without waiting, some 0.12 s for each of ``passes`` in
-    all: so launching takes no time, and the device is as warm as a burst of that length makes it. Otherwise a turn is
-    one pass on an idle device.
+    Each pass takes one turn per round, in an order that rotates each round.
+
+    queued: on CUDA, after a pause, a turn is one untimed pass and one or more timed ones, launched back to back, about
+    0.12 s per candidate in total. Launch overhead is hidden, and the device is in the thermal state of a short burst.
+    Otherwise a turn is one pass on an idle device.
     """
     keys = list(passes)
     times: dict[K, list[float]] = {key: [] for key in keys}
@@ -176,10 +189,11 @@ def take_turns(
 
 
 def _burst(passes: Mapping[K, Callable[[], object]], device: torch.device, rounds: int) -> tuple[int, dict[K, int]]:
-    """Return how many rounds, and how many timed passes a turn of each, make a burst of ``_BURST`` seconds of each."""
+    """Return the number of rounds, and of timed passes per turn, for ``_BURST`` seconds of each candidate."""
     seconds = {key: timed_once(call, device) for key, call in passes.items()}
     rounds = max(3, min(rounds, int(_BURST / 2 / max(seconds.values()))))
-    return rounds, {key: max(1, min(7, int(_BURST / rounds / each) - 1)) for key, each in seconds.items()}
+    counts = {key: max(1, min(7, int(_BURST / rounds / duration) - 1)) for key, duration in seconds.items()}
+    return rounds, counts
 
 
 def _timed_turn(call: Callable[[], object], device: torch.device, count: int) -> list[float]:
@@ -194,12 +208,13 @@ def _timed_turn(call: Callable[[], object], device: torch.device, count: int) ->
 
 
 def timed_once(call: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of one call, by the device's own clock on CUDA."""
+    """Return the seconds of one call; measured by CUDA events on a GPU."""
     if device.type != "cuda":
         start = time.perf_counter()
         call()
         return time.perf_counter() - start
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
     with current_device(device):
         begin.record()
         call()
@@ -211,9 +226,9 @@ def timed_once(call: Callable[[], object], device: torch.device) -> float:
 def prepare_pass(
     calls: Sequence[Callable[[], object]], device: torch.device, *, capture: bool = True, pool: Any = None
 ) -> Callable[[], object]:
-    """Return a call that runs all ``calls`` once, after running them once: one CUDA graph where ``capture`` allows.
+    """Run ``calls`` once and return a function that runs them again: as one CUDA graph if ``capture``.
 
-    pool: ``graph_pool(device)``, for passes that take turns: then they take their temporary memory from one place.
+    pool: ``graph_pool(device)``, with which passes that take turns share temporary memory.
     """
 
     def eager() -> None:
@@ -236,27 +251,28 @@ def prepare_pass(
         graph = torch.cuda.CUDAGraph()
         with recording(graph, device, pool=pool):
             eager()
-        kept = (graph, calls)  # a graph knows addresses; the calls hold the tensors that live there
-
-        def replay() -> None:
-            kept[0].replay()
-
+        replay = partial(_replay, graph, calls)
         replay()
         torch.cuda.synchronize()
         return replay
 
 
+def _replay(graph: torch.cuda.CUDAGraph, _calls: Sequence[Callable[[], object]]) -> None:
+    """Replay ``graph``. The calls are arguments because they own the tensors whose addresses the graph contains."""
+    graph.replay()
+
+
 def graph_pool(device: torch.device) -> Any:
-    """Return a memory pool that the graphs of one run may share, as none needs what another one left."""
+    """Return a memory pool for the graphs of one run; they may share it because no graph reads another's results."""
     return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
 
 def measure_ceilings(device: torch.device, *, nbytes: int | None = None, size: int | None = None) -> Ceilings:
-    """Measure what ``device`` can do at best; takes about a second.
+    """Measure the peak rates of ``device``; takes about a second.
 
-    Bandwidth: the best of reading and of copying ``nbytes`` (4 GiB on a GPU; on a CPU 256 MiB, or more where its caches
-    hold much of that). Rates: square products of ``size`` (8192; several sizes on a CPU), bfloat16 and, where torch
-    has it, E4M3 with a scale a row.
+    Bandwidth: the best of reading and of copying ``nbytes`` (4 GiB on a GPU; on a CPU 256 MiB, or four times its
+    caches). Rates: square matrix products of ``size`` (8192; several sizes on a CPU) in bfloat16 and, if the GPU
+    supports it, in E4M3 with one scale per row.
     """
     if device.type != "cuda":
         return _cpu_ceilings(nbytes or ceiling_bytes(device), size)
@@ -266,116 +282,129 @@ def measure_ceilings(device: torch.device, *, nbytes: int | None = None, size: i
 
 def _gpu_ceilings(device: torch.device, nbytes: int | None, size: int | None) -> Ceilings:
     words = torch.zeros((nbytes or ceiling_bytes(device)) // 4, dtype=torch.int32, device=device)
-    half, other = words.chunk(2)
-    bandwidth = max(words.nbytes / _best(lambda: other.copy_(half), device), *_read_rates(words, device))
+    source, target = words.chunk(2)
+    copy_rate = words.nbytes / _best_seconds(lambda: target.copy_(source), device)
+    bandwidth = max(copy_rate, *_read_rates(words, device))
     side = size or 8192
     a = torch.randn(side, side, device=device).bfloat16()
-    rate_16 = 2 * side**3 / _best(lambda: a @ a.T, device)
+    rate_16 = 2 * side**3 / _best_seconds(lambda: a @ a.T, device)
     rate_8 = rate_16
     if torch.cuda.get_device_capability(device) >= (8, 9):
-        codes, one = a.to(torch.float8_e4m3fn), torch.ones(side, 1, device=device)
-        product: Any = torch._scaled_mm  # type: ignore[attr-defined]
-        made = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
-        rate_8 = 2 * side**3 / _best(lambda: product(codes, codes.T, one, one.T, **made), device)
+        codes = a.to(torch.float8_e4m3fn)
+        scales = torch.ones(side, 1, device=device)
+        scaled_mm: Any = partial(torch._scaled_mm, out_dtype=torch.bfloat16, use_fast_accum=True)  # type: ignore[attr-defined]
+        rate_8 = 2 * side**3 / _best_seconds(lambda: scaled_mm(codes, codes.T, scales, scales.T), device)
     return Ceilings(bandwidth=bandwidth, rate_16=rate_16, rate_8=max(rate_8, rate_16))
 
 
 def ceiling_bytes(device: torch.device) -> int:
-    """Return the bytes that ``measure_ceilings`` takes."""
+    """Return the bytes that ``measure_ceilings`` allocates."""
     return 1 << 32 if device.type == "cuda" else max(1 << 28, 4 * cache_bytes(device))
 
 
 def _cpu_ceilings(nbytes: int, size: int | None) -> Ceilings:
-    """Measure short pieces of work and take the best: where others work too, no long one runs undisturbed.
+    """Time short pieces of work and take the best, because a long one would be disturbed by other programs.
 
-    One thread is tried as well, as more of them than free cores wait for each other in all that they share.
+    One thread is tried as well: on a busy machine, more threads than free cores are slower.
     """
-    own = torch.get_num_threads()
-    words = torch.ones(nbytes // 4, dtype=torch.int32)  # zeros would share one page of memory
-    pieces = words.split(min(_PIECE, nbytes // 2) // 4)
+    threads_before = torch.get_num_threads()
+    words = torch.ones(nbytes // 4, dtype=torch.int32)  # zeros could all map to one physical page
+    pieces = words.split(min(_CPU_CHUNK, nbytes // 2) // 4)
     pairs = list(zip(pieces[::2], pieces[1::2], strict=False))
     bandwidth = rate = 0.0
     try:
-        for threads in sorted({own, 1}):
+        for threads in sorted({threads_before, 1}):
             torch.set_num_threads(threads)
-            reads = (p.nbytes / timed_once(p.amax, _CPU) for p in pieces)
-            copies = (2 * a.nbytes / timed_once(partial(a.copy_, b), _CPU) for a, b in pairs)
-            bandwidth = max(bandwidth, *reads, *copies)
+            read_rates = (piece.nbytes / timed_once(piece.amax, _CPU) for piece in pieces)
+            copy_rates = (2 * a.nbytes / timed_once(partial(a.copy_, b), _CPU) for a, b in pairs)
+            bandwidth = max(bandwidth, *read_rates, *copy_rates)
             rate = max(rate, *_cpu_rates(_PRODUCTS if size is None else ((size, size, size),)))
     finally:
-        torch.set_num_threads(own)
+        torch.set_num_threads(threads_before)
     return Ceilings(bandwidth=bandwidth, rate_16=rate, rate_8=rate)
 
 
 def _cpu_rates(sizes: Sequence[tuple[int, int, int]]) -> Iterator[float]:
+    dtypes = [torch.bfloat16, torch.float32]
+    if torch.backends.cpu.get_cpu_capability() == "AVX2":
+        dtypes = [torch.float32]  # without AVX-512, torch is about 100x slower in bfloat16
     for rows, inner, columns in sizes:
-        # With AVX2 alone torch takes a hundred times as long in bfloat16.
-        for dtype in (torch.bfloat16, torch.float32)[torch.backends.cpu.get_cpu_capability() == "AVX2" :]:
-            a, b = torch.randn(rows, inner).to(dtype), torch.randn(inner, columns).to(dtype)
-            yield 2 * rows * inner * columns / _best(partial(torch.mm, a, b), _CPU, repeats=12)
+        for dtype in dtypes:
+            a = torch.randn(rows, inner).to(dtype)
+            b = torch.randn(inner, columns).to(dtype)
+            yield 2 * rows * inner * columns / _best_seconds(partial(torch.mm, a, b), _CPU, repeats=12)
 
 
 def _read_rates(words: Tensor, device: torch.device) -> list[float]:
-    """Return bytes a second of reading ``words`` with a few shapes of one kernel."""
+    """Return the bytes/s of reading ``words`` with a few configurations of one kernel."""
     if find_spec("triton") is None:
-        return [words.nbytes / _best(words.amax, device)]
+        return [words.nbytes / _best_seconds(words.amax, device)]
     from ..kernels.read import read_kernel
 
     launch: Any = read_kernel
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     out = torch.empty(processors * 16, dtype=torch.int32, device=device)
     rates: list[float] = []
-    for block, unroll, warps, each in ((1024, 4, 4, 8), (2048, 4, 4, 8), (2048, 4, 8, 4), (4096, 4, 8, 4)):
-        programs = processors * each
+    for block, unroll, warps, programs_per_sm in (
+        (1024, 4, 4, 8),
+        (2048, 4, 4, 8),
+        (2048, 4, 8, 4),
+        (4096, 4, 8, 4),
+    ):
+        programs = processors * programs_per_sm
         stride = programs * block * unroll
         steps = words.numel() // stride
         constants = {"BLOCK": block, "UNROLL": unroll, "num_warps": warps}
-        taken = _best(partial(launch[(programs,)], words, out, steps, stride, **constants), device)
-        rates.append(4 * steps * stride / taken)
+        seconds = _best_seconds(partial(launch[(programs,)], words, out, steps, stride, **constants), device)
+        rates.append(4 * steps * stride / seconds)
     return rates
 
 
-def _best(call: Callable[[], object], device: torch.device, repeats: int = 7) -> float:
+def _best_seconds(call: Callable[[], object], device: torch.device, repeats: int = 7) -> float:
     call()
     return min(timed_once(call, device) for _ in range(repeats))
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Return the bytes of the caches before memory, all that this process's cores have; 0 if the machine hides them.
+    """Return the bytes of the last-level caches of this process's cores; 0 if the machine does not report them.
 
-    On a GPU the last cache; on a CPU the second level and those behind it, since one may hold what the other has not.
+    On a GPU the L2 cache; on a CPU all levels from the second, which may hold different lines.
     """
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).L2_cache_size
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    found: dict[tuple[str, str], int] = {}
+    caches: dict[tuple[str, str], int] = {}
     for core in cores:
         for cache in Path(f"/sys/devices/system/cpu/cpu{core}/cache").glob("index*"):
             try:
-                level, shared, size = ((cache / n).read_text().strip() for n in ("level", "shared_cpu_list", "size"))
+                level = (cache / "level").read_text().strip()
+                sharing_cores = (cache / "shared_cpu_list").read_text().strip()
+                size = (cache / "size").read_text().strip()
             except OSError:
                 continue
             factor = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(size[-1:], 1)
             if level != "1" and size.rstrip("KMG").isdigit():
-                found[level, shared] = int(size.rstrip("KMG")) * factor
-    return sum(found.values())
+                caches[level, sharing_cores] = int(size.rstrip("KMG")) * factor
+    return sum(caches.values())
 
 
 def stays_cached(nbytes: float, device: torch.device) -> bool:
-    """Whether a part that matters of ``nbytes`` read again and again may come from the caches of ``device``.
+    """Return whether a relevant part of ``nbytes``, read repeatedly, may come from the caches of ``device``.
 
-    A CPU's caches replace lines nearly at random: of twice their size they still have a fifth, of four times 2 %.
+    A CPU's caches replace lines nearly at random: reading twice their size still hits 20 %, four times their size 2 %.
     """
-    held = cache_bytes(device)
-    return nbytes <= 2 * held if device.type == "cuda" else nbytes <= 4 * (held or _HIDDEN_CACHE)
+    cache_size = cache_bytes(device)
+    if device.type == "cuda":
+        return nbytes <= 2 * cache_size
+    return nbytes <= 4 * (cache_size or _ASSUMED_CACHE)
 
 
 def driver_version(device: torch.device) -> str:
-    """Return the version of the GPU driver, or the operating system's on a CPU."""
+    """Return the version of the GPU driver; on a CPU that of the operating system."""
     if device.type != "cuda":
         return f"{platform.system()} {os.uname().release}" if hasattr(os, "uname") else platform.system()
-    listed = Path("/sys/module/nvidia/version")
-    return listed.read_text().strip() if listed.exists() else "unknown"
+    file = Path("/sys/module/nvidia/version")
+    return file.read_text().strip() if file.exists() else "unknown"
 
 
 def version_of(package: str) -> str:

@@ -1,4 +1,4 @@
-"""Is there memory for it: asked before anything is built, because a machine out of memory says nothing useful."""
+"""Check the free memory before anything is built: running out of memory later gives no useful message."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,62 +14,70 @@ from .measure import ceiling_bytes, input_sets
 
 __all__ = ["bytes_per_weight", "check_free_memory", "free_bytes", "layer_needs"]
 
-_LIMIT, _USED = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
 
 
 def check_free_memory(what: str, needs: Mapping[str, float], facts: DeviceFacts) -> None:
-    """Raise InputError when ``needs``, bytes by what takes them, are more than is free on the device."""
-    free, total = free_bytes(facts), sum(needs.values())
+    """Raise InputError if ``needs`` (bytes by purpose) exceed the free memory of the device."""
+    free = free_bytes(facts)
+    total = sum(needs.values())
     if total > free:
-        listed = ", ".join(f"{name} {_gigabytes(count)}" for name, count in needs.items())
+        items = ", ".join(f"{name} {_gigabytes(nbytes)}" for name, nbytes in needs.items())
         raise InputError(
-            f"{what}: needs {_gigabytes(total)} ({listed}), and {facts.place} {facts.name} has {_gigabytes(free)} "
-            "free; nothing was built. Ask for a smaller shape, fewer or smaller formats or fewer tokens"
+            f"{what}: needs {_gigabytes(total)} ({items}), and {facts.place} {facts.name} has {_gigabytes(free)} "
+            "free; nothing was built. Use a smaller shape, fewer or smaller formats, or fewer tokens"
         )
 
 
 def free_bytes(facts: DeviceFacts) -> float:
-    """Return the bytes a program can still take on a device of this machine; infinity when it does not say."""
+    """Return the bytes that can still be allocated on a device of this machine; infinity if unknown."""
     if facts.kind == "cuda":
-        kept = torch.cuda.memory_reserved(facts.place) - torch.cuda.memory_allocated(facts.place)
-        return torch.cuda.mem_get_info(facts.place)[0] + kept
-    found = [float(facts.memory or "inf")]
-    listing = Path("/proc/meminfo")
-    if listing.exists():
-        lines = (line.split() for line in listing.read_text().splitlines())
-        found += [1024.0 * int(words[1]) for words in lines if words[:1] == ["MemAvailable:"]]
-    if _LIMIT.exists() and _USED.exists() and (limit := _LIMIT.read_text().strip()).isdigit():
-        found.append(float(limit) - float(_USED.read_text()))
-    return max(0.0, min(found))
+        cached_by_torch = torch.cuda.memory_reserved(facts.place) - torch.cuda.memory_allocated(facts.place)
+        return torch.cuda.mem_get_info(facts.place)[0] + cached_by_torch
+    bounds = [float(facts.memory or "inf")]
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        lines = (line.split() for line in meminfo.read_text().splitlines())
+        bounds += [1024.0 * int(words[1]) for words in lines if words[:1] == ["MemAvailable:"]]
+    if _CGROUP_LIMIT.exists() and _CGROUP_USED.exists():
+        limit = _CGROUP_LIMIT.read_text().strip()
+        if limit.isdigit():  # otherwise "max"
+            bounds.append(float(limit) - float(_CGROUP_USED.read_text()))
+    return max(0.0, min(bounds))
 
 
 def layer_needs(plans: Sequence[Plan], tokens: Sequence[int], *, ceilings: bool = False) -> dict[str, float]:
-    """Return what measuring layers of ``plans`` beside each other takes: weights, what packing adds, and batches."""
-    spec, facts = plans[0].problem.spec, plans[0].problem.device
-    largest = 4 * spec.gate_up_parts * spec.intermediate_size * spec.expert_hidden_size
-    needs = {"weights": float(sum(made.weight_bytes for made in plans))}
-    # Random values of one matrix in float32 and what encoding makes of them, beside a few experts that are done.
-    needs["encoding"] = 3.0 * largest + max(min(7, spec.num_experts) * made.expert_bytes for made in plans)
-    needs["packed copies"] = float(sum(made.weight_bytes for made in plans if _repacks(made)))
-    # Input and output of each set; a routing is small beside them.
-    needs["batches"] = sum(4.0 * spec.hidden_size * count * input_sets(count) for count in set(tokens))
-    needs["workspace"] = float(max(made.workspace_bytes for made in plans))
-    if ceilings:
-        needs["ceilings"] = float(ceiling_bytes(torch.device(facts.place)))
-    return {name: count for name, count in needs.items() if count}
+    """Return the bytes, by purpose, of measuring layers of all ``plans`` in turns with batches of ``tokens``."""
+    spec = plans[0].problem.spec
+    device = torch.device(plans[0].problem.device.place)
+    matrix_bytes = 4 * spec.gate_up_parts * spec.intermediate_size * spec.expert_hidden_size  # float32
+    # The random values of one matrix and temporaries of encoding it, plus the encoded distinct experts.
+    encoding = 3.0 * matrix_bytes + max(min(7, spec.num_experts) * item.expert_bytes for item in plans)
+    # Input and output of each set; the routing is small in comparison.
+    batches = sum(4.0 * spec.hidden_size * count * input_sets(count) for count in set(tokens))
+    needs = {
+        "weights": float(sum(item.weight_bytes for item in plans)),
+        "encoding": encoding,
+        "packed copies": float(sum(item.weight_bytes for item in plans if _repacks(item))),
+        "batches": batches,
+        "workspace": float(max(item.workspace_bytes for item in plans)),
+        "ceilings": float(ceiling_bytes(device)) if ceilings else 0.0,
+    }
+    return {name: nbytes for name, nbytes in needs.items() if nbytes}
 
 
 def bytes_per_weight(weight_format: str) -> float:
-    """Return the bytes of one weight with its share of the scales; raises SpecError for an unknown format."""
+    """Return the bytes of one weight, including its share of the scales; raises SpecError for an unknown format."""
     size = 1024
     spec = MoESpec(hidden_size=size, intermediate_size=size, num_experts=1, routing=RoutingSpec(top_k=1))
     return expert_bytes(replace(spec, weight_format=weight_format, down_format=None)) / (3 * size * size)
 
 
-def _repacks(made: Plan) -> bool:
-    """Whether the plan's kernels lay codes out anew, beside the ones they were given."""
-    pairs = zip((made.kernel, made.down_kernel), made.problem.spec.formats, strict=True)
-    return any(_product_repacks(kernel, weights, made.activation_format) for kernel, weights in pairs)
+def _repacks(layer_plan: Plan) -> bool:
+    """Return whether the plan's kernels pack codes into new tensors, so that both copies exist for a while."""
+    pairs = zip((layer_plan.kernel, layer_plan.down_kernel), layer_plan.problem.spec.formats, strict=True)
+    return any(_product_repacks(kernel, weights, layer_plan.activation_format) for kernel, weights in pairs)
 
 
 def _product_repacks(kernel: str, weights: str, activations: str) -> bool:

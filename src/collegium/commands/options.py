@@ -1,4 +1,4 @@
-"""Options that several commands take, and what their texts mean. Nothing here needs torch until a text is read."""
+"""Options shared by several commands, and parsers for their values. Torch is imported only when a value is parsed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = [
     "WholeModel",
     "WrittenFormat",
     "ceilings_of",
-    "comma_separated_ints",
+    "comma_separated",
     "complete_model",
     "find_model",
     "formats_of",
@@ -41,7 +41,7 @@ __all__ = [
 
 HELP = {"help_option_names": ["-h", "--help"]}
 N = TypeVar("N", int, float)
-# Their values are written out, as looking them up would take a second; a test compares them.
+# Literal lists: looking the values up would import torch, which takes a second. A test keeps them in sync.
 FORMATS = "bf16, fp16, fp32, fp8_block, fp8_tensor, fp8_channel, mxfp8, mxfp4, nvfp4 or int4_group"
 ACTIVATIONS = (
     "fp32, bf16, fp16, fp8_group128, fp8_group128_pow2, fp8_group128_e8m0, fp8_token, fp8_static, mxfp8, nvfp4 or "
@@ -51,12 +51,12 @@ KERNELS = "triton_fp8, triton_w4a8, triton_w4a16, triton_w8a16, triton_bf16, cpu
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """Return the names of models that begin so: the shipped one and those in the Hugging Face cache."""
+    """Return the model names that start with ``incomplete``: the bundled model and the Hugging Face cache."""
     return [name for name in (SHIPPED, *cached_ids()) if name.startswith(incomplete)]
 
 
 def _complete(values: str) -> Callable[[str], list[str]]:
-    """Return what completes one of ``values``, a list as in a help text."""
+    """Return a completion function for ``values``, a list as written in the help text."""
     names = values.replace(" or ", ", ").split(", ")
 
     def complete(incomplete: str) -> list[str]:
@@ -67,76 +67,81 @@ def _complete(values: str) -> Callable[[str], list[str]]:
 
 Device = Annotated[
     str | None,
-    typer.Option(
-        autocompletion=_complete("cpu, cuda"), help="cpu or cuda; the best device of this machine when left out."
-    ),
+    typer.Option(autocompletion=_complete("cpu, cuda"), help="cpu or cuda. Default: a GPU if there is one."),
 ]
 Format = Annotated[
     str | None,
     typer.Option(
-        "--format", autocompletion=_complete(FORMATS), help=f"Encode the experts into this format first: {FORMATS}."
+        "--format", autocompletion=_complete(FORMATS), help=f"Convert the experts to this format on loading: {FORMATS}."
     ),
 ]
 WrittenFormat = Annotated[
-    str, typer.Option(autocompletion=_complete(FORMATS), help=f"Weight format of the experts to write: {FORMATS}.")
+    str, typer.Option(autocompletion=_complete(FORMATS), help=f"Target weight format of the experts: {FORMATS}.")
 ]
 Kernel = Annotated[
     str | None,
-    typer.Option(autocompletion=_complete(KERNELS), help=f"Force this experts kernel; it runs or refuses: {KERNELS}."),
+    typer.Option(
+        autocompletion=_complete(KERNELS), help=f"Use this experts kernel, or fail if it cannot run: {KERNELS}."
+    ),
 ]
 Activations = Annotated[
     str | None,
-    typer.Option(autocompletion=_complete(ACTIVATIONS), help=f"Force this activation format: {ACTIVATIONS}."),
+    typer.Option(autocompletion=_complete(ACTIVATIONS), help=f"Use this activation format, or fail: {ACTIVATIONS}."),
 ]
-NAMES_A_MODEL = (
-    "Folder with config.json and safetensors files, fables-16m for the shipped model, or the id of a model in "
-    "the Hugging Face cache, org/name or org/name@revision. An existing folder wins."
+MODEL_HELP = (
+    "Folder with config.json and safetensors files, GGUF file, fables-16m (the bundled model), or Hugging Face Hub id "
+    "(org/name or org/name@revision). An existing path takes precedence."
 )
-Model = Annotated[str, typer.Argument(help=NAMES_A_MODEL, autocompletion=complete_model)]
+Model = Annotated[str, typer.Argument(help=MODEL_HELP, autocompletion=complete_model)]
 Download = Annotated[
-    bool, typer.Option("--download", help="Download what the Hugging Face cache lacks: safetensors, JSON, tokenizer.")
+    bool, typer.Option("--download", help="Download missing files (safetensors, JSON, tokenizer) from the Hub.")
 ]
 ShapeOrModel = Annotated[
     str,
     typer.Argument(
         autocompletion=complete_model,
-        help="dsv3, v4_flash, gptoss120b, qwen3_30b, HxIxExK, or a model's folder, name or id.",
+        help="Layer shape: dsv3, v4_flash, gptoss120b, qwen3_30b, HxIxExK, or a model folder or id.",
     ),
 ]
 WholeModel = Annotated[
     str,
     typer.Argument(
         autocompletion=complete_model,
-        help="qwen3_30b, gpt_oss_20b, or the folder, name or id of a model transformers knows.",
+        help="qwen3_30b, gpt_oss_20b, or the folder or id of a model that transformers supports.",
     ),
 ]
-Trace = Annotated[str, typer.Argument(help="File that `collegium balance record` wrote.")]
-Steps = Annotated[int | None, typer.Option(min=2, help="Stop after so many steps.")]
+Trace = Annotated[str, typer.Argument(help="Trace file written by `collegium balance record`.")]
+Steps = Annotated[int | None, typer.Option(min=2, help="Stop after this many steps.")]
 
 
 def find_model(name: str, download: bool, *, weights: bool = True) -> str:
-    """Return the folder or file of a model, as ``locate`` finds it; a path as it was typed.
+    """Return the folder or file of a model, as ``locate`` finds it; an existing path is returned unchanged.
 
-    weights: False for commands that read config.json alone. Progress bars are shown by one process, without ``--json``.
+    weights: False for commands that read only config.json. Only the first rank shows progress, and not with ``--json``.
     """
-    found = locate(name, download=download, weights=weights, progress=shows_progress())
-    return name if found == Path(name) else str(found)
+    path = locate(name, download=download, weights=weights, progress=shows_progress())
+    return name if path == Path(name) else str(path)
 
 
-def comma_separated_ints(option: str, text: str, kind: type[N], *, least: int | None = None) -> list[N]:
-    """Return the numbers in ``text``, positive or at least ``least``; raises InputError, which names ``option``."""
+def comma_separated(option: str, text: str, kind: type[N], *, minimum: int | None = None) -> list[N]:
+    """Parse comma-separated numbers, each positive or at least ``minimum``; raises InputError naming ``option``."""
     try:
-        found = [kind(piece) for piece in text.split(",")]
+        numbers = [kind(piece) for piece in text.split(",")]
     except ValueError as error:
         raise InputError(f"{option} {text!r}: numbers separated by commas are needed") from error
-    if not all(number > 0 if least is None else number >= least for number in found):
-        allowed = "positive" if least is None else f"at least {least}"
-        raise InputError(f"{option} {text!r}: every number must be {allowed}")
-    return found
+    if minimum is None:
+        valid = all(number > 0 for number in numbers)
+        requirement = "positive"
+    else:
+        valid = all(number >= minimum for number in numbers)
+        requirement = f"at least {minimum}"
+    if not valid:
+        raise InputError(f"{option} {text!r}: every number must be {requirement}")
+    return numbers
 
 
 def formats_of(text: str) -> tuple[str, str]:
-    """Return the formats that ``weights[:activations]`` names; raises SpecError and InputError for unknown ones."""
+    """Parse ``weights[:activations]`` into two format names; raises SpecError and InputError for unknown names."""
     from ..formats import by_name
     from ..ops.quantize import activation_format
     from .bench import recipe_of
@@ -146,10 +151,10 @@ def formats_of(text: str) -> tuple[str, str]:
 
 
 def ceilings_of(text: str) -> Ceilings:
-    """Return what a machine can do at most, from three numbers as in ``--help``; raises InputError."""
+    """Parse the hardware limits given as three numbers, in the units of ``--help``; raises InputError."""
     from .measure import Ceilings
 
-    given = comma_separated_ints("--ceilings", text, float)
-    if len(given) != 3:
+    numbers = comma_separated("--ceilings", text, float)
+    if len(numbers) != 3:
         raise InputError(f"--ceilings {text!r}: three numbers are needed, such as 4.6,797,1329")
-    return Ceilings(bandwidth=given[0] * 1e12, rate_16=given[1] * 1e12, rate_8=given[2] * 1e12)
+    return Ceilings(bandwidth=numbers[0] * 1e12, rate_16=numbers[1] * 1e12, rate_8=numbers[2] * 1e12)

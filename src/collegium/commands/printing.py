@@ -1,4 +1,4 @@
-"""What the command ``collegium`` shows: tables and JSON."""
+"""Print reports: tables and JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from ..balance.report import LoadReport
     from ..balance.simulate import Simulation
-    from ..experts.triton.tile_choice import TileChoice
+    from ..experts.triton.tiles.problem import TileChoice
     from ..planning import Plan
     from .bench import BenchReport
     from .bench_model import ModelReport
@@ -39,35 +39,37 @@ __all__ = [
     "print_load",
     "print_model_bench",
     "print_plan",
-    "print_proofs",
     "print_simulation",
     "print_text",
     "print_tuning",
+    "print_verification",
 ]
 
 T = TypeVar("T")
-# A table or a path in a pipe or a file is never cut or wrapped. A closed stream is None to Python.
+# Lines in a pipe or a file are not cut or wrapped. Python sets a closed stream to None.
 out = Console(width=None if sys.stdout and sys.stdout.isatty() else 10_000)
 err = Console(stderr=True)
 
 
 def print_json(value: dict[str, object]) -> None:
-    """Print one JSON object on standard output; numbers that JSON lacks are null."""
-    sys.stdout.write(json.dumps(_finite(value), indent=2, allow_nan=False) + "\n")
+    """Print one JSON object on standard output; NaN and infinity become null."""
+    sys.stdout.write(json.dumps(_null_if_not_finite(value), indent=2, allow_nan=False) + "\n")
 
 
-def _finite(value: Any) -> Any:
+def _null_if_not_finite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: _null_if_not_finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return [_null_if_not_finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def _print_table(
     title: str | None, columns: Sequence[str], rows: Iterable[T], cells: Callable[[T], Iterable[object]]
 ) -> None:
-    """Print right-aligned columns, except those whose name ends in a space, below a title that may be wider."""
+    """Print a table below its title; columns are right-aligned unless their name ends in a space."""
     if title:
         out.print(title, style="italic", markup=False, highlight=False)
     sides = (Column(name.strip(), justify="left" if name.endswith(" ") else "right", no_wrap=True) for name in columns)
@@ -77,15 +79,15 @@ def _print_table(
     out.print(table)
 
 
-def _note(text: str) -> None:
+def _print_note(text: str) -> None:
     out.print(text, style="dim")
 
 
 def print_demo(report: DemoReport) -> None:
-    """Show the formats of a demo beside each other, and what each wrote."""
+    """Print a table of the demo's formats and the text that each generated."""
     _print_table(
         f"{report.model} on {report.device}",
-        ("weights x activations ", "bytes/expert", "perplexity", "beside bf16", "error", "tok/s"),
+        ("weights x activations ", "bytes/expert", "perplexity", "vs bf16", "error", "tok/s"),
         report.rows,
         lambda row: (
             f"{row.weights} x {row.activations}",
@@ -96,37 +98,39 @@ def print_demo(report: DemoReport) -> None:
             f"{row.tokens_per_second:.1f}",
         ),
     )
-    _note("error: relative L2 error of one layer's output against FP32 on the BF16 weights")
+    _print_note("error: relative L2 error of one layer's output against FP32 arithmetic on the BF16 weights")
     for kernel in dict.fromkeys(row.kernel for row in report.rows):
         users = ", ".join(f"{r.weights} x {r.activations}" for r in report.rows if r.kernel == kernel)
-        _note(f"kernel {kernel}: {users}")
-    _note(f"tok/s: decode steps after compilation; text: greedy, repetition penalty {report.repetition_penalty:g}")
+        _print_note(f"kernel {kernel}: {users}")
+    _print_note(
+        f"tok/s: decode steps after compilation; text: greedy, repetition penalty {report.repetition_penalty:g}"
+    )
     for row in report.rows:
         out.print(f"\n[bold]{row.weights} x {row.activations}[/bold]")
         out.print(" ".join(row.text.split()), markup=False, highlight=False)
-    _note(f"\n{report.seconds:.1f} s in all, {report.compile_seconds:.1f} s of it compiling")
+    _print_note(f"\n{report.seconds:.1f} s in total, including {report.compile_seconds:.1f} s of compilation")
 
 
 def print_text(written: Written) -> None:
-    """Show a text and how fast it was written."""
+    """Print a generated text and its speed."""
     out.print(written.text, markup=False, highlight=False)
     first = f"first token after {1e3 * written.first_token_seconds:.0f} ms"
     err.print(f"{first}, then {written.tokens_per_second:.1f} tokens/s", style="dim")
 
 
-def print_plan(made: Plan) -> None:
-    """Show a plan as it explains itself."""
-    out.print(made.explain(), markup=False, highlight=False)
+def print_plan(plan: Plan) -> None:
+    """Print ``plan.explain()``."""
+    out.print(plan.explain(), markup=False, highlight=False)
 
 
 def print_bench(report: BenchReport) -> None:
-    """Show times beside the floor, a table for each recipe."""
+    """Print one table per recipe: times, floors and errors."""
     out.print(f"[bold]{escape(report.shape)}[/bold] ({report.sizes}), {report.routing} routing, on {report.device}")
-    for name in dict.fromkeys((row.weights, row.activations, row.kernel) for row in report.rows):
+    for weights, activations, kernel in dict.fromkeys((r.weights, r.activations, r.kernel) for r in report.rows):
         _print_table(
-            f"{name[0]} x {name[1]} ({name[2]})",
+            f"{weights} x {activations} ({kernel})",
             ("tokens", "us", "floor us", "of floor", "bound", "GB/s", "TFLOP/s", "experts", "error"),
-            [row for row in report.rows if (row.weights, row.activations, row.kernel) == name],
+            [r for r in report.rows if (r.weights, r.activations, r.kernel) == (weights, activations, kernel)],
             lambda row: (
                 row.tokens,
                 f"{1e6 * row.seconds:.1f}" + ("" if row.cold else "*"),
@@ -139,23 +143,23 @@ def print_bench(report: BenchReport) -> None:
                 f"{row.error:.4f}",
             ),
         )
-    top = report.ceilings
-    _note(
-        f"ceilings: {top.bandwidth / 1e12:.3g} TB/s, {top.rate_16 / 1e12:.4g} TFLOP/s with 16-bit and "
-        f"{top.rate_8 / 1e12:.4g} with 8-bit operands; torch {report.torch}, triton {report.triton}"
+    ceilings = report.ceilings
+    _print_note(
+        f"ceilings: {ceilings.bandwidth / 1e12:.3g} TB/s, {ceilings.rate_16 / 1e12:.4g} TFLOP/s with 16-bit and "
+        f"{ceilings.rate_8 / 1e12:.4g} with 8-bit operands; torch {report.torch}, triton {report.triton}"
     )
     if not all(row.cold for row in report.rows):
-        _note("*: the weights may stay in a cache; the floor is that of the operations alone")
+        _print_note("*: the weights may be in a cache; the floor counts only the arithmetic")
 
 
 def print_model_bench(report: ModelReport) -> None:
-    """Show tokens a second by what runs the experts, and why one has none."""
+    """Print tokens per second for each implementation of the experts, or the reason for a missing result."""
     size = f"{report.parameters / 1e9:.1f} G parameters, {report.layers} layers"
-    shared = f"{report.ranks} ranks of " if report.ranks > 1 else ""
-    out.print(f"[bold]{escape(report.model)}[/bold] ({size}), random weights, on {shared}{report.device}")
+    ranks = f"{report.ranks} ranks of " if report.ranks > 1 else ""
+    out.print(f"[bold]{escape(report.model)}[/bold] ({size}), random weights, on {ranks}{report.device}")
     _print_table(
         None,
-        ("experts ", "sequences", "tokens/s", "ms a step", "one graph", "error"),
+        ("experts ", "sequences", "tokens/s", "ms/step", "CUDA graph", "error"),
         report.rows,
         lambda row: (
             row.experts,
@@ -169,11 +173,11 @@ def print_model_bench(report: ModelReport) -> None:
     for row in report.rows:
         if row.note:
             out.print(f"{row.experts}, {row.batch} sequences: {row.note}", markup=False)
-    _note(f"torch {report.torch}, triton {report.triton}, transformers {report.transformers}")
+    _print_note(f"torch {report.torch}, triton {report.triton}, transformers {report.transformers}")
 
 
 def print_tuning(report: TuneReport) -> None:
-    """Show the tiles measured and what they gain."""
+    """Print the measured tiles and their speedup."""
     out.print(f"[bold]{escape(report.shape)}[/bold] in {report.weights} x {report.activations} on {report.device}")
     _print_table(
         None,
@@ -193,14 +197,20 @@ def print_tuning(report: TuneReport) -> None:
 
 
 def _tile(tile: TileChoice) -> str:
-    more = {f"d{tile.depth}": tile.depth > 1, f"r{tile.registers}": tile.registers}
-    more |= {"stacked": tile.stacked, "joined": tile.joined}
-    sizes = f"{tile.block_n}x{tile.block_t} w{tile.warps} s{tile.stages}"
-    return " ".join([sizes, *(name for name, given in more.items() if given)])
+    words = [f"{tile.block_n}x{tile.block_t} w{tile.warps} s{tile.stages}"]
+    if tile.depth > 1:
+        words.append(f"d{tile.depth}")
+    if tile.registers:
+        words.append(f"r{tile.registers}")
+    if tile.stacked:
+        words.append("stacked")
+    if tile.joined:
+        words.append("joined")
+    return " ".join(words)
 
 
 def print_load(report: LoadReport) -> None:
-    """Show the extremes of a load trace, layer by layer."""
+    """Print the most and least loaded expert of each layer of a trace."""
     out.print(
         f"{report.path}: {report.model}, {report.steps} steps, {report.assignments:,} assignments to {report.experts} "
         f"experts a layer, top-{report.top_k}",
@@ -212,19 +222,26 @@ def print_load(report: LoadReport) -> None:
         None,
         ("layer ", "hottest expert", "of an even share", "coldest", "of an even share", "idle"),
         report.layers,
-        lambda own: (escape(own.layer), own.expert, f"{own.most:.2f}", own.coldest, f"{own.least:.2f}", own.idle),
+        lambda load: (
+            escape(load.layer),
+            load.expert,
+            f"{load.most:.2f}",
+            load.coldest,
+            f"{load.least:.2f}",
+            load.idle,
+        ),
     )
 
 
 def print_simulation(report: Simulation) -> None:
-    """Show what a policy would have done to a trace."""
+    """Print the balance that a policy would have reached on a trace."""
     out.print(
         f"[bold]{escape(report.model)}[/bold]: {report.layers} layers of {report.experts} experts on {report.ranks} "
         f"ranks, {report.policy}, {report.steps} steps"
     )
     for part, title in (
-        ("seen", "the first half of the steps, which it was fitted to"),
-        ("later", "the half after it"),
+        ("seen", "first half of the steps (the policy was fitted to it)"),
+        ("later", "second half of the steps"),
     ):
         _print_table(
             title,
@@ -233,60 +250,69 @@ def print_simulation(report: Simulation) -> None:
                 (
                     row.replicas,
                     row.slots,
-                    *(f"{value:.3f}" for value in (own.before, own.before_worst, own.after, own.after_worst)),
-                    f"{-100 * own.saved:+.1f} %",
+                    f"{half.before:.3f}",
+                    f"{half.before_worst:.3f}",
+                    f"{half.after:.3f}",
+                    f"{half.after_worst:.3f}",
+                    f"{-100 * half.saved:+.1f} %",
                     row.moved_experts,
                     f"{row.moved_bytes / 1e6:,.1f}",
                 )
-                for row, own in ((row, getattr(row, part)) for row in report.rows)
+                for row, half in ((row, getattr(row, part)) for row in report.rows)
             ],
             tuple,
         )
-    _note(
-        "before, after: balancedness (mean over busiest rank, step by step; 1 is even), mean and worst of the layers; "
-        "busiest: change of the busiest ranks' work; moved: experts, in all layers"
+    _print_note(
+        "before, after: balancedness (mean load / load of the busiest rank, per step; 1 is even), mean and worst over "
+        "the layers; busiest: change of the busiest ranks' load; moved: experts in all layers"
     )
 
 
-def print_inspection(found: Inspection) -> None:
-    """Show what a checkpoint holds and what would run here."""
-    out.print(found.path, style="italic", markup=False, highlight=False)
-    table = Table(Column("what", style="bold"), "found", show_header=False)
-    for what, value in found.lines():
-        table.add_row(what, Text(value))
+def print_inspection(inspection: Inspection) -> None:
+    """Print the contents of a checkpoint and its plan on this machine."""
+    out.print(inspection.path, style="italic", markup=False, highlight=False)
+    table = Table(Column("property", style="bold"), "value", show_header=False)
+    for name, value in inspection.lines():
+        table.add_row(name, Text(value))
     out.print(table)
-    out.print("what would run here", style="bold")
-    out.print(found.plan.explain(), markup=False, highlight=False)
+    out.print("plan for this machine", style="bold")
+    out.print(inspection.plan.explain(), markup=False, highlight=False)
 
 
-def print_proofs(report: VerifyReport) -> None:
-    """Show the error of every layer and the verdict."""
-    kernels = ", ".join(dict.fromkeys(proof.kernel for proof in report.proofs))
+def print_verification(report: VerifyReport) -> None:
+    """Print the error of every layer and the verdict."""
+    kernels = ", ".join(dict.fromkeys(check.kernel for check in report.checks))
     _print_table(
         f"{report.path} on {report.device}, kernel {kernels}",
         ("layer ", "formats ", "experts ", "error ", "worst expert ", "allowed ", "verdict "),
-        report.proofs,
-        lambda proof: (
-            f"{proof.layer}" if proof.part == "experts" else f"{proof.layer} {proof.part}",
-            f"{proof.weight_format} x {proof.activation_format}",
-            f"{proof.checked} of {proof.held}",
-            f"{proof.error:.3%}",
-            f"{proof.worst}: {proof.worst_error:.3%}",
-            f"{proof.tolerance:.0%}, {2 * proof.tolerance:.0%}",
-            "[green]ok[/green]" if proof.passed else "[bold red]WRONG[/bold red]",
+        report.checks,
+        lambda check: (
+            f"{check.layer}" if check.part == "experts" else f"{check.layer} {check.part}",
+            f"{check.weight_format} x {check.activation_format}",
+            f"{check.checked} of {check.num_experts}",
+            f"{check.error:.3%}",
+            f"{check.worst}: {check.worst_error:.3%}",
+            f"{check.tolerance:.0%}, {2 * check.tolerance:.0%}",
+            "[green]ok[/green]" if check.passed else "[bold red]WRONG[/bold red]",
         ),
     )
 
 
 def print_conversion(report: QuantizeReport) -> None:
-    """Show the error of every converted layer and what was copied."""
+    """Print the error of every converted layer and the files that were copied, skipped or removed."""
     _print_table(
         f"{report.path}: {report.weight_format} experts as {report.storage} stores them",
-        ("layer ", "was ", "error ", "worst expert "),
+        ("layer ", "from ", "error ", "worst expert "),
         report.layers,
-        lambda own: (own.layer, own.source_format, f"{own.error:.3%}", f"{own.worst}: {own.worst_error:.3%}"),
+        lambda layer: (
+            layer.layer,
+            layer.source_format,
+            f"{layer.error:.3%}",
+            f"{layer.worst}: {layer.worst_error:.3%}",
+        ),
     )
-    rows = [f"bytes    {report.nbytes:,}, were {report.source_nbytes:,}"]
-    for what, names in (("copied", report.copied), ("skipped", report.skipped), ("removed", report.removed)):
-        rows += [f"{what:<8} {', '.join(names)}"] if names else []
-    out.print("\n".join(rows), markup=False, highlight=False, soft_wrap=True)
+    lines = [f"bytes    {report.nbytes:,}, previously {report.source_nbytes:,}"]
+    for action, names in (("copied", report.copied), ("skipped", report.skipped), ("removed", report.removed)):
+        if names:
+            lines.append(f"{action:<8} {', '.join(names)}")
+    out.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)

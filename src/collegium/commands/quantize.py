@@ -1,7 +1,7 @@
-"""``collegium quantize``: a checkpoint's experts in another format, everything else byte for byte as it was.
+"""``collegium quantize``: convert the experts of a checkpoint to another format and copy all other tensors unchanged.
 
-A few experts are in memory at a time: read, decoded, encoded, compared with what they were, written. The result is what
-the publishers of the format write: tensor names, ``quantization_config`` and all.
+A few experts are in memory at a time: they are read, decoded, encoded, compared with the source, and written. Tensor
+names and ``quantization_config`` are those of published checkpoints in the target format.
 """
 
 import json
@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from ..checkpoint.index import index_of
 from ..checkpoint.layer_view import CheckpointLayer
 from ..checkpoint.layout import projections, stack_paths
 from ..checkpoint.loader import load_experts
-from ..checkpoint.problems import raise_first
+from ..checkpoint.problems import raise_if_any
 from ..checkpoint.reader import INDEX, Checkpoint
 from ..checkpoint.writer import Shard, entry_of, matrix_parts, whole_folder
 from ..errors import CheckpointError, ConfigError, InputError
@@ -36,15 +37,15 @@ from ..placement import Placement
 from ..planning import expert_bytes
 from ..runtime.progress import Progress
 from ..types import format_names
-from .quantization_config import COMPRESSED, ConversionJob, described, new_config
+from .quantization_config import COMPRESSED, ConversionJob, describable_tensors, new_config
 
 __all__ = ["ConvertedLayer", "QuantizeReport", "quantize_model"]
 
 _CHUNK = 1 << 26  # bytes of experts read at a time
-# Of these formats hidden and intermediate size must be multiples, because the readers refuse a last, partial group or
-# read it wrongly. compressed-tensors raises ("must be divisible"). transformers derives the group of FP8 and MXFP8 from
-# the number of scales, so it reads 100 columns with four scales in groups of 25 instead of 32, without an error; its
-# MXFP4 reader returns whole blocks, which are wider than the model's parameter.
+# For these formats, hidden and intermediate size must be multiples of the group size, because the readers refuse or
+# misread a partial last group. compressed-tensors raises ("must be divisible"). transformers derives the group size of
+# FP8 and MXFP8 from the number of scales: it reads 100 columns with four scales in groups of 25 instead of 32, without
+# an error. Its MXFP4 reader returns whole blocks, which are wider than the model's parameter.
 _WHOLE_GROUPS = {"fp8_block": 128, "mxfp8": 32, "mxfp4": 32, "int4_group": 32, "nvfp4": 16}
 _READERS = {
     "fp8_block": "transformers",
@@ -53,12 +54,20 @@ _READERS = {
     "int4_group": "compressed-tensors",
     "nvfp4": "compressed-tensors",
 }
+_REPLACED_FILES = {
+    "config.json",
+    "hf_quant_config.json",
+    "quantize_config.json",
+    "quant_config.json",
+    "quantization_config.json",
+    INDEX,
+}
 _WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConvertedLayer:
-    """Relative L2 error of one layer's weights against what they were, and its largest, of expert ``worst``."""
+    """Relative L2 error of one layer's weights against the source, and the largest error, of expert ``worst``."""
 
     layer: int
     source_format: str
@@ -69,10 +78,11 @@ class ConvertedLayer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizeReport:
-    """What was written.
+    """The written checkpoint.
 
-    storage: the published layout. nbytes: of the new tensors, ``source_nbytes`` of the old. copied: files taken as they
-    were. skipped: folders and other weight files that were not. removed: folders of killed runs that were removed.
+    storage: the published layout. nbytes, source_nbytes: bytes of all new and of all source tensors. copied: files
+    copied unchanged. skipped: folders and other weight files that were not copied. removed: partial folders of killed
+    runs that were removed.
     """
 
     path: str
@@ -89,42 +99,43 @@ class QuantizeReport:
 def quantize_model(
     path: str, weight_format: str, out: str | None = None, *, progress: Progress | None = None
 ) -> QuantizeReport:
-    """Write the checkpoint at ``path`` with its experts in ``weight_format`` into the new folder ``out``.
+    """Write the checkpoint at ``path`` with its experts in ``weight_format`` to the new folder ``out``.
 
-    out: default ``path-format``. The folder appears when everything in it is written and audited; a killed run leaves a
-    ``.partial-`` folder, which the next run removes. progress: called with (experts done, experts, text). Raises what
-    the audit raises, SpecError for an unknown format, InputError for what cannot be converted and an ``out`` that
-    exists, CheckpointError when the disk is full.
+    The folder appears when all files are written and audited; a killed run leaves a ``.partial-`` folder, which the
+    next run removes.
+
+    out: default ``path-format``.
+    progress: called with (experts done, experts, text).
+
+    Raises the errors of the audit, SpecError for an unknown format, InputError for a conversion that is not possible or
+    an existing ``out``, CheckpointError if the disk is full.
     """
     checkpoint = Checkpoint.open(path)
     if not checkpoint.config or not checkpoint.path.is_dir() or checkpoint.is_gguf:
         raise ConfigError(f"{path}: quantize needs a model's folder with config.json and safetensors files")
-    job = _job(checkpoint, weight_format)
+    job = _conversion_job(checkpoint, weight_format)
     report = audit(checkpoint, deep=False, convert=True)
     layers = [CheckpointLayer.open(checkpoint, layer.layer) for layer in report.layers]
     names = {stored.name for layer in layers for stored in (layer.stored, layer.up_stored, layer.down_stored)}
     if names == {job.target.name}:
         raise InputError(f"{path}: the experts are {job.target.name} already")
-    kept = _kept(job, layers)
+    copied_tensors = _copied_tensors(job, layers)
     folder = Path(out) if out is not None else Path(f"{os.path.abspath(path)}-{weight_format}")
-    needed = sum(info.nbytes for info in kept.values())
-    needed += (
-        expert_bytes(replace(job.spec, weight_format=job.target.name, down_format=None))
-        * job.spec.num_experts
-        * len(layers)
-    )
-    with whole_folder(folder.absolute(), needed) as (room, removed):
-        copied, skipped = _copy_files(checkpoint, room)  # first, as it may fail
-        done = _write_tensors(job, layers, kept, room, progress)
-        (room / "config.json").write_text(json.dumps(new_config(job, kept), indent=2) + "\n")
-        written = Checkpoint.open(room)
+    target_spec = replace(job.spec, weight_format=job.target.name, down_format=None)
+    needed = sum(info.nbytes for info in copied_tensors.values())
+    needed += expert_bytes(target_spec) * job.spec.num_experts * len(layers)
+    with whole_folder(folder.absolute(), needed) as (partial_folder, removed):
+        copied, skipped = _copy_files(checkpoint, partial_folder)  # first, because it can fail
+        converted_layers = _write_tensors(job, layers, copied_tensors, partial_folder, progress)
+        (partial_folder / "config.json").write_text(json.dumps(new_config(job, copied_tensors), indent=2) + "\n")
+        written = Checkpoint.open(partial_folder)
         audit(written, deep=False)
-        raise_first(written, dense_weight_problems(written, quantised_dense_weights(written)))
+        raise_if_any(written, dense_weight_problems(written, quantised_dense_weights(written)))
     return QuantizeReport(
         path=str(folder),
         weight_format=job.target.name,
         storage=job.storage.name,
-        layers=tuple(done),
+        layers=tuple(converted_layers),
         nbytes=sum(info.nbytes for info in written.tensors.values()),
         source_nbytes=sum(info.nbytes for info in checkpoint.tensors.values()),
         copied=copied,
@@ -133,15 +144,21 @@ def quantize_model(
     )
 
 
-def _job(checkpoint: Checkpoint, weight_format: str) -> ConversionJob:
-    """Choose the published storage of ``weight_format`` for this family; InputError lists the formats that have one."""
-    target, index = by_name(weight_format, to_write=True), index_of(checkpoint)
-    names, spec, apart = index.names, describe(checkpoint.config), experts_apart(checkpoint.config)
+def _conversion_job(checkpoint: Checkpoint, weight_format: str) -> ConversionJob:
+    """Choose the published storage of ``weight_format`` for this family.
+
+    Raises InputError, with the possible formats, if there is none.
+    """
+    target = by_name(weight_format, to_write=True)
+    index = index_of(checkpoint)
+    names = index.names
+    spec = describe(checkpoint.config)
+    apart = experts_apart(checkpoint.config)
     if names.fused:
         raise InputError(
-            f"{weight_format}: the checkpoint holds gate and up of an expert in one module ({names.gate}), which is "
-            "read but not written; allowed are stacks and three modules an expert. Save the model with transformers "
-            "first, which stacks the experts"
+            f"{weight_format}: the checkpoint stores gate and up of an expert in one module ({names.gate}), a layout "
+            "that is read but not written; allowed are stacks and three modules per expert. Save the model with "
+            "transformers first, which stacks the experts"
         )
     storages = _storages(names, apart=apart)
     sizes = (spec.expert_hidden_size, spec.intermediate_size)
@@ -152,10 +169,11 @@ def _job(checkpoint: Checkpoint, weight_format: str) -> ConversionJob:
             reason = " (DeepSeek-V4: its config can describe experts only in these formats, one tensor each)"
         elif names.up is None:
             reason = " (each row holds several experts)" if names.stacked.flat else " (they are stacked)"
+        formats = ", ".join(sorted(storages)) or "no other format"
+        if storages:
+            formats += f"; with hidden and intermediate size {sizes}: {', '.join(sorted(readable))}"
         raise InputError(
-            f"{weight_format}: experts of {family_of(checkpoint.config).name}{reason} can be written as: "
-            f"{', '.join(sorted(storages)) or 'no other format'}"
-            + (f"; with hidden and intermediate size {sizes}: {', '.join(sorted(readable))}" if storages else "")
+            f"{weight_format}: experts of {family_of(checkpoint.config).name}{reason} can be written as: {formats}"
         )
     if target.name not in readable:
         group = _WHOLE_GROUPS[target.name]
@@ -165,8 +183,9 @@ def _job(checkpoint: Checkpoint, weight_format: str) -> ConversionJob:
             f"{', '.join(sorted(readable)) or 'none'}"
         )
     storage = storages[target.name]
-    # Unquantised experts stay as published: many a class of transformers reads only stacks, or only single experts.
-    published_stacked = any(index.found(layer).stack for layer in moe_layers(checkpoint.config))
+    # Unquantised experts keep the published layout: many classes of transformers read only stacks, or only single
+    # experts.
+    published_stacked = any(index.expert_tensors(layer).stack for layer in moe_layers(checkpoint.config))
     job = ConversionJob(
         checkpoint=checkpoint,
         names=names,
@@ -179,9 +198,9 @@ def _job(checkpoint: Checkpoint, weight_format: str) -> ConversionJob:
 
 
 def _storages(names: Names, *, apart: bool) -> dict[str, Storage]:
-    """Return the formats that can be written for a family, each with the storage that its publishers use.
+    """Return the formats that can be written for a family, each with the storage of published checkpoints.
 
-    apart: DeepSeek-V4's experts, which its config describes separately from the other weights, which are FP8 blocks.
+    apart: whether the config describes the experts separately from the other weights (DeepSeek-V4).
     """
     stacked = names.up is None
     if apart:
@@ -192,86 +211,90 @@ def _storages(names: Names, *, apart: bool) -> dict[str, Storage]:
         layouts = ("plain", "finegrained-fp8", "minimax-m3", "compressed-tensors")
     storages: dict[str, Storage] = {}
     for name in (*CONFIG_NAMES, *COMPRESSED, "fp8_block", "mxfp8"):
-        known = {storage.name: storage for storage in by_name(name).storages}
+        storage_by_layout = {storage.name: storage for storage in by_name(name).storages}
         if name != "fp8_block":
-            known.pop("finegrained-fp8", None)
-        layout = next((layout for layout in layouts if layout in known), None)
+            storage_by_layout.pop("finegrained-fp8", None)
+        layout = next((layout for layout in layouts if layout in storage_by_layout), None)
         if layout is not None:
-            storages[name] = known[layout]
+            storages[name] = storage_by_layout[layout]
     return storages
 
 
 def _readable(weight_format: str, sizes: tuple[int, int]) -> bool:
-    """Whether the format's readers understand matrices ``[I, H]`` and ``[H, I]`` of ``sizes`` (H, I)."""
+    """Return whether the format's readers can read matrices ``[I, H]`` and ``[H, I]`` of ``sizes`` (H, I)."""
     group = _WHOLE_GROUPS.get(weight_format, 1)
-    # One group that is the whole row is derived correctly from its one scale.
-    single = group if weight_format == "mxfp8" else 0
-    return all(size % group == 0 or size < single for size in sizes)
+    # A row that is one partial group is read correctly, because the group size is derived from its single scale.
+    max_single_group = group if weight_format == "mxfp8" else 0
+    return all(size % group == 0 or size < max_single_group for size in sizes)
 
 
-def _kept(job: ConversionJob, layers: Iterable[CheckpointLayer]) -> dict[str, TensorInfo]:
-    """Return every tensor that is copied by its new name; InputError where no one config could describe them."""
+def _copied_tensors(job: ConversionJob, layers: Iterable[CheckpointLayer]) -> dict[str, TensorInfo]:
+    """Return every copied tensor by its new name; raises InputError if no config can describe them."""
     replaced = {
         info.name
         for layer in layers
-        for suffix, info in layer.found.items()
+        for suffix, info in layer.expert_tensors.items()
         if not (layer.spec.expert_bias and suffix.endswith("bias"))
     }
-    return described(job, {name: info for name, info in job.checkpoint.tensors.items() if name not in replaced})
+    return describable_tensors(
+        job, {name: info for name, info in job.checkpoint.tensors.items() if name not in replaced}
+    )
 
 
 def _write_tensors(
     job: ConversionJob,
     layers: list[CheckpointLayer],
-    kept: Mapping[str, TensorInfo],
-    room: Path,
+    copied_tensors: Mapping[str, TensorInfo],
+    folder: Path,
     progress: Progress | None,
 ) -> list[ConvertedLayer]:
-    sources = sorted({info.file for info in kept.values()})
+    """Write one shard per source file with its copied tensors, one shard per layer, and the index."""
+    sources = sorted({info.file for info in copied_tensors.values()})
     count = len(sources) + len(layers)
-    names = [f"model-{at + 1:05d}-of-{count:05d}.safetensors" for at in range(count)]
+    file_names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     weight_map: dict[str, str] = {}
-    for name, source in zip(names, sources, strict=False):
-        own = [info for info in kept.values() if info.file == source]
-        with Shard(room / name, {info.name: (info.dtype, info.shape) for info in own}) as shard:
-            for info in own:
+    for file_name, source in zip(file_names, sources, strict=False):
+        infos = [info for info in copied_tensors.values() if info.file == source]
+        with Shard(folder / file_name, {info.name: (info.dtype, info.shape) for info in infos}) as shard:
+            for info in infos:
                 shard.copy(info)
-        weight_map |= {info.name: name for info in own}
-    done: list[ConvertedLayer] = []
-    for at, (name, layer) in enumerate(zip(names[len(sources) :], layers, strict=True)):
+        weight_map.update({info.name: file_name for info in infos})
+    converted_layers: list[ConvertedLayer] = []
+    num_experts = job.spec.num_experts
+    for index, (file_name, layer) in enumerate(zip(file_names[len(sources) :], layers, strict=True)):
+        step = partial(_report_step, progress, index * num_experts, len(layers) * num_experts, f"layer {layer.number}")
+        converted, tensor_names = _write_layer(job, layer, folder / file_name, step)
+        converted_layers.append(converted)
+        weight_map.update(dict.fromkeys(tensor_names, file_name))
+    total_size = sum((folder / file_name).stat().st_size for file_name in file_names)
+    index_content = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
+    (folder / INDEX).write_text(json.dumps(index_content, indent=2) + "\n")
+    return converted_layers
 
-        def step(experts: int, at: int = at, number: int = layer.number) -> None:
-            if progress is not None:
-                total = len(layers) * job.spec.num_experts
-                progress(at * job.spec.num_experts + experts, total, f"layer {number}")
 
-        converted, written = _write_layer(job, layer, room / name, step)
-        done.append(converted)
-        weight_map |= dict.fromkeys(written, name)
-    size = sum((room / name).stat().st_size for name in names)
-    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
-    (room / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    return done
+def _report_step(progress: Progress | None, first: int, total: int, text: str, experts: int) -> None:
+    if progress is not None:
+        progress(first + experts, total, text)
 
 
 def _write_layer(
     job: ConversionJob, layer: CheckpointLayer, path: Path, step: Callable[[int], None]
 ) -> tuple[ConvertedLayer, Iterable[str]]:
-    """Convert one layer a few experts at a time; the first expert says what the header needs."""
+    """Convert one layer a few experts at a time; return its errors and the names of the written tensors."""
     spec = layer.spec
-    together = max(1, _CHUNK // expert_bytes(spec))
+    chunk = max(1, _CHUNK // expert_bytes(spec))
     entries: dict[str, tuple[str, tuple[int, ...]]] = {}
     errors: list[float] = []
     step(0)
     with ExitStack() as stack:
         shard: Shard | None = None
-        for start in range(0, spec.num_experts, together):
-            ids = tuple(range(start, min(start + together, spec.num_experts)))
+        for start in range(0, spec.num_experts, chunk):
+            ids = tuple(range(start, min(start + chunk, spec.num_experts)))
             weights = load_experts(layer, Placement(expert_ids=ids), convert=True)
             for slot, expert in enumerate(ids):
                 matrices, error = _encode(job, weights.gate_up[slot], weights.down[slot])
                 errors.append(error)
-                if shard is None:
+                if shard is None:  # the header needs the shapes of the first expert
                     entries = _layer_entries(job, layer.number, matrices)
                     shard = stack.enter_context(Shard(path, entries))
                 for name, tensor in _expert_tensors(job, layer.number, expert, matrices).items():
@@ -287,68 +310,77 @@ def _write_layer(
 
 
 def _encode(job: ConversionJob, gate_up: Payload, down: Payload) -> tuple[tuple[Payload, ...], float]:
-    """Return gate, where there is one, up and down in the target format, and their relative error together."""
+    """Return gate (if there is one), up and down in the target format, and their joint relative error."""
     options: dict[str, Any] = {"global_divides": True} if job.target is NvFp4 else {}
-    true_up, true_down = gate_up.decode(), down.decode()
+    gate_up_values = gate_up.decode()
+    down_values = down.decode()
     if job.target in (NvFp4, Fp8Tensor):
-        # Engines keep one scale for the fused first projection: encoded as one matrix, gate and up share it.
-        both = job.target.encode(true_up.flatten(0, 1), **options)
-        upper = [both.rows(start, start + true_up.shape[1]) for start in range(0, both.shape[0], true_up.shape[1])]
+        # Inference engines keep one scale for the fused first projection. Encoded as one matrix, gate and up share it.
+        fused = job.target.encode(gate_up_values.flatten(0, 1), **options)
+        rows = gate_up_values.shape[1]
+        gate_up_payloads = [fused.rows(start, start + rows) for start in range(0, fused.shape[0], rows)]
     else:
-        upper = [job.target.encode(part) for part in true_up]
-    encoded = (*upper, job.target.encode(true_down, **options))
-    trues = (*true_up, true_down)
-    lost = sum(_square(payload.decode() - true) for payload, true in zip(encoded, trues, strict=True))
-    whole = sum(_square(true) for true in trues)
-    return encoded, (lost / whole) ** 0.5 if whole else 0.0
+        gate_up_payloads = [job.target.encode(part) for part in gate_up_values]
+    payloads = (*gate_up_payloads, job.target.encode(down_values, **options))
+    matrices = (*gate_up_values, down_values)
+    differences = (payload.decode() - matrix for payload, matrix in zip(payloads, matrices, strict=True))
+    error_square = sum(_sum_of_squares(difference) for difference in differences)
+    norm_square = sum(_sum_of_squares(matrix) for matrix in matrices)
+    return payloads, (error_square / norm_square) ** 0.5 if norm_square else 0.0
 
 
-def _square(values: Tensor) -> float:
+def _sum_of_squares(values: Tensor) -> float:
     return float(values.square().sum(-1).double().sum())
 
 
 def _expert_tensors(job: ConversionJob, layer: int, expert: int, matrices: tuple[Payload, ...]) -> dict[str, Tensor]:
-    """Return one expert's tensors under their published names; of a stack, its entry."""
-    *upper, down = (matrix_parts(matrix, job.storage) for matrix in matrices)
-    names, table, out = job.names, job.names.stacked, dict[str, Tensor]()
+    """Return one expert's tensors by published name; for stacked experts, the expert's entry of each stack."""
+    *gate_up_parts, down_parts = (matrix_parts(matrix, job.storage) for matrix in matrices)
+    tensors: dict[str, Tensor] = {}
     if not job.stacked:
-        for which, parts in zip(projections(job.spec), (*upper, down), strict=True):
-            path = names.projection(which).format(layer=layer, expert=expert)
-            out |= {path + suffix: tensor for suffix, tensor in parts.items()}
-        return out
-    for which, path in stack_paths(table).items():
-        held = {"gate": upper if table.up is None else upper[:1], "up": upper[1:], "down": [down]}[which]
-        for suffix in down:
-            own = torch.stack([parts[suffix] for parts in held])
-            own = interleave(own, 0) if table.interleaved and which == "gate" else own.flatten(0, 1)
+        for which, parts in zip(projections(job.spec), (*gate_up_parts, down_parts), strict=True):
+            path = job.names.projection(which).format(layer=layer, expert=expert)
+            tensors.update({path + suffix: tensor for suffix, tensor in parts.items()})
+        return tensors
+    stack = job.names.stacked
+    gate_members = gate_up_parts if stack.up is None else gate_up_parts[:1]
+    members = {"gate": gate_members, "up": gate_up_parts[1:], "down": [down_parts]}
+    for which, path in stack_paths(stack).items():
+        for suffix in down_parts:
+            projection = torch.stack([parts[suffix] for parts in members[which]])
+            interleaved = stack.interleaved and which == "gate"
+            tensor = interleave(projection, 0) if interleaved else projection.flatten(0, 1)
             plain = suffix == ".weight"
-            name = path.format(layer=layer) + (table.plain if plain else suffix)
-            out[name] = own.mT if plain and table.transposed else own
-    return out
+            name = path.format(layer=layer) + (stack.plain if plain else suffix)
+            tensors[name] = tensor.mT if plain and stack.transposed else tensor
+    return tensors
 
 
 def _layer_entries(
     job: ConversionJob, layer: int, matrices: tuple[Payload, ...]
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return the header entries of a layer's tensors; matrices: those of any expert, for their shapes."""
     experts = range(1 if job.stacked else job.spec.num_experts)
-    held = job.spec.num_experts if job.stacked else None
-    tensors = (_expert_tensors(job, layer, expert, matrices) for expert in experts)
-    return {name: entry_of(tensor, held) for own in tensors for name, tensor in own.items()}
+    stacked_experts = job.spec.num_experts if job.stacked else None
+    entries: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for expert in experts:
+        for name, tensor in _expert_tensors(job, layer, expert, matrices).items():
+            entries[name] = entry_of(tensor, stacked_experts)
+    return entries
 
 
-def _copy_files(checkpoint: Checkpoint, room: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Copy tokenizer, licence and the like; other weight files than were read, and folders, are skipped and named."""
-    source, read = checkpoint.path, {info.file.name for info in checkpoint.tensors.values()}
-    read |= {"config.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json"}
-    read |= {"quantization_config.json", INDEX}
-    others = sorted(set(os.listdir(source)) - read)
+def _copy_files(checkpoint: Checkpoint, folder: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Copy the other files (tokenizer, licence); return the names of copied and of skipped entries."""
+    source = checkpoint.path
+    replaced = {info.file.name for info in checkpoint.tensors.values()} | _REPLACED_FILES
+    others = sorted(set(os.listdir(source)) - replaced)
     skipped = [name for name in others if (source / name).is_dir() or name.endswith(_WEIGHT_FILES)]
     copied = [name for name in others if name not in skipped]
     for name in copied:
         try:
-            shutil.copy2(source / name, room / name)
+            shutil.copy2(source / name, folder / name)
         except OSError as error:
             raise CheckpointError(
-                f"{source / name}: cannot be copied ({error.strerror or error}); mend it or take it away"
+                f"{source / name}: cannot be copied ({error.strerror or error}); repair or remove it"
             ) from error
     return tuple(copied), tuple(skipped)

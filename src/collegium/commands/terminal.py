@@ -1,4 +1,4 @@
-"""What every command shares at a terminal: ``--json``, its exit code, and a bar that shows how far it is."""
+"""Terminal code shared by all commands: ``--json``, exit status, error messages, progress bar."""
 
 import os
 import sys
@@ -16,26 +16,35 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.text import Text
 
 from ..errors import InputError
-from ..interrupts import EXIT_CODE, interrupted
+from ..interrupts import EXIT_CODE, was_interrupted
 from .printing import err, print_json
 
-__all__ = ["Report", "asks_json", "bar", "complain", "one_line", "prints", "show_anything", "shows_progress"]
+__all__ = [
+    "Report",
+    "exit_with_error",
+    "one_line",
+    "prints",
+    "progress_bar",
+    "shows_progress",
+    "tolerate_any_output",
+    "wants_json",
+]
 
 _JSON = typer.Option("--json", help="Print one JSON object instead of tables.")
 
 
-def asks_json() -> bool:
-    """Return whether the command line asks for JSON, so that what is wrong with it is said in JSON too."""
+def wants_json() -> bool:
+    """Return whether ``--json`` is on the command line; its usage errors are then printed as JSON too."""
     return "--json" in sys.argv[1:]
 
 
 def shows_progress() -> bool:
-    """Return whether this process shows how far a download is: not with ``--json``, and one of several ranks."""
-    return not asks_json() and os.environ.get("RANK", "0") == "0"
+    """Return whether this process shows download progress: not with ``--json``, and only on the first rank."""
+    return not wants_json() and os.environ.get("RANK", "0") == "0"
 
 
-def show_anything() -> None:
-    """Let output that cannot show a character show its number, and a closed stream take what nobody wants."""
+def tolerate_any_output() -> None:
+    """Escape characters that the terminal's encoding lacks, and replace a closed stream by the null device."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  open until the process ends
@@ -45,51 +54,51 @@ def show_anything() -> None:
 
 
 class Report(Protocol):
-    """What a command found: a dataclass, with ``to_json`` where JSON says more than its fields."""
+    """The result of a command: a dataclass, with ``to_json`` if the JSON object differs from its fields."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
 
 def prints(
-    show: Callable[[Any], None], *, together: bool = False
+    show: Callable[[Any], None], *, on_ranks: bool = False
 ) -> Callable[[Callable[..., Report]], Callable[..., None]]:
-    """Give a command ``--json``: print what it returns as one object, or with ``show``.
+    """Add ``--json`` to a command and print its report: as one JSON object, or with ``show``.
 
-    together: ranks that torchrun started do it together, and the first of them prints; others are refused.
+    on_ranks: the command may run under torchrun, where only the first rank prints; otherwise several ranks are refused.
     """
 
     def decorate(command: Callable[..., Report]) -> Callable[..., None]:
         @wraps(command)
-        def run(*, as_json: bool, **given: Any) -> None:
+        def run(*, as_json: bool, **arguments: Any) -> None:
             from ..parallel.torchrun import is_first, ranks_started
 
-            if not together and "RANK" in os.environ and ranks_started(os.environ) > 1:
+            if not on_ranks and "RANK" in os.environ and ranks_started(os.environ) > 1:
                 raise InputError(
                     f"{command.__name__} was started on {os.environ['WORLD_SIZE']} ranks; generate, verify and "
                     "bench-model run on several, this command in one process: start it without torchrun"
                 )
-            report: Any = command(**given)
+            report: Any = command(**arguments)
             if is_first(os.environ) and as_json:
                 print_json(report.to_json() if hasattr(report, "to_json") else asdict(report))
             elif is_first(os.environ):
                 show(report)
-            sys.stdout.flush()  # while what goes wrong is still told
+            sys.stdout.flush()  # here, so that a write error still prints a message
             if not getattr(report, "passed", True):
                 raise typer.Exit(1)
 
-        taken = [*signature(command, eval_str=True).parameters.values()]
         flag = Parameter("as_json", Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, _JSON])
-        shown: Any = run
-        shown.__signature__ = Signature([*taken, flag])
-        shown.__annotations__ = {each.name: each.annotation for each in (*taken, flag)}
+        parameters = [*signature(command, eval_str=True).parameters.values(), flag]
+        wrapper: Any = run
+        wrapper.__signature__ = Signature(parameters)
+        wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return run
 
     return decorate
 
 
 @contextmanager
-def bar(what: str) -> Generator[Callable[[int, int, str], None]]:
-    """Show a bar at a terminal, on the error stream, while the block runs; gives ``progress(done, total, text)``."""
+def progress_bar(what: str) -> Generator[Callable[[int, int, str], None]]:
+    """Show a progress bar on the error stream if it is a terminal; yields ``progress(done, total, text)``."""
     from ..parallel.torchrun import is_first
 
     text = TextColumn("{task.description}", markup=False)
@@ -104,24 +113,26 @@ def bar(what: str) -> Generator[Callable[[int, int, str], None]]:
         yield step
 
 
-def complain(kind: str, text: str, *, code: int = 1) -> NoReturn:
-    """Say what went wrong, in one piece, and end with ``code``."""
-    if interrupted() and code != EXIT_CODE:
+def exit_with_error(kind: str, text: str, *, code: int = 1) -> NoReturn:
+    """Print an error message in a single write and exit with status ``code``."""
+    if was_interrupted() and code != EXIT_CODE:
         raise KeyboardInterrupt  # not an error: ``main`` reports the interrupt
-    who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1" else ""
+    several_ranks = "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
+    rank = f"rank {os.environ['RANK']}: " if several_ranks else ""
+    message = Text.assemble(rank, (kind, "bold red"), ": ", text)
     try:
-        if asks_json():
+        if wants_json():
             print_json({"error": {"kind": kind, "message": text}})
-        else:  # in one piece, as other ranks write too
-            err.print(Text.assemble(who, (kind, "bold red"), ": ", text), soft_wrap=True)
+        else:
+            err.print(message, soft_wrap=True)
         sys.stdout.flush()
-    except OSError as error:  # nobody reads it, or the disk is full: Python would try again when it ends, and complain
-        if asks_json() and error.errno != EPIPE:
-            err.print(Text.assemble(who, (kind, "bold red"), ": ", text), soft_wrap=True)
+    except OSError as error:  # closed pipe or full disk; a normal exit would flush, and fail, again
+        if wants_json() and error.errno != EPIPE:
+            err.print(message, soft_wrap=True)
         os._exit(code)
     sys.exit(code)
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error's text without its line ends, and no more of it than one reads."""
+    """Return an error's text on one line, at most 500 characters."""
     return " ".join(str(error).split())[:500]

@@ -1,8 +1,8 @@
 """Tiles measured on this machine, in the user's cache directory; ``collegium tune`` writes them.
 
-A file is used only when everything it depends on is as it was when it was measured: GPU, Triton, this package and its
-kernels' source, sizes and formats, and when each tile in it is one the machine can run. Tiles change no bit of a
-result, so a file can cost time and nothing else.
+A file is used only if everything it depends on is unchanged since it was measured (GPU, Triton, this package and its
+kernels' source, sizes and formats) and the machine can run each tile in it. Tiles change no bit of a result, so a file
+can only cost time.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from .base import PackedWeights
 __all__ = ["tile_folder", "tile_key", "tile_path", "with_measured_tiles", "write_tiles"]
 
 _LOG = logging.getLogger("collegium")
-Tables = tuple[tuple[int, Any], ...]  # (rows, the tile measured to be best there), rows ascending
+Tables = tuple[tuple[int, Any], ...]  # (rows, the fastest measured tile there), rows ascending
 
 
 def tile_folder() -> Path:
@@ -34,24 +34,24 @@ def tile_folder() -> Path:
 
 def tile_key(problem: Problem) -> dict[str, Any]:
     """Return everything that measured tiles depend on, as plain values."""
-    asked, device = problem.routed, problem.device
+    experts, device = problem.routed, problem.device
     return {
         "gpu": device.name,
         "capability": list(device.capability or ()),
         "triton": version("triton") if find_spec("triton") else "unknown",
         "collegium": str(vars(sys.modules[__name__.partition(".")[0]])["__version__"]),
         "kernels": _source_hash(),
-        "hidden": asked.hidden,
-        "intermediate": asked.intermediate,
-        "experts": asked.experts,
-        "parts": asked.parts,
-        "weights": asked.weight_format if not asked.mixed else "+".join(asked.formats),
-        "activations": asked.activation_format,
+        "hidden": experts.hidden,
+        "intermediate": experts.intermediate,
+        "experts": experts.experts,
+        "parts": experts.parts,
+        "weights": experts.weight_format if not experts.mixed else "+".join(experts.formats),
+        "activations": experts.activation_format,
     }
 
 
 def tile_path(problem: Problem, folder: Path | None = None) -> Path:
-    """Return the file of ``problem``: its name holds the GPU, the sizes and the formats."""
+    """Return the file of ``problem``, named by GPU, sizes and formats."""
     key = tile_key(problem)
     names = ("gpu", "hidden", "intermediate", "experts", "parts", "weights", "activations")
     name = "-".join(str(key[part]) for part in names)
@@ -67,9 +67,9 @@ def write_tiles(problem: Problem, tuned: Mapping[str, Tables], folder: Path | No
 
 
 def with_measured_tiles(packed: PackedWeights, problem: Problem, folder: Path | None = None) -> PackedWeights:
-    """Return ``packed`` with the tiles of this machine's file, or as it is: no file, no GPU, no products to tune.
+    """Return ``packed`` with the tiles of this machine's file; unchanged without a file, a GPU or products to tune.
 
-    A stale, foreign or damaged file is ignored with one warning a file.
+    A stale, foreign or damaged file is ignored with one warning.
     """
     if not packed.products() or (folder is None and problem.device.kind != "cuda"):
         return packed
@@ -77,26 +77,26 @@ def with_measured_tiles(packed: PackedWeights, problem: Problem, folder: Path | 
     if not path.is_file():
         return packed
     try:
-        found = _read(path, problem, packed)
+        tables = _read(path, problem, packed)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         _warn(path, str(error) or type(error).__name__)
         return packed
-    return packed.with_measured(found)
+    return packed.with_measured(tables)
 
 
 def _read(path: Path, problem: Problem, packed: PackedWeights) -> dict[str, Tables]:
-    held = cast("dict[str, Any]", json.loads(path.read_text(encoding="utf-8")))
-    wanted, key = tile_key(problem), held["key"]
-    for name, value in wanted.items():
+    document = cast("dict[str, Any]", json.loads(path.read_text(encoding="utf-8")))
+    expected, key = tile_key(problem), document["key"]
+    for name, value in expected.items():
         if key.get(name) != value:
             raise ValueError(f"it was measured with {name} {key.get(name)!r}, this is {value!r}")
     tables: dict[str, Tables] = {}
     for product in packed.products():
         table: list[tuple[int, Any]] = []
-        for entry in held[product.name]:
-            rows, tile = int(entry.pop("rows")), type(product.chosen(1))(**entry)
+        for entry in document[product.name]:
+            rows, tile = int(entry.pop("rows")), type(product.default_tile(1))(**entry)
             if rows < 1 or tile not in product.candidates(rows):
-                raise ValueError(f"{product.name} at {rows} rows: {tile} is no tile of this machine")
+                raise ValueError(f"{product.name} at {rows} rows: {tile} does not run on this machine")
             table.append((rows, tile))
         tables[product.name] = tuple(sorted(table, key=lambda pair: pair[0]))
     return tables
@@ -112,5 +112,9 @@ def _source_hash() -> str:
     """Return a digest of the kernels' source and of the tile choice: another kernel needs another measurement."""
     here = Path(__file__).resolve()
     kernels = here.parents[1] / "kernels"
-    sources = [*sorted(kernels.glob("*.py")), *sorted(kernels.glob("*.cu")), *sorted(here.parent.rglob("tiles.py"))]
+    sources = [
+        *sorted(kernels.glob("*.py")),
+        *sorted(kernels.glob("*.cu")),
+        *sorted(here.parent.glob("triton/tiles/*.py")),
+    ]
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]

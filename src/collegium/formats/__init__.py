@@ -1,4 +1,4 @@
-"""Weight formats: one payload class a file, exact encode and decode, and the published storages of each."""
+"""Weight formats: one payload class per file, with exact encode and decode and the published storages."""
 
 from ..types import named
 from .bnb4 import Bnb4
@@ -59,6 +59,9 @@ FORMATS: tuple[type[Payload], ...] = (
 
 
 def by_name(name: str, *, to_write: bool = False) -> type[Payload]:
-    """Return the format called ``name``; SpecError lists all names, or with ``to_write`` those that are written."""
+    """Return the format called ``name``.
+
+    to_write: exclude read-only formats. Raises SpecError, which lists the known names.
+    """
     known = [form for form in FORMATS if form.name == name or not (to_write and form.read_only)]
     return named(known, name, f"weight format {name!r} is not known, allowed: ")

@@ -24,14 +24,14 @@ _NESTED = 256
 
 
 def _storage(kind: str) -> Storage:
-    # bnb_4bit_quant_storage only names the dtype the bytes lie in
-    places = {"U8": (2, ()), "BF16": (4, ()), "F16": (4, ()), "F32": (8, ())}
+    # bnb_4bit_quant_storage is the dtype in which the bytes are stored: (codes per element, inner shape).
+    sizes = {"U8": (2, ()), "BF16": (4, ()), "F16": (4, ()), "F32": (8, ())}
     table = Part(suffix=".weight.quant_map", dtypes=("F32",), rows_per=0, columns_per=0, inner=(16,), if_present=True)
     nested = Part(suffix=".weight.nested_absmax", dtypes=("F32",), columns_per=_BLOCK * _NESTED, flat=True)
     return Storage(
         name=kind,
         parts=(
-            Part(suffix=".weight", dtypes=tuple(places), columns_per=2, flat=True, by_dtype=places),
+            Part(suffix=".weight", dtypes=tuple(sizes), columns_per=2, flat=True, by_dtype=sizes),
             Part(suffix=".weight.absmax", dtypes=("F32", "U8"), columns_per=_BLOCK, flat=True),
             table,
             Part(suffix=f".weight.quant_state.bitsandbytes__{kind}", dtypes=("U8",), columns_per=0, flat=True),
@@ -45,8 +45,8 @@ def _storage(kind: str) -> Storage:
 class Bnb4(Payload):
     """bitsandbytes 4-bit: ``codes [..., N, ceil(K/2)]`` uint8, low nibble first, ``scales [..., N, K/g]`` float32.
 
-    table: float32 ``[..., 16]``, what a code means before its scale. group_size: g, the largest power of two
-    up to 64 that divides K, because blocks of 64 run over row borders.
+    table: float32 ``[..., 16]``, the values of the codes before scaling. group_size: g, the largest power of two up to
+    64 that divides K, because blocks of 64 cross row boundaries.
     """
 
     codes: Tensor
@@ -74,22 +74,22 @@ class Bnb4(Payload):
 
     @classmethod
     def from_parts(cls, parts: Mapping[str, Tensor], *, storage: str, shape: tuple[int, ...]) -> Self:
-        """Re-lay the flat codes by rows and undo the quantisation of the scales, as the library does.
+        """Arrange the flat codes by rows and dequantise the scales, as the library does.
 
-        One matrix at a time: ``shape`` is ``(N, K)``. Raises CheckpointError when ``quant_state`` is unreadable and
-        TensorMismatchError when it contradicts ``shape`` or the storage.
+        Takes one matrix: ``shape`` is ``(N, K)``. Raises CheckpointError if ``quant_state`` is unreadable and
+        TensorMismatchError if it contradicts ``shape`` or the storage.
         """
         if len(shape) != 2:
             raise InputError(f"{cls.name}: from_parts takes one matrix (N, K), found the shape {list(shape)}")
-        found = dict(parts)
-        if ".weight" in found:
-            found[".weight"] = found[".weight"].reshape(-1).view(torch.uint8)
+        stored = dict(parts)
+        if ".weight" in stored:
+            stored[".weight"] = stored[".weight"].reshape(-1).view(torch.uint8)
         layout = find_storage(cls, storage)
-        taken = take(cls, layout, found, shape)
-        state = _state(taken[layout.parts[3].suffix], storage, shape)
+        taken = take(cls, layout, stored, shape)
+        state = _read_quant_state(taken[layout.parts[3].suffix], storage, shape)
         absmax = taken[".weight.absmax"]
         if absmax.dtype == torch.uint8:
-            absmax = _nested(absmax, taken, state)
+            absmax = _nested_scales(absmax, taken, state)
         rows, columns = shape
         size = gcd(_BLOCK, columns)
         scales = absmax.repeat_interleave(_BLOCK // size)[: rows * columns // size]
@@ -111,26 +111,26 @@ class Bnb4(Payload):
         return max(self.group_size, 2), {"codes": (2, 1), "scales": (self.group_size, 1)}
 
 
-def _state(raw: Tensor, storage: str, shape: tuple[int, ...]) -> Mapping[str, object]:
-    """Return the JSON object stored as bytes, checked against what the rest of the file says."""
+def _read_quant_state(raw: Tensor, storage: str, shape: tuple[int, ...]) -> Mapping[str, object]:
+    """Return the JSON object stored as bytes, checked against storage and shape."""
     try:
-        found: object = json.loads(bytes(raw.tolist()))
+        parsed: object = json.loads(bytes(raw.tolist()))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"bnb4: quant_state is not a JSON object: {error}") from error
-    state = cast("dict[str, object]", found) if isinstance(found, dict) else {}
+    state = cast("dict[str, object]", parsed) if isinstance(parsed, dict) else {}
     nested = state.get("nested_blocksize", _NESTED)
-    seen = (state.get("quant_type"), state.get("blocksize"), state.get("shape"), nested)
-    wanted = (storage, _BLOCK, list(shape), _NESTED)
-    if seen != wanted:
+    stated = (state.get("quant_type"), state.get("blocksize"), state.get("shape"), nested)
+    expected = (storage, _BLOCK, list(shape), _NESTED)
+    if stated != expected:
         raise TensorMismatchError(
-            f"bnb4: quant_state says (quant_type, blocksize, shape, nested_blocksize) = {seen!r:.200}, "
-            f"needed is {wanted}"
+            f"bnb4: quant_state has (quant_type, blocksize, shape, nested_blocksize) = {stated!r:.200}, "
+            f"needed is {expected}"
         )
     return state
 
 
-def _nested(absmax: Tensor, taken: Mapping[str, Tensor], state: Mapping[str, object]) -> Tensor:
-    """Return float32 scales of doubly quantised ones: map[code] * nested_absmax + nested_offset."""
+def _nested_scales(absmax: Tensor, taken: Mapping[str, Tensor], state: Mapping[str, object]) -> Tensor:
+    """Return float32 scales from doubly quantised ones: map[code] * nested_absmax + nested_offset."""
     scales, values = (taken.get(f".weight.nested_{name}") for name in ("absmax", "quant_map"))
     offset = state.get("nested_offset")
     if scales is None or values is None or isinstance(offset, bool) or not isinstance(offset, float | int):

@@ -45,8 +45,8 @@ E4M3_MAX = 448.0
 SMALLEST_SCALE = 2.0**-126
 _DECODED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
-# Elements decoded at a time. On a CPU the float32 temporaries then stay near the last-level cache; on a GPU
-# they only have to be small beside the layer.
+# Elements decoded at a time. On a CPU the float32 temporaries then fit in the last-level cache; on a GPU they only have
+# to be small compared with the layer.
 _CPU_CHUNK = 1 << 20
 _GPU_CHUNK = 1 << 25
 
@@ -88,15 +88,16 @@ def e8m0_values(device: torch.device) -> Tensor:
 
 
 def relative_e8m0(scales: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """Split E8M0 ``scales [E, ..., G]`` into bytes relative to the row's largest, which gets ``top``, and that scale.
+    """Split E8M0 ``scales [E, ..., G]`` into the row's largest scale and bytes relative to it, the largest is ``top``.
 
-    Returns uint8 ``[E, ..., G]`` and float32 ``[E, ...]``. Groups more than 2^top below the largest are raised to
-    that. Temporary memory is one expert's.
+    Returns uint8 ``[E, ..., G]`` and float32 ``[E, ...]``. Groups more than 2^top below the largest are raised to that.
+    Works on one expert at a time to bound temporary memory.
     """
-    relative, largest = torch.empty_like(scales), scales.amax(-1)
-    for expert, own in enumerate(scales):
-        wide = own.to(torch.int16) - largest[expert].to(torch.int16).unsqueeze(-1) + top
-        relative[expert] = wide.clamp(min=0).to(torch.uint8)
+    relative = torch.empty_like(scales)
+    largest = scales.amax(-1)
+    for expert, row_scales in enumerate(scales):
+        shifted = row_scales.to(torch.int16) - largest[expert].to(torch.int16).unsqueeze(-1) + top
+        relative[expert] = shifted.clamp(min=0).to(torch.uint8)
     return relative, look_up(e8m0_values(scales.device), largest)
 
 
@@ -148,11 +149,11 @@ def unpack_nibbles(packed: Tensor) -> Tensor:
 
 
 def fp8_scales(amax: Tensor, *, exponent_only: bool = False) -> Tensor:
-    """Return float32 scales amax / 448 (rounded up to a power of two if asked), 1 where amax is 0."""
+    """Return float32 scales amax / 448, 1 where amax is 0; exponent_only: rounded up to a power of two."""
     scales = (amax / E4M3_MAX).clamp(min=SMALLEST_SCALE)
     if exponent_only:
         mantissa, exponent = torch.frexp(scales)
-        # frexp gives mantissa 0.5 for an exact power of two, which is its own upper power of two.
+        # frexp returns mantissa 0.5 for an exact power of two, which needs no rounding.
         scales = power_of_two(torch.where(mantissa == 0.5, exponent - 1, exponent))
     return torch.where(amax > 0, scales, 1.0)
 
@@ -175,27 +176,30 @@ def as_float32(weight: Tensor, format_name: str) -> Tensor:
 
 
 def in_groups(values: Tensor, group: int) -> Tensor:
-    """Return ``[..., K]`` as ``[..., ceil(K / group), group]``, the last group filled with zeros."""
-    short = -values.shape[-1] % group
-    if short:
-        values = torch.nn.functional.pad(values, (0, short))
+    """Return ``[..., K]`` as ``[..., ceil(K / group), group]``, the last group padded with zeros."""
+    padding = -values.shape[-1] % group
+    if padding:
+        values = torch.nn.functional.pad(values, (0, padding))
     return values.unflatten(-1, (-1, group))
 
 
 def scale_groups_(
     values: Tensor, scales: Tensor, group: int, change: Callable[[Tensor, Tensor], Tensor] = torch.Tensor.mul_
 ) -> Tensor:
-    """Multiply ``values [r, k]`` in place by ``scales [r, ceil(k / group)]``, or ``change`` them so, and return it."""
-    whole = values.shape[-1] // group
-    full = values[:, : whole * group]
-    change(full.unflatten(-1, (-1, group)), scales[:, :whole, None])
-    if whole < scales.shape[-1]:
-        change(values[:, whole * group :], scales[:, whole:])
+    """Multiply ``values [r, k]`` in place by ``scales [r, ceil(k / group)]`` and return them.
+
+    change: another in-place operation than multiplication.
+    """
+    whole_groups = values.shape[-1] // group
+    full = values[:, : whole_groups * group]
+    change(full.unflatten(-1, (-1, group)), scales[:, :whole_groups, None])
+    if whole_groups < scales.shape[-1]:
+        change(values[:, whole_groups * group :], scales[:, whole_groups:])
     return values
 
 
 def check_decoded(dtype: torch.dtype) -> None:
-    """Raise InputError for a dtype that weights are not decoded to."""
+    """Raise InputError for a dtype to which weights cannot be decoded."""
     if dtype not in _DECODED:
         allowed = ", ".join(str(d) for d in _DECODED)
         raise InputError(f"decode to {dtype} is not possible, allowed: {allowed}; convert the result yourself")

@@ -1,4 +1,4 @@
-"""How checkpoint tensors become fields: look up the storage, check names, dtypes and shapes, cut."""
+"""Turn checkpoint tensors into payload fields: look up the storage, check names, dtypes and shapes, cut."""
 
 from __future__ import annotations
 
@@ -47,11 +47,10 @@ def find_storage(cls: type[Payload], name: str) -> Storage:
 def take(
     cls: type[Payload], storage: Storage, parts: Mapping[str, Tensor], shape: tuple[int, ...]
 ) -> dict[str, Tensor]:
-    """Return the parts as ``[*leading, *part shape]``, in the storage's order, input-first ones turned to output-first.
+    """Return the parts as ``[*leading, *part shape]`` in the storage's order, output-first.
 
-    Size-1 dimensions are forgiven (scalars as ``[1]``, row scales as ``[N]`` or ``[N, 1]``), and one number
-    per matrix may be given once for all matrices. Raises MissingTensorError, UnknownTensorError or
-    TensorMismatchError.
+    Size-1 dimensions are ignored (scalars as ``[1]``, row scales as ``[N]`` or ``[N, 1]``), and a number per matrix may
+    be stored once for all matrices. Raises MissingTensorError, UnknownTensorError and TensorMismatchError.
     """
     if len(shape) < 2 or min(shape) < 1:
         raise InputError(f"{cls.name}: from_parts needs a logical shape [..., N, K], found {list(shape)}")
@@ -67,16 +66,19 @@ def take(
             fitted = _fit(f"{cls.name} {suffix}", part, parts[suffix], shape)
             taken[suffix] = fitted.mT if part.transposed else fitted
         elif part.required:
-            found = ", ".join(parts) or "nothing"
-            raise MissingTensorError(f"{cls.name} in {storage.name} storage needs the part {suffix!r}, found: {found}")
+            present = ", ".join(parts) or "nothing"
+            raise MissingTensorError(
+                f"{cls.name} in {storage.name} storage needs the part {suffix!r}, found: {present}"
+            )
     return taken
 
 
 def _fit(what: str, part: Part, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    # a kind of GGUF block, which the table does not have, is bytes
+    # A GGUF block type is not in the table; it is stored as bytes.
     if tensor.dtype not in [SAFETENSORS_DTYPES.get(name, torch.uint8) for name in part.dtypes]:
         raise TensorMismatchError(f"{what} is {tensor.dtype}, allowed: {', '.join(part.dtypes)}")
-    lead, (rows, columns) = shape[:-2], shape[-2:]
+    lead = shape[:-2]
+    rows, columns = shape[-2:]
     if part.repeats and tensor.dim() == len(shape):
         part = part.fitted("", tuple(tensor.shape), rows)
     expected = (*lead, *part.stored_shape(rows, columns))
@@ -93,23 +95,23 @@ def _fit(what: str, part: Part, tensor: Tensor, shape: tuple[int, ...]) -> Tenso
 
 
 def promote_scales(scales: Tensor) -> Tensor:
-    """Return BF16, FP16, FP32 or E8M0 scales (also as bytes) as float32, exactly."""
+    """Return BF16, FP16, FP32 or E8M0 scales (also as bytes) as exact float32."""
     if scales.dtype in (torch.float8_e8m0fnu, torch.uint8):
         return look_up(e8m0_values(scales.device), scales.view(torch.uint8))
     return scales.float()
 
 
 def pad_last(codes: Tensor, size: int, valid: int, fill: int) -> Tensor:
-    """Return uint8 ``codes [..., n]`` as ``[..., size]`` with all from ``valid`` on set to ``fill``."""
+    """Return uint8 ``codes [..., n]`` as ``[..., size]``, with the elements from ``valid`` on set to ``fill``."""
     if codes.shape[-1] == size == valid:
         return codes
-    out = codes.new_full((*codes.shape[:-1], size), fill)
-    out[..., :valid] = codes[..., :valid]
-    return out
+    padded = codes.new_full((*codes.shape[:-1], size), fill)
+    padded[..., :valid] = codes[..., :valid]
+    return padded
 
 
 def check_cut(what: str, start: int, stop: int, size: int, step: int) -> None:
-    """Raise InputError unless ``0 <= start < stop <= size`` with both on multiples of ``step`` or the end."""
+    """Raise InputError unless ``0 <= start < stop <= size`` and both are multiples of ``step`` or the end."""
     inside = 0 <= start < stop <= size
     if not inside or start % step or (stop % step and stop != size):
         raise InputError(

@@ -51,8 +51,8 @@ class Fp8Block(Scaled):
     def encode(cls, weight: Tensor, *, power_of_two: bool = False, block: tuple[int, int] = _BLOCK) -> Self:
         """Quantise ``weight [..., N, K]``: scale amax / 448 of the block, codes to nearest even.
 
-        power_of_two: round the scale up to a power of two, so that nothing saturates. A block of zeros gets
-        scale 1. Raises InputError for NaN or infinite weights.
+        power_of_two: round the scale up to a power of two, so that no code saturates. A block of zeros gets scale 1.
+        Raises InputError for NaN or infinite weights.
         """
         values = as_float32(weight, cls.name)
         *lead, rows, columns = weight.shape
@@ -73,7 +73,7 @@ class Fp8Block(Scaled):
     def from_parts(
         cls, parts: Mapping[str, Tensor], *, storage: str, shape: tuple[int, ...], block: tuple[int, int] = _BLOCK
     ) -> Self:
-        """Take codes as stored and promote F32, BF16, F16 or E8M0 scales (U8 holds E8M0) to float32, exactly.
+        """Take codes as stored and convert F32, BF16, F16 or E8M0 scales (U8 holds E8M0) to exact float32.
 
         block: the config's ``weight_block_size``. ModelOpt's scales ``[N/128, 1, K/128, 1]`` are accepted.
         """

@@ -23,7 +23,7 @@ def _storage(name: str, inner: tuple[int, ...]) -> Storage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fp8Channel(Scaled):
-    """FP8, one scale an output row: ``codes [..., N, K]`` float8_e4m3fn, ``scales [..., N]`` float32."""
+    """FP8, one scale per output row: ``codes [..., N, K]`` float8_e4m3fn, ``scales [..., N]`` float32."""
 
     name: ClassVar[str] = "fp8_channel"
     tolerance: ClassVar[float] = 0.03

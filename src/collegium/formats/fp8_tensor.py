@@ -29,7 +29,7 @@ def _storage(name: str, weight_scale: str, input_scale: str, *, transposed: bool
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fp8Tensor(Payload):
-    """FP8, one scale a matrix: ``codes [..., N, K]`` float8_e4m3fn and ``scale [...]`` float32."""
+    """FP8, one scale per matrix: ``codes [..., N, K]`` float8_e4m3fn and ``scale [...]`` float32."""
 
     codes: Tensor
     scale: Tensor
@@ -37,7 +37,7 @@ class Fp8Tensor(Payload):
     name: ClassVar[str] = "fp8_tensor"
     tolerance: ClassVar[float] = 0.03
     by_row: ClassVar[tuple[str, ...]] = ("codes",)
-    # in stacks all experts are in one tensor and an underscore joins the names; ModelOpt's are input-first
+    # Stacks hold all experts in one tensor and join names with an underscore; ModelOpt's stacks are input-first.
     storages: ClassVar[tuple[Storage, ...]] = (
         _storage("modelopt", ".weight_scale", ".input_scale"),
         _storage("compressed-tensors", ".weight_scale", ".input_scale"),
@@ -63,7 +63,7 @@ class Fp8Tensor(Payload):
 
     @classmethod
     def from_parts(cls, parts: Mapping[str, Tensor], *, storage: str, shape: tuple[int, ...]) -> Self:
-        """Take codes as stored and the scale in float32; a static input scale is accepted and not kept."""
+        """Take codes as stored and the scale in float32; a static input scale is accepted and ignored."""
         codes, scale, *_ = take(cls, find_storage(cls, storage), parts, shape).values()
         return cls(shape=tuple(shape), codes=codes.contiguous(), scale=promote_scales(scale))
 
@@ -75,5 +75,5 @@ class Fp8Tensor(Payload):
         return self._by_row().faults()
 
     def _by_row(self) -> Fp8Channel:
-        """Return the same numbers with the scale of its matrix for each row."""
+        """Return the same weights as ``Fp8Channel``, with the matrix's scale repeated for each row."""
         return Fp8Channel(shape=self.shape, codes=self.codes, scales=self.scale.unsqueeze(-1).expand(self.shape[:-1]))

@@ -1,6 +1,6 @@
-"""Quantised blocks of GGUF files, kept as they are stored: Q4_0 to Q8_0, Q4_K, Q5_K, Q6_K and MXFP4.
+"""Quantised blocks of GGUF files in their stored form: Q4_0 to Q8_0, Q4_K, Q5_K, Q6_K and MXFP4.
 
-Gate and up of a layer share a kind of block, down may have another. Source: the ``gguf`` package, ``quants.py``.
+Gate and up of a layer have one block type, down may have another. Source: the ``gguf`` package, ``quants.py``.
 """
 
 from collections.abc import Callable, Mapping
@@ -52,10 +52,12 @@ def _q6_k(raw: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """A kind of block: title, elements and bytes, where its half-precision numbers lie, and what its codes are.
+    """A block type.
 
-    codes: of ``[n, bytes]``, uint8 ``[n, elements]``. bits: of a code. zero: the code of zero. steps: integers of
-    8 bits ``[n, G, halves]`` that multiply the halves, or None. A second half is subtracted with steps, else added.
+    title: its name in GGUF. elements, nbytes: of a block. halves: offsets of its half-precision numbers. codes:
+    function from blocks ``[n, bytes]`` to uint8 codes ``[n, elements]``. bits: of a code. zero: the code of zero.
+    steps: function from blocks to int8 factors ``[n, G, halves]`` of the halves, or None. The second half is subtracted
+    if there are steps, else added.
     """
 
     title: str
@@ -82,13 +84,13 @@ _TABLE = (
 KINDS = {kind.title: kind for kind in _TABLE}
 _BY_BYTES = {kind.nbytes: kind for kind in _TABLE}
 _SIZES = {kind.title: (kind.elements, (kind.nbytes,)) for kind in _TABLE}
-# as planned it is Q8_0, the largest of the kinds
+# The default is Q8_0, the largest block type, which planning uses.
 _PART = Part(suffix=".weight", dtypes=tuple(KINDS), columns_per=32, inner=(34,), by_dtype=_SIZES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gguf(Payload):
-    """GGUF blocks: ``blocks [..., N, ceil(K / elements), bytes]`` uint8; the bytes of a block tell its kind."""
+    """GGUF blocks: ``blocks [..., N, ceil(K / elements), bytes]`` uint8; the size of a block identifies its type."""
 
     blocks: Tensor
 
@@ -100,7 +102,7 @@ class Gguf(Payload):
 
     @property
     def kind(self) -> _Kind:
-        """The kind of the blocks."""
+        """The type of the blocks."""
         return _BY_BYTES[self.blocks.shape[-1]]
 
     def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -118,18 +120,19 @@ class Gguf(Payload):
         return kind.codes(self.blocks.reshape(-1, kind.nbytes)).view(*self.blocks.shape[:-2], -1)
 
     def lines(self) -> tuple[Tensor, Tensor | None]:
-        """Return the halves float16 ``[n, h]`` of n blocks and what multiplies them, int8 ``[n, G, h]``, or None.
+        """Return the halves float16 ``[n, h]`` of n blocks, and their factors int8 ``[n, G, h]`` or None.
 
         value = (code - zero) * halves[0] * steps[0] - halves[1] * steps[1], or + halves[1] without steps.
         """
-        kind, raw = self.kind, self.blocks.reshape(-1, self.blocks.shape[-1])
+        kind = self.kind
+        raw = self.blocks.reshape(-1, self.blocks.shape[-1])
         halves = [raw[:, at : at + 2].contiguous().view(torch.float16) for at in kind.halves]
         steps = None if kind.steps is None else kind.steps(raw).view(torch.int8)
         return torch.cat(halves, dim=-1), steps
 
     @classmethod
     def from_parts(cls, parts: Mapping[str, Tensor], *, storage: str, shape: tuple[int, ...]) -> Self:
-        """Take uint8 blocks ``[..., N, ceil(K / elements), bytes]`` as stored; TensorMismatchError for others."""
+        """Take uint8 blocks ``[..., N, ceil(K / elements), bytes]`` as stored; raises TensorMismatchError."""
         find_storage(cls, storage)
         blocks = parts.get(".weight", torch.empty(0))
         kind = _BY_BYTES.get(blocks.shape[-1]) if blocks.dtype == torch.uint8 else None
@@ -156,10 +159,10 @@ class Gguf(Payload):
 
 
 def _decode(payload: Gguf) -> Tensor:
-    """Return ``[n, elements]`` float32 of n blocks; a second half's product is rounded with the difference alone."""
+    """Return float32 ``[n, elements]`` of n blocks; the product of a second half is exact before the subtraction."""
     codes = payload.codes().view(-1, payload.kind.elements)
     if not payload.kind.halves:
-        # the library looks codes up among integers, so code 8 is a zero without a sign
+        # The library decodes with an integer table, so code 8 is +0.
         values = torch.tensor([v if v else 0.0 for v in E2M1_VALUES], device=codes.device)
         return values[codes.long()] * look_up(e8m0_values(codes.device), payload.blocks.flatten(0, -2)[:, :1])
     halves, steps = payload.lines()

@@ -1,4 +1,4 @@
-"""What the formats of codes and scales share: checks, cuts and the decode loop."""
+"""Base classes of the formats with codes and scales: checks, cuts and the decode loop."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ __all__ = ["Grouped", "Scaled"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scaled(Payload):
-    """codes, and the scales that multiply them."""
+    """A format with codes and scales that multiply them."""
 
     codes: Tensor
     scales: Tensor
@@ -24,14 +24,14 @@ class Scaled(Payload):
     def faults(self) -> Tensor:
         """Return a bool tensor over the leading dimensions: True for a forbidden scale or a NaN code.
 
-        Forbidden are NaN, infinite and negative scales, and a zero scale over codes that do not all mean zero.
+        NaN, infinite and negative scales are forbidden, and zero scales of groups with codes other than zero.
         """
         bad = self._per_matrix(~torch.isfinite(self.scales) | (self.scales < 0))
         if self.codes.dtype == torch.float8_e4m3fn:
             bad |= self._per_matrix(e4m3_is_nan(self.codes))
         zero = self.scales == 0
         if bool(zero.any()):
-            # scale 1 where it is zero and 0 elsewhere leaves exactly the codes that must mean zero
+            # With scale 1 where the scale is zero and 0 elsewhere, only codes that must be zero are decoded.
             bad |= self._per_matrix(replace(self, scales=zero.float()).decode() != 0)
         return bad
 
@@ -40,9 +40,10 @@ class Scaled(Payload):
         return self.scales.reshape(-1, self.scales.shape[-1])
 
     def _decode(self, dtype: torch.dtype, table: Tensor, scales_of: Callable[[slice], Tensor], group: int) -> Tensor:
-        """Decode the codes by a float32 table or one of float32 pairs, times the scales of ``group`` columns each.
+        """Decode the codes with a table and multiply by the scales of groups of ``group`` columns.
 
-        scales_of: float32 ``[r, G]`` of a span of rows, counted over all leading dimensions.
+        table: 256 float32 values, or 256 pairs of them for two codes per byte. scales_of: returns the scales, float32
+        ``[r, G]``, of a span of rows, counted over all leading dimensions.
         """
         codes = self.codes.view(torch.uint8).reshape(-1, self.codes.shape[-1])
 

@@ -23,8 +23,8 @@ _ZERO_BYTE = 0x88
 class Int4Group(Scaled):
     """INT4: ``codes [..., N, Kp/2]`` uint8 (value + 8, low nibble first), ``scales [..., N, ceil(K/g)]``.
 
-    scales: bfloat16, float16 or float32. group_size: g, columns that share a scale; K for one scale a row. Kp
-    is K rounded up to whole groups and to 8, and the columns beyond K hold code 8, the zero.
+    scales: bfloat16, float16 or float32. group_size: g, columns that share a scale; K for one scale per row. Kp is K
+    rounded up to whole groups and to 8; the columns beyond K hold code 8, which is zero.
     """
 
     group_size: int
@@ -43,8 +43,8 @@ class Int4Group(Scaled):
     def encode(cls, weight: Tensor, *, group_size: int = 32, scale_dtype: torch.dtype = torch.bfloat16) -> Self:
         """Quantise ``weight [..., N, K]``: scale max(largest / 7, -smallest / 8) of the group.
 
-        The scale is rounded to ``scale_dtype``, 1 for a group of zeros; codes go to nearest even within -8
-        and 7. The rule uses all 16 codes and gives the same payload when its own result is encoded again.
+        The scale is rounded to ``scale_dtype``, 1 for a group of zeros; codes are rounded to nearest even within -8
+        and 7. The rule uses all 16 codes and is idempotent: encoding a decoded payload returns the same payload.
         Raises InputError for NaN or infinite weights, or scales beyond ``scale_dtype``.
         """
         values = as_float32(weight, cls.name)
@@ -59,7 +59,7 @@ class Int4Group(Scaled):
         if not bool(torch.isfinite(scales).all()):
             raise InputError(f"{cls.name}: a scale is beyond {torch.finfo(scale_dtype).max}; take scale_dtype float32")
         codes = (groups / scales.float().unsqueeze(-1)).round_().clamp_(-8, 7).add_(8).to(torch.uint8).flatten(-2)
-        padded = pad_last(codes, _padded(columns, group_size), columns, 8)
+        padded = pad_last(codes, _padded_cols(columns, group_size), columns, 8)
         return cls(shape=tuple(weight.shape), codes=pack_nibbles(padded), scales=scales, group_size=group_size)
 
     def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -74,27 +74,29 @@ class Int4Group(Scaled):
     ) -> Self:
         """Take the words as bytes and the scales as stored.
 
-        group_size: the config's; None derives it from the scales' columns and refuses if more than one size fits.
-        Raises TensorMismatchError when ``.weight_shape``, a tensor's shape, a zero point other than 8 or a column
-        order contradicts the declared symmetric weights in order.
+        group_size: the config's; None derives it from the columns of the scales. Raises TensorMismatchError if more
+        than one size fits, and if ``.weight_shape``, a tensor's shape, a zero point other than 8 or a column order
+        contradicts symmetric weights in order.
         """
-        found = read_integers(cls, 4, parts, storage=storage, shape=shape, group_size=group_size)
-        if found.zeros is not None and bool((found.zeros != 8).any()):
-            low, high = int(found.zeros.min()), int(found.zeros.max())
+        integers = read_integers(cls, 4, parts, storage=storage, shape=shape, group_size=group_size)
+        if integers.zeros is not None and bool((integers.zeros != 8).any()):
+            low = int(integers.zeros.min())
+            high = int(integers.zeros.max())
             raise TensorMismatchError(
                 f"{cls.name}: the config declares symmetric weights, the zero points are {low} to {high} instead of 8; "
                 "correct sym or checkpoint_format in quantization_config"
             )
         return cls(
             shape=tuple(shape),
-            codes=_with_zero_padding(found.codes, shape[-1], found.group_size),
-            scales=found.scales,
-            group_size=found.group_size,
+            codes=_with_zero_padding(integers.codes, shape[-1], integers.group_size),
+            scales=integers.scales,
+            group_size=integers.group_size,
         )
 
     def columns(self, start: int, stop: int) -> Self:
-        """Return input columns ``start:stop``; both on group boundaries (of 8 if one scale a row)."""
-        columns, group = self.shape[-1], self.group_size
+        """Return input columns ``start:stop``; both on group boundaries, or multiples of 8 with one scale per row."""
+        columns = self.shape[-1]
+        group = self.group_size
         single = group >= columns
         check_cut(f"{self.name}: input columns", start, stop, columns, 8 if single else group)
         size = stop - start if single else min(group, stop - start)
@@ -108,14 +110,14 @@ class Int4Group(Scaled):
         )
 
 
-def _padded(columns: int, group_size: int) -> int:
+def _padded_cols(columns: int, group_size: int) -> int:
     whole = -(-columns // group_size) * group_size
     return -(-whole // 8) * 8
 
 
 def _with_zero_padding(codes: Tensor, columns: int, group_size: int) -> Tensor:
-    """Return bytes ``[..., n]`` cut or filled to the padded width, with code 8 in every column beyond K."""
-    padded = pad_last(codes, _padded(columns, group_size) // 2, -(-columns // 2), _ZERO_BYTE)
+    """Return bytes ``[..., n]`` cut or padded to the padded width, with code 8 in every column beyond K."""
+    padded = pad_last(codes, _padded_cols(columns, group_size) // 2, -(-columns // 2), _ZERO_BYTE)
     if columns % 2:
         padded = padded.clone()
         last = padded[..., columns // 2]

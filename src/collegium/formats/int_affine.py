@@ -1,4 +1,4 @@
-"""INT4 and INT8 with a scale and a zero point per row and group of columns, in order or with an index of groups."""
+"""INT4 and INT8 with a scale and a zero point per row and group of columns, in column order or with a group index."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,9 +17,10 @@ __all__ = ["Int4Affine", "Int4Ordered", "Int8Affine", "Int8Ordered"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Affine(Scaled):
-    """codes: uint8 ``[..., N, ceil(K * bits / 8)]``, low nibble first. scales, zeros: ``[..., N, G]``.
+    """Integers with zero points; value = (code - zero) * scale.
 
-    scales: bfloat16, float16 or float32. zeros: uint8, the code of zero. group_size: columns of a group.
+    codes: uint8 ``[..., N, ceil(K * bits / 8)]``, low nibble first. scales: ``[..., N, G]`` bfloat16, float16 or
+    float32. zeros: ``[..., N, G]`` uint8, the code of zero. group_size: columns per group.
     """
 
     zeros: Tensor
@@ -54,19 +55,19 @@ class _Affine(Scaled):
     def from_parts(
         cls, parts: Mapping[str, Tensor], *, storage: str, shape: tuple[int, ...], group_size: int | None = None
     ) -> Self:
-        """Re-lay the codes row by row; arguments and errors as ``integers.read_integers``.
+        """Arrange the codes by rows; arguments and errors as for ``integers.read_integers``.
 
-        A storage without zero points is symmetric: the zero is the middle code.
+        A storage without zero points is symmetric: zero is the middle code.
         """
-        found = read_integers(cls, cls.bits, parts, storage=storage, shape=shape, group_size=group_size)
-        order = {} if found.group_of is None else {"group_of": found.group_of}
-        middle = torch.full_like(found.scales, 2 ** (cls.bits - 1), dtype=torch.uint8)
+        integers = read_integers(cls, cls.bits, parts, storage=storage, shape=shape, group_size=group_size)
+        order = {} if integers.group_of is None else {"group_of": integers.group_of}
+        middle = torch.full_like(integers.scales, 2 ** (cls.bits - 1), dtype=torch.uint8)
         return cls(
             shape=tuple(shape),
-            codes=found.codes,
-            scales=found.scales,
-            zeros=middle if found.zeros is None else found.zeros,
-            group_size=found.group_size,
+            codes=integers.codes,
+            scales=integers.scales,
+            zeros=middle if integers.zeros is None else integers.zeros,
+            group_size=integers.group_size,
             **order,
         )
 
@@ -78,9 +79,11 @@ class _Affine(Scaled):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Ordered(_Affine):
-    """group_of: int32 ``[..., K]``, the group of each column, as activation order has assigned them."""
+    """Integers with activation order. group_of: int32 ``[..., K]``, the group of each column."""
 
     group_of: Tensor
+
+    ordered_columns: ClassVar[bool] = True
 
     def _groups(self) -> Tensor:
         return self.group_of.reshape(-1, self.shape[-1]).long()
@@ -90,7 +93,7 @@ class _Ordered(_Affine):
 
 
 def _storages(bits: int, *, ordered: bool) -> tuple[Storage, ...]:
-    """Return what both widths are published in; symmetric INT4 in order is ``int4_group``."""
+    """Return the storages that both widths share; symmetric INT4 in column order is ``int4_group``."""
     symmetric = (compressed("compressed-tensors", bits, ordered=ordered),) if ordered or bits == 8 else ()
     return (
         gptq("gptq", bits, ordered=ordered),
@@ -120,7 +123,7 @@ class Int8Affine(_Affine):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Int4Ordered(_Ordered):
-    """``Int4Affine`` whose columns an index assigns to groups."""
+    """``Int4Affine`` with an index that assigns columns to groups."""
 
     name: ClassVar[str] = "int4_ordered"
     bits: ClassVar[int] = 4
@@ -129,7 +132,7 @@ class Int4Ordered(_Ordered):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Int8Ordered(_Ordered):
-    """``Int8Affine`` whose columns an index assigns to groups."""
+    """``Int8Affine`` with an index that assigns columns to groups."""
 
     name: ClassVar[str] = "int8_ordered"
     bits: ClassVar[int] = 8

@@ -51,15 +51,16 @@ class MxFp4(Grouped):
 
     def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return ``[..., N, K]``: e2m1(code) * 2^(scale - 127) in float32, rounded once to ``dtype``."""
-        powers, scales = e8m0_values(self.codes.device), self._scales()
+        powers = e8m0_values(self.codes.device)
+        scales = self._scales()
         return self._decode(dtype, e2m1_pairs(powers.device), lambda span: look_up(powers, scales[span]), self.group)
 
     @classmethod
     def from_parts(cls, parts: Mapping[str, Tensor], *, storage: str, shape: tuple[int, ...]) -> Self:
         """Take code and scale bytes as stored, I8 and E8M0 reinterpreted, never converted.
 
-        GGUF blocks hold a scale byte and 16 bytes whose low nibbles are elements 0 to 15, the high ones 16 to 31; its
-        code 8 is a zero without a sign.
+        GGUF blocks hold a scale byte and 16 bytes; the low nibbles are elements 0 to 15, the high nibbles 16 to 31.
+        Code 8 is +0 in GGUF.
         """
         taken = take(cls, find_storage(cls, storage), parts, shape)
         if storage == "gguf":

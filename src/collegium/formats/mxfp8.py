@@ -50,12 +50,13 @@ class MxFp8(Grouped):
 
     def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return ``[..., N, K]``: e4m3(code) * 2^(scale - 127) in float32, rounded once to ``dtype``."""
-        powers, scales = e8m0_values(self.codes.device), self._scales()
+        powers = e8m0_values(self.codes.device)
+        scales = self._scales()
         return self._decode(dtype, e4m3_values(powers.device), lambda span: look_up(powers, scales[span]), self.group)
 
     @classmethod
     def from_parts(cls, parts: Mapping[str, Tensor], *, storage: str, shape: tuple[int, ...]) -> Self:
-        """Take codes and scale bytes as stored; a scale row for several rows (ModelOpt) is repeated."""
+        """Take codes and scale bytes as stored; a scale row that covers several rows (ModelOpt) is repeated."""
         codes, scales = (t.view(torch.uint8) for t in take(cls, find_storage(cls, storage), parts, shape).values())
         codes = cls._whole_groups(codes, shape)
         if scales.shape[-2] != shape[-2]:

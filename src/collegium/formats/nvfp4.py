@@ -19,13 +19,13 @@ _SMALLEST_E4M3 = 2.0**-9
 
 
 def _storage(name: str, weight: str, scale: str, global_scale: str, input_scale: str) -> Storage:
-    # ModelOpt quantises a stack of experts along the input axis and turns codes and scales back to input-first
-    turned = name == "modelopt-stack"
+    # ModelOpt quantises a stack of experts along the input axis and transposes codes and scales back to input-first.
+    transposed = name == "modelopt-stack"
     return Storage(
         name=name,
         parts=(
-            Part(suffix=weight, dtypes=("U8",), columns_per=2, transposed=turned),
-            Part(suffix=scale, dtypes=("F8_E4M3",), columns_per=16, transposed=turned),
+            Part(suffix=weight, dtypes=("U8",), columns_per=2, transposed=transposed),
+            Part(suffix=scale, dtypes=("F8_E4M3",), columns_per=16, transposed=transposed),
             Part(suffix=global_scale, dtypes=("F32",), rows_per=0, columns_per=0),
             Part(suffix=input_scale, dtypes=("F32",), rows_per=0, columns_per=0, required=False),
         ),
@@ -37,7 +37,7 @@ class NvFp4(Grouped):
     """NVFP4: ``codes [..., N, Kp/2]`` uint8, ``scales [..., N, Kp/16]`` e4m3, ``global_scale [...]`` float32.
 
     global_divides: False, the group scale is multiplied by the global scale (ModelOpt); True, divided by it
-    (compressed-tensors). Gate and up are separate matrices and keep their own global scales.
+    (compressed-tensors). Gate and up are separate matrices with separate global scales.
     """
 
     global_scale: Tensor
@@ -58,9 +58,8 @@ class NvFp4(Grouped):
     def encode(cls, weight: Tensor, *, global_divides: bool = False, global_scale: Tensor | None = None) -> Self:
         """Quantise ``weight [..., N, K]`` by ModelOpt's rule, or with a given ``global_scale [...]``.
 
-        The global scale is amax / (6 * 448), or its counterpart 6 * 448 / amax when it divides; the group
-        scale is e4m3(amax_group / 6 / global scale) within 2^-9 and 448, and 1 for a group of zeros; codes go
-        to nearest even.
+        The global scale is amax / (6 * 448), or 6 * 448 / amax if it divides; the group scale is e4m3(amax_group / 6 /
+        global scale) within 2^-9 and 448, and 1 for a group of zeros; codes are rounded to nearest even.
         """
         groups = in_groups(as_float32(weight, cls.name), 16)
         amax = groups.abs().amax(-1)
@@ -70,9 +69,9 @@ class NvFp4(Grouped):
             raise InputError(f"{cls.name}: encode needs finite positive global scales, found {global_scale}")
         global_scale = global_scale.to(amax).expand(weight.shape[:-2]).contiguous()
         spread = global_scale[..., None, None]
-        wanted = (amax / E2M1_MAX) * spread if global_divides else amax / (E2M1_MAX * spread)
-        wanted = torch.where(wanted == 0, 1.0, wanted)
-        scales = wanted.clamp(_SMALLEST_E4M3, E4M3_MAX).to(torch.float8_e4m3fn)
+        exact = (amax / E2M1_MAX) * spread if global_divides else amax / (E2M1_MAX * spread)
+        exact = torch.where(exact == 0, 1.0, exact)
+        scales = exact.clamp(_SMALLEST_E4M3, E4M3_MAX).to(torch.float8_e4m3fn)
         steps = scales.float() / spread if global_divides else scales.float() * spread
         codes = pack_nibbles(e2m1_codes(groups / steps.unsqueeze(-1)))
         return cls(
@@ -89,16 +88,17 @@ class NvFp4(Grouped):
         The step is rounded to float32, then the product; the result is rounded once to ``dtype``.
         """
         spread = self.global_scale.reshape(-1).repeat_interleave(self.shape[-2]).unsqueeze(-1)
-        stored, join = self._scales(), torch.Tensor.div_ if self.global_divides else torch.Tensor.mul_
+        scales = self._scales()
+        combine = torch.Tensor.div_ if self.global_divides else torch.Tensor.mul_
 
         def steps(span: slice) -> Tensor:
-            return join(stored[span].float(), spread[span])
+            return combine(scales[span].float(), spread[span])
 
         return self._decode(dtype, e2m1_pairs(self.codes.device), steps, self.group)
 
     @classmethod
     def from_parts(cls, parts: Mapping[str, Tensor], *, storage: str, shape: tuple[int, ...]) -> Self:
-        """Take codes and scales as stored; a static input scale is accepted and not kept."""
+        """Take codes and scales as stored; a static input scale is accepted and ignored."""
         codes, scales, global_scale, *_ = take(cls, find_storage(cls, storage), parts, shape).values()
         return cls(
             shape=tuple(shape),
@@ -111,18 +111,18 @@ class NvFp4(Grouped):
     def faults(self) -> Tensor:
         """Return a bool tensor over the leading dimensions: True for a forbidden scale.
 
-        Forbidden are NaN and negative group scales, NaN, infinite and negative global scales, zero where it
-        divides, and any other zero scale over codes that are not all zero.
+        NaN and negative group scales are forbidden, as are NaN, infinite and negative global scales, a zero global
+        scale that divides, and any other zero scale of codes that are not all zero.
         """
         scales = self.scales.float()
         bad = self._per_matrix(torch.isnan(scales) | (scales < 0))
-        own = self.global_scale
-        bad |= ~torch.isfinite(own) | (own < 0)
-        zero = (scales == 0) | (own == 0)[..., None, None]
+        global_scale = self.global_scale
+        bad |= ~torch.isfinite(global_scale) | (global_scale < 0)
+        zero = (scales == 0) | (global_scale == 0)[..., None, None]
         if bool(zero.any()):
             used = (self.codes.unflatten(-1, (-1, 8)) & 0x77).amax(-1) != 0
             bad |= self._per_matrix(zero & used)
-        return bad | (own == 0) if self.global_divides else bad
+        return bad | (global_scale == 0) if self.global_divides else bad
 
 
 def _global_scale(amax: Tensor, divides: bool) -> Tensor:

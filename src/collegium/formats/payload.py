@@ -1,4 +1,4 @@
-"""What every weight format is: a frozen bundle of exactly the tensors that format stores.
+"""Base class of the weight formats: a frozen dataclass of exactly the tensors that the format stores.
 
 A payload describes a stack of matrices with logical shape ``[..., N, K]``: any number of leading dimensions, N
 output rows, K input columns; groups always run along K. ``y = x @ W.T``. All tensors of a payload share the leading
@@ -24,14 +24,14 @@ __all__ = ["Part", "Payload", "Storage"]
 class Part:
     """One checkpoint tensor of a quantised matrix ``[N, K]``.
 
-    suffix: what follows the module path, for instance ``.weight_scale_inv``.
-    dtypes: safetensors dtype names that may hold it.
-    rows_per, columns_per: logical rows and columns that one stored element covers along its own axis, so the stored
+    suffix: suffix of the module path, for instance ``.weight_scale_inv``.
+    dtypes: allowed safetensors dtype names.
+    rows_per, columns_per: logical rows and columns that one stored element covers along its axis, so the stored
         shape is ``[ceil(N / rows_per), ceil(K / columns_per), *inner]``; 0 means the axis is absent. With both 0 the
         part is one number per matrix, stored as ``[]`` or ``[1]``.
     inner: trailing stored dimensions, for instance the 16 bytes of a gpt-oss block.
     required: whether a checkpoint without it is refused.
-    if_present: read where it exists although it is not required.
+    if_present: read if it exists although it is not required.
     transposed: stored with the axes in reverse order, input first.
     flat: stored as ``[ceil(N * K / columns_per)]``; with ``columns_per`` 0 a list of any length.
     repeats: one stored row may serve several output rows, as many as make the shape fit.
@@ -52,11 +52,11 @@ class Part:
 
     @property
     def any_length(self) -> bool:
-        """Whether nothing is known of the stored shape."""
+        """Whether the stored shape is unconstrained."""
         return self.flat and not self.columns_per
 
     def fitted(self, dtype: str, stored: tuple[int, ...], rows: int) -> Part:
-        """Return this part as a tensor of ``dtype`` and shape ``stored`` holds it, for a matrix of ``rows`` rows."""
+        """Return this part adapted to a tensor of ``dtype`` and shape ``stored``, for a matrix of ``rows`` rows."""
         if self.by_dtype is not None and dtype in self.by_dtype:
             per, inner = self.by_dtype[dtype]
             return replace(self, columns_per=per, inner=inner)
@@ -83,15 +83,16 @@ class Storage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Payload:
-    """Base of the weight formats; subclasses add tensor fields and the class facts below.
+    """Base class of the weight formats; subclasses add tensor fields and set the class attributes below.
 
-    shape: logical shape ``(..., N, K)``; storage may be padded with zeros along N or K, the shape stays true.
+    shape: logical shape ``(..., N, K)``, without the padding that storage may have along N or K.
 
-    Class facts. name: the name plans and tables use. group: input columns that share a scale (0: no groups).
+    Class attributes. name: the name in plans and tables. group: input columns that share a scale (0: no groups).
     row_block: output rows that share a scale (1 for row-wise formats). tolerance: bound on the relative L2 error of
-    encode followed by decode for Gaussian weights. storages: the published layouts ``from_parts`` understands.
-    read_only: the format is read from checkpoints and run, but never written. by_row: the tensors whose axis after the
-    leading dimensions are output rows.
+    encode followed by decode for Gaussian weights. storages: the published layouts that ``from_parts`` accepts.
+    read_only: the format can be read and run but not written. by_row: the tensors whose first axis after the leading
+    dimensions is the output row. ordered_columns: an index assigns columns to
+    groups, in any order.
     """
 
     shape: tuple[int, ...]
@@ -103,6 +104,7 @@ class Payload:
     storages: ClassVar[tuple[Storage, ...]]
     read_only: ClassVar[bool] = False
     by_row: ClassVar[tuple[str, ...]] = ("codes", "scales")
+    ordered_columns: ClassVar[bool] = False
 
     @classmethod
     def encode(cls, weight: Tensor) -> Self:
@@ -130,7 +132,7 @@ class Payload:
     def faults(self) -> Tensor:
         """Return a bool tensor over the leading dimensions: True where a scale is forbidden by the format.
 
-        Forbidden are NaN, infinite, negative, and zero scales where the format says so, and E8M0 byte 255.
+        NaN, infinite and negative scales and E8M0 byte 255 are forbidden, and zero scales in most formats.
         """
         raise NotImplementedError
 
@@ -139,7 +141,7 @@ class Payload:
         return mask.reshape(*self.shape[:-2], -1).any(-1)
 
     def columns(self, start: int, stop: int) -> Self:
-        """Return a view of input columns ``start:stop``; both must lie on group boundaries or at the end."""
+        """Return a view of input columns ``start:stop``; both must be on group boundaries or at the end."""
         step, runs = self._runs()
         check_cut(f"{self.name}: input columns", start, stop, self.shape[-1], step)
         cut = {
@@ -149,35 +151,36 @@ class Payload:
         return replace(self, shape=(*self.shape[:-1], stop - start), **cut)
 
     def _runs(self) -> tuple[int, Mapping[str, tuple[int, int]]]:
-        """Return what divides the ends of a cut, and by tensor the columns that so many of its elements hold."""
+        """Return the alignment of column cuts, and for each tensor (columns, number of elements that hold them)."""
         return 1, {"codes": (1, 1)}
 
     def rows(self, start: int, stop: int) -> Self:
-        """Return a view of output rows ``start:stop``; both must lie on row-block boundaries or at the end."""
-        runs, axis = self._row_runs(), len(self.shape) - 2
+        """Return a view of output rows ``start:stop``; both must be on row-block boundaries or at the end."""
+        runs = self._row_runs()
+        axis = len(self.shape) - 2
         check_cut(f"{self.name}: output rows", start, stop, self.shape[-2], max(runs.values()))
         ends = {name: (start // per, -(-stop // per)) for name, per in runs.items()}
         cut = {name: getattr(self, name).narrow(axis, first, last - first) for name, (first, last) in ends.items()}
         return replace(self, shape=(*self.shape[:-2], stop - start, self.shape[-1]), **cut)
 
     def every(self, step: int, offset: int, count: int) -> Self:
-        """Return ``count`` output rows from ``offset`` on, each ``step`` after the one before; a view.
+        """Return a view of ``count`` output rows from ``offset`` on, every ``step``-th.
 
-        Raises InputError where rows share a scale block.
+        Raises InputError if rows share a scale block.
         """
         shared = max(self._row_runs().values())
         if shared > 1:
             raise InputError(
                 f"{self.name}: rows {offset}, {offset + step}, ... of {self.shape[-2]} cannot be taken out of "
-                f"blocks of {shared} rows that share a scale; export gate and up apart, or without row blocks"
+                f"blocks of {shared} rows that share a scale; export gate and up separately, or without row blocks"
             )
-        axis, stop = len(self.shape) - 2, offset + step * count
-        picked = (slice(None),) * axis + (slice(offset, stop, step),)
-        cut = {name: getattr(self, name)[picked] for name in self._row_runs()}
+        axis = len(self.shape) - 2
+        index = (slice(None),) * axis + (slice(offset, offset + step * count, step),)
+        cut = {name: getattr(self, name)[index] for name in self._row_runs()}
         return replace(self, shape=(*self.shape[:-2], count, self.shape[-1]), **cut)
 
     def _row_runs(self) -> Mapping[str, int]:
-        """Return by tensor the output rows that one of its rows holds."""
+        """Return the number of output rows per stored row, by tensor."""
         return dict.fromkeys(self.by_row, 1)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -192,26 +195,25 @@ class Payload:
 
     @property
     def device(self) -> torch.device:
-        """Where the payload lives."""
+        """The device of the tensors."""
         return next(iter(self.tensors().values())).device
 
     def __getitem__(self, index: int | slice) -> Self:
         """Index or slice the first leading dimension, for instance one expert."""
-        picked = {name: t[index] for name, t in self.tensors().items()}
-        lead = self.shape[0]
-        head = () if isinstance(index, int) else (len(range(*index.indices(lead))),)
-        return replace(self, shape=(*head, *self.shape[1:]), **picked)
+        selected = {name: tensor[index] for name, tensor in self.tensors().items()}
+        leading = () if isinstance(index, int) else (len(range(*index.indices(self.shape[0]))),)
+        return replace(self, shape=(*leading, *self.shape[1:]), **selected)
 
     def to(self, device: torch.device | str) -> Self:
         """Copy every tensor to ``device``."""
         return replace(self, **{name: t.to(device) for name, t in self.tensors().items()})
 
     def repeated(self, count: int) -> Self:
-        """Return an uninitialised payload of ``count`` matrices shaped like this one, to be filled by ``put``."""
-        room = {name: t.new_empty((count, *t.shape)) for name, t in self.tensors().items()}
-        return replace(self, shape=(count, *self.shape), **room)
+        """Return an uninitialised payload of ``count`` payloads shaped like this one; fill it with ``put``."""
+        empty = {name: tensor.new_empty((count, *tensor.shape)) for name, tensor in self.tensors().items()}
+        return replace(self, shape=(count, *self.shape), **empty)
 
     def put(self, index: int, payload: Self) -> None:
-        """Copy ``payload`` into slot ``index`` of the first leading dimension, in place."""
+        """Copy ``payload`` into entry ``index`` of the first leading dimension, in place."""
         for name, target in self.tensors().items():
             target[index].copy_(payload.tensors()[name])

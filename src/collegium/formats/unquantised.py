@@ -1,4 +1,4 @@
-"""Weights as floating-point numbers: FP32, BF16 and FP16, one number an element, no scales."""
+"""Unquantised weights: FP32, BF16 and FP16."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ __all__ = ["CONFIG_NAMES", "DTYPES", "FLOAT_FORMATS", "Bf16", "Fp16", "Fp32", "a
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Plain(Payload):
-    """values: ``[..., N, K]`` in the format's dtype."""
+    """An unquantised format. values: ``[..., N, K]`` in the format's dtype."""
 
     values: Tensor
     by_row: ClassVar[tuple[str, ...]] = ("values",)
@@ -25,24 +25,24 @@ class _Plain(Payload):
 
     @classmethod
     def encode(cls, weight: Tensor) -> Self:
-        """Round ``weight [..., N, K]`` to the format's dtype; InputError if one is or becomes infinite."""
+        """Round ``weight [..., N, K]`` to the format's dtype; raises InputError if a value is or becomes infinite."""
         values = as_float32(weight, cls.name).to(cls.dtype)
-        lost = int((~torch.isfinite(values)).sum())
-        if lost:
+        overflows = int((~torch.isfinite(values)).sum())
+        if overflows:
             raise InputError(
-                f"{cls.name}: {lost} of {values.numel()} weights are beyond {torch.finfo(cls.dtype).max}; "
+                f"{cls.name}: {overflows} of {values.numel()} weights are beyond {torch.finfo(cls.dtype).max}; "
                 "encode into bf16 or fp32"
             )
         return cls(shape=tuple(weight.shape), values=values)
 
     def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return ``[..., N, K]`` in ``dtype``; the stored tensor itself when it already has that dtype."""
+        """Return ``[..., N, K]`` in ``dtype``; the stored tensor itself if it already has that dtype."""
         check_decoded(dtype)
         return self.values.to(dtype)
 
     @classmethod
     def from_parts(cls, parts: Mapping[str, Tensor], *, storage: str, shape: tuple[int, ...]) -> Self:
-        """Take the part ``.weight`` as it is; raises the CheckpointErrors of a wrong name, dtype or shape."""
+        """Take the part ``.weight`` as stored; raises a CheckpointError for a wrong name, dtype or shape."""
         (values,) = take(cls, find_storage(cls, storage), parts, shape).values()
         return cls(shape=tuple(shape), values=values)
 
@@ -88,12 +88,12 @@ class Fp16(_Plain):
 
 FLOAT_FORMATS: Mapping[torch.dtype, type[Fp32 | Bf16 | Fp16]] = {f.dtype: f for f in (Bf16, Fp16, Fp32)}
 DTYPES: Mapping[str, torch.dtype] = {f.name: dtype for dtype, f in FLOAT_FORMATS.items()}
-# format to what config.json calls its dtype
+# format to its dtype in config.json
 CONFIG_NAMES: Mapping[str, str] = {name: str(dtype).removeprefix("torch.") for name, dtype in DTYPES.items()}
 
 
 def as_stored(values: Tensor) -> Fp32 | Bf16 | Fp16:
-    """Wrap ``values [..., N, K]`` as the format its dtype is, without a copy; InputError for another dtype."""
+    """Wrap ``values [..., N, K]`` in the format of its dtype without a copy; raises InputError for other dtypes."""
     if values.dtype not in FLOAT_FORMATS:
         allowed = ", ".join(map(str, FLOAT_FORMATS))
         raise InputError(f"a weight is {values.dtype}; allowed: {allowed}, or a payload of collegium.formats")

@@ -1,1 +1,1 @@
-"""Plug-ins for the engines people already use, one folder an engine; nothing is imported until asked for."""
+"""Integrations with other inference libraries, one package each; optional dependencies are imported on use."""

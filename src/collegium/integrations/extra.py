@@ -1,17 +1,17 @@
-"""Optional packages, imported where they are asked for."""
+"""Import of optional packages."""
 
 import importlib
 from typing import Any
 
 from ..errors import MissingExtraError
 
-__all__ = ["extra"]
+__all__ = ["import_extra"]
 
 
-def extra(module: str, package: str | None = None, *, group: str = "transformers") -> Any:
-    """Return a module of the optional packages in ``group``; raises MissingExtraError where it is not installed.
+def import_extra(module: str, package: str | None = None, *, group: str = "transformers") -> Any:
+    """Import a module of the optional dependencies in ``group``; raises MissingExtraError if it is not installed.
 
-    package: what the error says is missing, where that is not the module itself.
+    package: the name in the error message, if it differs from the module.
     """
     try:
         return importlib.import_module(module)

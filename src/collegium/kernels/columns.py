@@ -24,8 +24,8 @@ def columns_kernel(
     if TOP_K:
         expert = tl.load(owner + row).to(tl.int64)
     else:
-        each = tl.arange(0, BLOCK_E)
-        stop = tl.load(owner + 1 + each, mask=each < experts, other=row + 1)
+        expert_index = tl.arange(0, BLOCK_E)
+        stop = tl.load(owner + 1 + expert_index, mask=expert_index < experts, other=row + 1)
         expert = tl.sum((stop <= row).to(tl.int64))
     if (expert < 0) | (expert >= experts):
         return
@@ -46,20 +46,20 @@ def halves_kernel(
     """
     pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
-    kept = row < tl.load(used) if SOME else True
+    in_use = row < tl.load(used) if SOME else True
     column = tl.arange(0, BLOCK)
     # The condition of a row goes into a bound: Triton's interpreter refuses a mask made with a scalar.
-    inside = column < tl.where(kept, columns, 0)
+    inside = column < tl.where(in_use, columns, 0)
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    most = tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
-    finite = most < _INFINITY
-    byte = tl.maximum((most >> 23) - 9, 1)
+    max_bits = tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+    finite = max_bits < _INFINITY
+    byte = tl.maximum((max_bits >> 23) - 9, 1)
     scaled = tl.where(finite, value * ((254 - byte) << 23).to(tl.float32, bitcast=True), 0.0).to(tl.float16)
     tl.store(halves + row * columns + column, scaled, mask=inside)
-    tl.store(scales + row, tl.where(finite, (byte << 23).to(tl.float32, bitcast=True), float("nan")), mask=kept)
+    tl.store(scales + row, tl.where(finite, (byte << 23).to(tl.float32, bitcast=True), float("nan")), mask=in_use)
     total = tl.sum(tl.reshape(scaled.to(tl.float32), [BLOCK // 32, 32]), 1)[:, None]
     rounded = total.to(tl.float16).to(tl.float32)
     place = tl.arange(0, 8)[None, :]
     parts = tl.where(place == 0, rounded, tl.where(place == 1, total - rounded, 0.0))
     group = tl.arange(0, BLOCK // 32)[:, None]
-    tl.store(sums + (row * groups + group) * 8 + place, parts.to(tl.float16), mask=group < tl.where(kept, groups, 0))
+    tl.store(sums + (row * groups + group) * 8 + place, parts.to(tl.float16), mask=group < tl.where(in_use, groups, 0))

@@ -18,6 +18,7 @@ Python's are started for each call.
 """
 
 import ctypes
+import inspect
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -86,9 +87,9 @@ def _at(builder, address, kind):
 
 
 def _load(builder, address, kind):
-    found = builder.load(_at(builder, address, kind))
-    found.align = 1
-    return found
+    loaded = builder.load(_at(builder, address, kind))
+    loaded.align = 1
+    return loaded
 
 
 def _store(builder, value, address):
@@ -113,21 +114,28 @@ def _fetch(builder, address):
 
     Rows that are a power of two apart have few places in the first-level cache.
     """
-    how = (ir.Constant(_I32, own) for own in (0, 2, 1))
+    how = (ir.Constant(_I32, value) for value in (0, 2, 1))
     _call(builder, "llvm.prefetch.p0i8", ir.VoidType(), _at(builder, address, _I8), *how)
 
 
 def _instruction(emit):
     """Make an intrinsic of ``emit(builder, *numbers)``, which emits code and returns a 64-bit number or nothing."""
 
-    def make(context, builder, signature, arguments):
-        found = emit(builder, *arguments)
-        return _number(0) if found is None else found
+    def generate(context, builder, signature, arguments):
+        result = emit(builder, *arguments)
+        return _number(0) if result is None else result
 
-    names = emit.__code__.co_varnames[1 : emit.__code__.co_argcount]
-    found = types.intp(*[types.intp] * len(names)), make
-    # Numba reads how many arguments there are from the signature.
-    return intrinsic(eval(f"lambda {', '.join(('typing', *names))}: found", {"found": found}))
+    names = list(inspect.signature(emit).parameters)[1:]
+
+    def typed(typing_context, *argument_types):
+        return types.intp(*[types.intp] * len(names)), generate
+
+    # Numba counts an intrinsic's arguments by its signature.
+    positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    typed.__signature__ = inspect.Signature(
+        [inspect.Parameter(name, positional) for name in ("typing_context", *names)]
+    )
+    return intrinsic(typed)
 
 
 @_instruction
@@ -192,9 +200,11 @@ def _look_up(builder, table, code):
     if _host("avx512f"):
         return _call(builder, "llvm.x86.avx512.permvar.sf.512", _FLOATS, table, code)
     orders = [ir.Constant(ir.VectorType(_I32, 8), list(range(start, start + 8))) for start in (0, 8)]
-    tables, codes = ([builder.shuffle_vector(own, own, order) for order in orders] for own in (table, code))
-    found = [[_call(builder, "llvm.x86.avx2.permps", own.type, own, eight) for eight in codes] for own in tables]
-    low, high = (builder.shuffle_vector(*both, ir.Constant(_WORDS, list(range(LANES)))) for both in found)
+    tables, codes = ([builder.shuffle_vector(vector, vector, order) for order in orders] for vector in (table, code))
+    halves = [
+        [_call(builder, "llvm.x86.avx2.permps", vector.type, vector, eight) for eight in codes] for vector in tables
+    ]
+    low, high = (builder.shuffle_vector(*both, ir.Constant(_WORDS, list(range(LANES)))) for both in halves)
     return builder.select(builder.trunc(builder.lshr(code, _word(3)), ir.VectorType(_I1, LANES)), high, low)
 
 
@@ -203,20 +213,20 @@ def _numbers(builder, place, bits, floats, table):
     if bits == 8:
         both = [_load(builder, builder.add(place, _number(at)), _BYTES) for at in (0, LANES)]
         if not floats:
-            return [builder.sitofp(builder.zext(own, _WORDS), _FLOATS) for own in both]
+            return [builder.sitofp(builder.zext(half_codes, _WORDS), _FLOATS) for half_codes in both]
         # A sign fills the upper byte, and is in the way once more above the exponent.
-        codes = [builder.shl(builder.sext(own, _SHORTS), _word(7, _SHORTS)) for own in both]
-        codes = [builder.bitcast(builder.and_(own, _word(-0x4080, _SHORTS)), _HALVES) for own in codes]
-        return [builder.fpext(own, _FLOATS) for own in codes]
-    low, found = builder.zext(_load(builder, place, _BYTES), _WORDS), []
+        codes = [builder.shl(builder.sext(half_codes, _SHORTS), _word(7, _SHORTS)) for half_codes in both]
+        codes = [builder.bitcast(builder.and_(half_codes, _word(-0x4080, _SHORTS)), _HALVES) for half_codes in codes]
+        return [builder.fpext(half_codes, _FLOATS) for half_codes in codes]
+    low, numbers = builder.zext(_load(builder, place, _BYTES), _WORDS), []
     for half, code in enumerate((low, builder.lshr(low, _word(4)))):
         number = _look_up(builder, table, code)
         for plane in range(4, bits):
             at = builder.add(place, _number(LANES + 4 * (plane - 4) + 2 * half))
             more = builder.bitcast(_load(builder, at, _I16), ir.VectorType(_I1, LANES))
             number = builder.select(more, builder.fadd(number, _word(2.0**plane, _FLOATS)), number)
-        found.append(number)
-    return found
+        numbers.append(number)
+    return numbers
 
 
 @_instruction
@@ -225,11 +235,11 @@ def _decode(builder, kind, bits, floats, shift, codes, count, ahead, values, sca
     rooms = [cgutils.alloca_once(builder, _FLOATS) for _ in range(2)]
     _fetch(builder, builder.add(scales, _number(256)))
     builder.store(_word(0.0, _FLOATS), rooms[1])
-    for place, (name, wide) in enumerate(zip(SCALES, (1, 1, 1, 2, 2, 4), strict=True)):
+    for place, (name, words) in enumerate(zip(SCALES, (1, 1, 1, 2, 2, 4), strict=True)):
         with builder.if_then(_is(builder, kind, place)):
             builder.store(_scale(builder, name, scales, supers), rooms[0])
             with builder.if_then(builder.icmp_signed("!=", shift, _number(0))):
-                behind = builder.add(scales, _number(LANES * wide)), builder.add(supers, _number(2 * LANES))
+                behind = builder.add(scales, _number(LANES * words)), builder.add(supers, _number(2 * LANES))
                 builder.store(_scale(builder, name, *behind), rooms[1])
     (scale, behind), table = (builder.load(room) for room in rooms), _load(builder, values, _FLOATS)
     zeros = _is(builder, shift, SHIFTS.index("zeros"))
@@ -237,22 +247,22 @@ def _decode(builder, kind, bits, floats, shift, codes, count, ahead, values, sca
     start = builder.select(zeros, builder.fsub(first, behind), first)
     offset = builder.select(zeros, _word(0.0, _FLOATS), behind)
     # A scale of at most 18 bits times a zero is exact, and subtracting it later costs nothing.
-    wide = builder.and_(zeros, _is(builder, kind, SCALES.index("fp32")))
-    offset = builder.select(wide, offset, _call(builder, "llvm.fma.v16f32", _FLOATS, start, scale, offset))
+    is_exact = builder.and_(zeros, _is(builder, kind, SCALES.index("fp32")))
+    offset = builder.select(is_exact, offset, _call(builder, "llvm.fma.v16f32", _FLOATS, start, scale, offset))
 
     def halves(vector):
         orders = ([lane // 2 + start for lane in range(LANES)] for start in (0, LANES // 2))
-        return [builder.shuffle_vector(vector, vector, ir.Constant(_WORDS, own)) for own in orders]
+        return [builder.shuffle_vector(vector, vector, ir.Constant(_WORDS, order)) for order in orders]
 
     lines = list(zip(halves(start), halves(scale), halves(offset), strict=True))
-    how = builder.add(builder.zext(wide, _I64), builder.mul(floats, _number(2)))
-    for own, apart in ((4, 0), (5, 0), (6, 0), (8, 0), (4, 1), (8, 1), (8, 2)):
-        taken = builder.and_(_is(builder, bits, own), _is(builder, how, apart))
+    how = builder.add(builder.zext(is_exact, _I64), builder.mul(floats, _number(2)))
+    for width, mode in ((4, 0), (5, 0), (6, 0), (8, 0), (4, 1), (8, 1), (8, 2)):
+        taken = builder.and_(_is(builder, bits, width), _is(builder, how, mode))
         with builder.if_then(taken), cgutils.for_range(builder, count) as loop:
-            pair, place = [], builder.add(codes, builder.mul(loop.index, _number(4 * own)))
+            pair, place = [], builder.add(codes, builder.mul(loop.index, _number(4 * width)))
             _fetch(builder, builder.add(place, ahead))
-            for number, (begin, *line) in zip(_numbers(builder, place, own, apart == 2, table), lines, strict=True):
-                number = builder.fadd(number, begin) if apart == 1 else number
+            for number, (begin, *line) in zip(_numbers(builder, place, width, mode == 2, table), lines, strict=True):
+                number = builder.fadd(number, begin) if mode == 1 else number
                 pair.append(_call(builder, "llvm.fma.v16f32", _FLOATS, number, *line))
             _store(builder, _rounded(builder, *pair), builder.add(out, builder.mul(loop.index, _number(4 * LANES))))
 
@@ -268,14 +278,14 @@ def _turn(builder, rows, stride, count, ahead, out):
     """Copy ``count`` pairs of columns of sixteen rows of bfloat16, ``stride`` bytes apart; fetch what is ``ahead``."""
     with cgutils.for_range(builder, builder.sdiv(count, _number(LANES))) as loop:
         at, words = builder.add(rows, builder.mul(loop.index, _number(4 * LANES))), []
-        for own in _ROWS:
-            place = builder.add(at, builder.mul(stride, _number(own)))
+        for row in _ROWS:
+            place = builder.add(at, builder.mul(stride, _number(row)))
             _fetch(builder, builder.add(place, ahead))
             words.append(_load(builder, place, _WORDS))
         for bit in (1, 2, 4, 8):  # of the number of a row and of a column, which change places
-            words = [builder.shuffle_vector(words[own & ~bit], words[own | bit], _turned(own, bit)) for own in _ROWS]
-        for own, word in enumerate(words):
-            place = builder.mul(builder.add(builder.mul(loop.index, _number(LANES)), _number(own)), _number(4 * LANES))
+            words = [builder.shuffle_vector(words[row & ~bit], words[row | bit], _turned(row, bit)) for row in _ROWS]
+        for row, word in enumerate(words):
+            place = builder.mul(builder.add(builder.mul(loop.index, _number(LANES)), _number(row)), _number(4 * LANES))
             _store(builder, word, builder.add(out, place))
 
 
@@ -283,8 +293,8 @@ def _tile(builder, name, *arguments):
     """Call an AMX instruction, where the CPU has it: numbers are tiles, the rest addresses and strides."""
     if not _host("amx-bf16"):
         return
-    given = [ir.Constant(_I8, own) if isinstance(own, int) else own for own in arguments]
-    _call(builder, f"llvm.x86.{name}", ir.VoidType(), *given)
+    operands = [ir.Constant(_I8, row) if isinstance(row, int) else row for row in arguments]
+    _call(builder, f"llvm.x86.{name}", ir.VoidType(), *operands)
 
 
 @_instruction
@@ -299,69 +309,69 @@ def _release(builder):
 
 @_instruction
 def _clear_tiles(builder):
-    for own in range(PANELS):
-        _tile(builder, "tilezero", own)
+    for tile in range(PANELS):
+        _tile(builder, "tilezero", tile)
 
 
 @_instruction
 def _add_tiles(builder, x, x_stride, weights, panel, steps):
     """Add the product of a tile of rows with ``steps`` times 32 columns of four panels, ``panel`` bytes apart."""
-    apart = [builder.add(weights, builder.mul(panel, _number(own))) for own in range(PANELS)]
+    apart = [builder.add(weights, builder.mul(panel, _number(tile))) for tile in range(PANELS)]
     with cgutils.for_range(builder, steps) as loop:
         columns = builder.add(x, builder.mul(loop.index, _number(64)))
         _tile(builder, "tileloadd64", 4, _at(builder, columns, _I8), x_stride)
-        for own, start in enumerate(apart):
-            rows, room = builder.add(start, builder.mul(loop.index, _number(1024))), 5 + own % 3
+        for tile, start in enumerate(apart):
+            rows, room = builder.add(start, builder.mul(loop.index, _number(1024))), 5 + tile % 3
             _tile(builder, "tileloadd64", room, _at(builder, rows, _I8), _number(64))
-            _tile(builder, "tdpbf16ps", own, 4, room)
+            _tile(builder, "tdpbf16ps", tile, 4, room)
 
 
 @_instruction
 def _store_tiles(builder, out, out_stride):
-    for own in range(PANELS):
-        _tile(builder, "tilestored64", own, _at(builder, builder.add(out, _number(64 * own)), _I8), out_stride)
+    for tile in range(PANELS):
+        _tile(builder, "tilestored64", tile, _at(builder, builder.add(out, _number(64 * tile)), _I8), out_stride)
 
 
 def _products(builder, words, places, rooms):
-    """Add the products of ``words``, sixteen pairs of columns each, with the two at each of ``places`` to ``rooms``."""
+    """Add the products of ``words``, sixteen pairs of columns, with the two at each of ``places``, to ``rooms``."""
     name, kind, at, steps = "llvm.x86.avx512bf16.dpbf16ps.512", _PAIRS, 0, [words]
     if PAIR_BYTES == 8:
         change = (builder.shl, _word(16)), (builder.and_, _word(0xFFFF0000))
-        name, kind, at, steps = "llvm.fma.v16f32", _FLOATS, 2, [[do(own, by) for own in words] for do, by in change]
+        name, kind, at, steps = "llvm.fma.v16f32", _FLOATS, 2, [[do(word, by) for word in words] for do, by in change]
     for column, halves in enumerate(steps):
-        for place, own in zip(places, rooms, strict=True):
+        for place, row_sums in zip(places, rooms, strict=True):
             one = _load(builder, builder.add(place, _number(4 * column)), _I32)
             one = builder.insert_element(ir.Constant(_WORDS, None), one, ir.Constant(_I32, 0))
             one = builder.shuffle_vector(one, one, _word(0))
-            for half, room in zip(halves, own, strict=True):
-                given = [builder.bitcast(each, kind) for each in (one, half)]
-                given.insert(at, builder.load(room))
-                builder.store(_call(builder, name, _FLOATS, *given), room)
+            for half, room in zip(halves, row_sums, strict=True):
+                operands = [builder.bitcast(operand, kind) for operand in (one, half)]
+                operands.insert(at, builder.load(room))
+                builder.store(_call(builder, name, _FLOATS, *operands), room)
 
 
 @_instruction
 def _add_rows(builder, count, x, x_stride, weights, panel, pairs, out, out_stride):
     """Add the product of ``count`` rows with ``pairs`` columns of four panels, ``panel`` bytes apart, to ``out``."""
-    given = x, x_stride, weights, panel, pairs, out, out_stride
+    addresses = x, x_stride, weights, panel, pairs, out, out_stride
     for rows in range(1, _MOST + 1):
         with builder.if_then(_is(builder, count, rows)):
             # Sixteen sums are one register of 32, or two of 16.
             together = PANELS if _host("avx512f") else {1: 4, 2: 2}.get(rows, 1)
             for first in range(0, PANELS, together):
-                _add_panels(builder, rows, range(first, first + together), *given)
+                _add_panels(builder, rows, range(first, first + together), *addresses)
 
 
 def _add_panels(builder, count, panels, x, x_stride, weights, panel, pairs, out, out_stride):
     starts = [builder.add(out, builder.mul(out_stride, _number(row))) for row in range(count)]
-    places = [builder.add(start, _number(64 * own)) for start in starts for own in panels]
+    places = [builder.add(start, _number(64 * index)) for start in starts for index in panels]
     sums = [cgutils.alloca_once(builder, _FLOATS) for _ in places]
     for place, room in zip(places, sums, strict=True):
         builder.store(_load(builder, place, _FLOATS), room)
     with cgutils.for_range(builder, pairs) as loop:
-        apart = [builder.add(weights, builder.mul(panel, _number(own))) for own in panels]
-        at, own = (builder.mul(loop.index, _number(size)) for size in (4 * LANES, PAIR_BYTES))
-        words = [_load(builder, builder.add(start, at), _WORDS) for start in apart]
-        rows = [builder.add(builder.add(x, builder.mul(x_stride, _number(row))), own) for row in range(count)]
+        apart = [builder.add(weights, builder.mul(panel, _number(index))) for index in panels]
+        weight_offset, x_offset = (builder.mul(loop.index, _number(size)) for size in (4 * LANES, PAIR_BYTES))
+        words = [_load(builder, builder.add(start, weight_offset), _WORDS) for start in apart]
+        rows = [builder.add(builder.add(x, builder.mul(x_stride, _number(row))), x_offset) for row in range(count)]
         _products(builder, words, rows, [sums[len(panels) * row : len(panels) * (row + 1)] for row in range(count)])
     for place, room in zip(places, sums, strict=True):
         _store(builder, builder.load(room), place)
@@ -409,10 +419,10 @@ def _work(job):
                 other = upcoming // blocks
                 tasks = (_field(_field(job, EXPERTS), other) - other - expert) * blocks + upcoming - block
                 ahead = tasks * PANELS * pairs * 4 * bits - begin * apart
-            for own in range(PANELS):
-                number = (expert * blocks + block) * PANELS + own
+            for panel_index in range(PANELS):
+                number = (expert * blocks + block) * PANELS + panel_index
                 codes = _field(job, CODES) + number * pairs * 4 * bits
-                decoded = scratch + own * panel
+                decoded = scratch + panel_index * panel
                 done, at = begin, begin // group
                 if bits == 16:
                     _turn(codes + begin * 4, line_stride, end - begin, ahead, decoded)
@@ -446,8 +456,10 @@ def _work(job):
             after = expert * out_stride + column
             for row in range(first, stop):
                 out = _field(job, OUT) + row * out_stride + column
-                for own in range(0, PANELS * LANES * 4, LANES * 4):
-                    _finish(out + own, factors + after + own if factors else 0, bias + after + own if bias else 0)
+                for offset in range(0, PANELS * LANES * 4, LANES * 4):
+                    _finish(
+                        out + offset, factors + after + offset if factors else 0, bias + after + offset if bias else 0
+                    )
     if configured:
         _release()
 
@@ -455,12 +467,12 @@ def _work(job):
 @cache
 def _shapes():
     """Return what AMX is told of its tiles for each count of rows: 0 to 3 sums, 4 rows of x, 5 to 7 weights."""
-    found = np.zeros((_TILE_ROWS + 1, 64), dtype=np.uint8)
-    found[:, 0] = 1
-    found[:, 16:32:2] = 64
-    found[:, 48:53] = np.arange(_TILE_ROWS + 1)[:, None]
-    found[:, 53:56] = _TILE_ROWS
-    return found
+    shapes = np.zeros((_TILE_ROWS + 1, 64), dtype=np.uint8)
+    shapes[:, 0] = 1
+    shapes[:, 16:32:2] = 64
+    shapes[:, 48:53] = np.arange(_TILE_ROWS + 1)[:, None]
+    shapes[:, 53:56] = _TILE_ROWS
+    return shapes
 
 
 @cache
@@ -481,12 +493,12 @@ def _parallel():
     }
     for path in sorted(paths):
         try:
-            found = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
+            function = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
         except OSError:  # replaced on the disk since, or a file of another kind
             continue
-        if found is not None:
-            found.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-            return found
+        if function is not None:
+            function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+            return function
     return None
 
 

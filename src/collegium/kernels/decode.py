@@ -3,7 +3,7 @@
 A sixteen-bit lane holds four codes of one row (or two of eight bits), one from each quarter (or half) of a block of
 input columns. Every shift and mask below works on two rows' worth of lanes at once and yields one operand for each
 quarter. The device runs PTX on pairs of lanes; the plain form beside it is what the interpreter runs and what the
-device form is tested against. All results are exact: see ``experts/triton/lanes.py`` for the number ranges.
+device form is tested against. All results are exact: see ``experts/triton/packing/`` for the number ranges.
 """
 
 import triton
@@ -108,10 +108,10 @@ _FP16 = {"base": "0x64006400", "away": "0xE400E400", "part": "0x2C002C00", "most
 _FP16 |= {"left": 7, "right": 1, "field": "0x3F803F80"}
 
 
-def _text(steps: str, own: dict[str, object]) -> str:
-    numbers = own | _NUMBERS
+def _text(steps: str, constants: dict[str, object]) -> str:
+    numbers = constants | _NUMBERS
     moves = "".join(f"mov.b32 {name}, {value};" for name, value in numbers.items())
-    steps = steps.replace("KIND", "bf16x2" if own is _BF16 else "f16x2")
+    steps = steps.replace("KIND", "bf16x2" if constants is _BF16 else "f16x2")
     return f"{{ .reg .b32 a, b, c, {', '.join(numbers)}; {moves} {steps} }}"
 
 
@@ -135,8 +135,8 @@ def _as_rows(bits, HALF: tl.constexpr):
 @triton.jit
 def _scaled(bits, factor, HALF: tl.constexpr):
     # The interpreter does not convert subnormal bfloat16 numbers; as the upper half of a float32 they are exact.
-    wide = _as_rows(bits, HALF).to(tl.float32) if HALF else (bits << 16).to(tl.float32, bitcast=True)
-    return (wide * factor).to(tl.float16 if HALF else tl.bfloat16)
+    value = _as_rows(bits, HALF).to(tl.float32) if HALF else (bits << 16).to(tl.float32, bitcast=True)
+    return (value * factor).to(tl.float16 if HALF else tl.bfloat16)
 
 
 @triton.jit
@@ -257,8 +257,8 @@ def look_up(
             TEXT, "=&r,=&r,r,r,r,r", [lanes, part, tables], dtype=(tl.int16, tl.int16), is_pure=True, pack=2
         )
     else:
-        found = tl.load(tables + (((lanes >> (4 * QUARTER)) & 15) | (part & 16)))
-        large, small = (found >> 16).to(tl.int16), found.to(tl.int16)
+        entries = tl.load(tables + (((lanes >> (4 * QUARTER)) & 15) | (part & 16)))
+        large, small = (entries >> 16).to(tl.int16), entries.to(tl.int16)
     return _as_rows(large, HALF), _as_rows(small, HALF)
 
 
@@ -462,8 +462,8 @@ def _group_factors(scale, step, SCALE: tl.constexpr, WORDS: tl.constexpr):
         f0, f1, f2, f3 = _half_scale(n0), _half_scale(n0 >> 16), _half_scale(n2), _half_scale(n2 >> 16)
     elif SCALE == HALF_SCALE:
         f0, f1, f2, f3 = _half_scale(n0), _half_scale(n1), _half_scale(n2), _half_scale(n3)
-        own = _minima(_upper_half(n0), _upper_half(n1), _upper_half(n2), _upper_half(n3))
-        m = own, tl.full(f0.shape, 1.0, tl.float32)
+        minima = _minima(_upper_half(n0), _upper_half(n1), _upper_half(n2), _upper_half(n3))
+        m = minima, tl.full(f0.shape, 1.0, tl.float32)
     else:
         f0, f1 = _group_scale(n0, ZEROED), _group_scale(n1, ZEROED)
         f2, f3 = _group_scale(n2, ZEROED), _group_scale(n3, ZEROED)

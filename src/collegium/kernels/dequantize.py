@@ -50,10 +50,10 @@ def expand_kernel(
     to = out + (matrix * n_out + row)[:, None] * (k_in * (2 if WEIGHT == TABLE_LANES else 1)) + j[None, :]
     for quarter in tl.static_range(4):
         at = block * BLOCK_K + quarter * WIDTH
-        kept = inside[:, None] & (at + j < k_in)[None, :]
+        in_bounds = inside[:, None] & (at + j < k_in)[None, :]
         if WEIGHT == TABLE_LANES:
             large, small = look_up(w, words_of(table + matrix * 16, 1, ASM), 0, False, quarter, HALF, ASM)
-            tl.store(to + (at + at // SPAN * SPAN), large, mask=kept)
-            tl.store(to + (at + at // SPAN * SPAN + SPAN), small, mask=kept)
+            tl.store(to + (at + at // SPAN * SPAN), large, mask=in_bounds)
+            tl.store(to + (at + at // SPAN * SPAN + SPAN), small, mask=in_bounds)
         else:
-            tl.store(to + at, a[quarter], mask=kept)
+            tl.store(to + at, a[quarter], mask=in_bounds)

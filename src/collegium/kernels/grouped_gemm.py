@@ -335,7 +335,7 @@ def grouped_gemm_kernel(
     if expert < 0:
         return
 
-    given = (
+    arguments = (
         expert, row_first, row_count, n_first, x, x_scale, sums, weight, scale, row_scale, bias, out, row_places,
         source, n_out, k_in, x_stride, n_step, k_step, part_step, scale_rows, limit, alpha, gate_bound, up_bound,
     )  # fmt: skip
@@ -343,6 +343,6 @@ def grouped_gemm_kernel(
     for halved in tl.static_range(HALVED + 1):
         if row_count <= BLOCK_T >> halved and (halved == HALVED or row_count > BLOCK_T >> (halved + 1)):
             _write_tile(
-                *given, WEIGHT, SCALE, WORDS, X_SCALE, ROW_SCALE, BIAS, GATHER, PARTS, KIND, HAS_LIMIT, K_BLOCKS,
+                *arguments, WEIGHT, SCALE, WORDS, X_SCALE, ROW_SCALE, BIAS, GATHER, PARTS, KIND, HAS_LIMIT, K_BLOCKS,
                 EVEN_K, ASM, BLOCK_N, BLOCK_K, DEPTH, STAGES, STACKED, JOINED, PLACED, TOP_K, PDL, BLOCK_T >> halved,
             )  # fmt: skip

@@ -33,25 +33,25 @@ def _product(w, x, TERMS: tl.constexpr, ASM: tl.constexpr):
 
     TERMS: how many bfloat16 terms make up x, where w is float32; 0 where both are of one 16-bit dtype.
     """
-    found = tl.zeros((w.shape[0], x.shape[1]), dtype=tl.float32)
+    acc = tl.zeros((w.shape[0], x.shape[1]), dtype=tl.float32)
     if TERMS == 0:
-        return dot(w, x, found, ASM)
+        return dot(w, x, acc, ASM)
     w0, rest = _term(w)
     w1, rest = _term(rest)
     w2 = rest.to(tl.bfloat16)
     if TERMS == 1:
-        found = dot(w2, x, found, ASM)
-        found = dot(w1, x, found, ASM)
-        return dot(w0, x, found, ASM)
+        acc = dot(w2, x, acc, ASM)
+        acc = dot(w1, x, acc, ASM)
+        return dot(w0, x, acc, ASM)
     x0, rest = _term(x.to(tl.float32))
     x1, rest = _term(rest)
     if TERMS == 3:
-        found = dot(w0, rest.to(tl.bfloat16), found, ASM)
-    found = dot(w1, x1, found, ASM)
-    found = dot(w2, x0, found, ASM)
-    found = dot(w0, x1, found, ASM)
-    found = dot(w1, x0, found, ASM)
-    return dot(w0, x0, found, ASM)
+        acc = dot(w0, rest.to(tl.bfloat16), acc, ASM)
+    acc = dot(w1, x1, acc, ASM)
+    acc = dot(w2, x0, acc, ASM)
+    acc = dot(w0, x1, acc, ASM)
+    acc = dot(w1, x0, acc, ASM)
+    return dot(w0, x0, acc, ASM)
 
 
 @triton.jit(do_not_specialize=["tokens"])

@@ -28,9 +28,8 @@ from .peer import (
     POSTS,
     PULL_FAILED,
     ROWS,
-    all_came,
-    all_right,
     announce,
+    check_flags,
     collect_token,
     flag_places,
     next_epoch,
@@ -39,6 +38,7 @@ from .peer import (
     report,
     send_token,
     wait_for_flags,
+    wait_for_rows,
 )
 from .quantize import load_rows, store_codes
 from .w4a8 import w4a8_tile
@@ -56,13 +56,13 @@ _FIXED = tl.constexpr(3)
 
 
 @triton.jit
-def _unit_at(unit, last, needed, counts, lists, capacity, held, BLOCK_T: tl.constexpr):
+def _unit_at(unit, last, needed, counts, lists, capacity, local_slots, BLOCK_T: tl.constexpr):
     """Return expert, place of its first assignment on the list, the assignments and how many there are of a unit.
 
     last, needed: units of each expert, and of all up to it. Assignments beyond the end are 0.
     """
     before = tl.sum(tl.where(last <= unit, (1 << 32) + needed.to(tl.int64), 0), 0)
-    expert = tl.minimum(before >> 32, held - 1)
+    expert = tl.minimum(before >> 32, local_slots - 1)
     begin = (unit - (before & 0xFFFFFFFF).to(tl.int32)) * BLOCK_T
     t = tl.arange(0, BLOCK_T)
     row = tl.load(lists + expert * capacity + begin + t, mask=t < capacity - begin, other=0)
@@ -78,21 +78,21 @@ def _reached(word, target, head, deltas, limit, rank, world, ASM: tl.constexpr):
     twice as long as those, so that they name who is late.
     """
     none = tl.zeros([], tl.int32)
-    seen = tl.atomic_add(word, none, sem="acquire", scope="gpu")
-    if seen < target:
+    value = tl.atomic_add(word, none, sem="acquire", scope="gpu")
+    if value < target:
         start = now(head, ASM)
         late = start - start
         failed = late
-        while (seen < target) & (failed == 0) & (late <= limit.to(tl.int64) * 2000):
+        while (value < target) & (failed == 0) & (late <= limit.to(tl.int64) * 2000):
             polls = 0
-            while (seen < target) & (polls < 32):
-                seen = tl.atomic_add(word, none, sem="acquire", scope="gpu")
+            while (value < target) & (polls < 32):
+                value = tl.atomic_add(word, none, sem="acquire", scope="gpu")
                 polls += 1
             failed = tl.atomic_add(head + PULL_FAILED, tl.zeros([], tl.int64), sem="relaxed")
             late = now(head, ASM) - start
-        if seen < target:
-            report(head, deltas, PULL_FAILED, world, rank, LATE, start - start + seen, start - start + target)
-    return seen >= target
+        if value < target:
+            report(head, deltas, PULL_FAILED, world, rank, LATE, start - start + value, start - start + target)
+    return value >= target
 
 
 @triton.jit
@@ -104,8 +104,8 @@ def _done(word):
 
 @triton.jit
 def _pull_chunk(
-    peer, first, found, sent_x, sent_scale, sent_places, x, scale, counts, pulled, lists, deltas,
-    bound, capacity, held, rank, words, groups,
+    peer, first, token_count, sent_x, sent_scale, sent_places, x, scale, counts, pulled, lists, deltas,
+    bound, capacity, local_slots, rank, words, groups,
     TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
     BLOCK_G: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
@@ -117,11 +117,11 @@ def _pull_chunk(
     k = tl.arange(0, BLOCK_K)
     delta = tl.load(deltas + peer)
     line = peer * bound + token
-    brought = token < found
+    brought = token < token_count
     there = sent_places + tl.multiple_of(delta // 4, 64)
     place = tl.load(there + token[:, None] * TOP_K + k[None, :], mask=brought[:, None] & (k < TOP_K)[None, :], other=-1)
-    slot = place - rank * held
-    here = (place >= 0) & (slot >= 0) & (slot < held)
+    slot = place - rank * local_slots
+    here = (place >= 0) & (slot >= 0) & (slot < local_slots)
     if not ALL:
         brought = tl.max(here.to(tl.int32), 1) > 0
     # All of it is on its way before anything that was read is waited for.
@@ -172,7 +172,7 @@ def _multiply(
 
 @triton.jit
 def _quantise_unit(
-    members, count, middle, codes, scales, capacity, inner, wide, groups,
+    members, count, middle, codes, scales, capacity, inner, padded_cols, groups,
     AT_ONCE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, POWER: tl.constexpr, ROUND: tl.constexpr,
     REORDER: tl.constexpr,
 ):  # fmt: skip
@@ -186,13 +186,24 @@ def _quantise_unit(
         row = tl.where(index < count, row, capacity)
         value = load_rows(middle, middle, middle, row, column, capacity, inner, inner, False, False)
         store_codes(
-            value, codes, scales, row, column, capacity, groups, wide, 0, GROUP, AT_ONCE, BLOCK, POWER, False,
+            value, codes, scales, row, column, capacity, groups, padded_cols, 0, GROUP, AT_ONCE, BLOCK, POWER, False,
             ROUND, REORDER,
         )  # fmt: skip
         first += AT_ONCE
 
 
-_COUNTS = ("count", "bound", "id_stride", "weight_stride", "layer", "limit", "rank", "own", "step", "cleared")
+_COUNTS = (
+    "count",
+    "bound",
+    "id_stride",
+    "weight_stride",
+    "layer",
+    "limit",
+    "rank",
+    "flag_offset",
+    "flag_stride",
+    "cleared",
+)
 
 
 @triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=("ids", "weights"))
@@ -201,7 +212,8 @@ def mega_kernel(
     x, sent_codes, sent_words, sent_scale, sent_places, pulled_codes, pulled_words, pulled_scale, counters, lists,
     middle, codes, scales, up_weight, up_scale, up_factor, up_bias, down_weight, down_scale, down_factor, down_bias,
     rows, shared, out,
-    count, bound, id_stride, weight_stride, experts, spread, layer, limit, rank, own, step, world, held, cleared,
+    count, bound, id_stride, weight_stride, experts, spread, layer, limit, rank, flag_offset, flag_stride, world,
+    local_slots, cleared,
     columns, x_stride, x_wide, x_groups, inner, inner_wide, inner_groups, width, up_bands, down_bands, up_tiles,
     down_tiles, shared_stride, clamp, alpha, gate_bound, up_bound,
     FIRST: tl.constexpr, LAST: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, PEERS: tl.constexpr,
@@ -230,7 +242,7 @@ def mega_kernel(
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     ROUND: tl.constexpr = not ASM
-    flags = flag_places(head, deltas, own, step, world, PEERS)
+    flags = flag_places(head, deltas, flag_offset, flag_stride, world, PEERS)
     if FIRST == 1:
         epoch = next_epoch(head)
         start = program * 256
@@ -256,51 +268,53 @@ def mega_kernel(
             blocks = tl.cdiv(bound, CHUNK)
             chunks = blocks * world
             counts = counters + _FIXED
-            units = counts + held
+            units = counts + local_slots
             lost = tl.zeros([], tl.int32)
             # After that of this rank all its counters are zero.
-            seen = wait_for_flags(head, POSTS, 0, world, epoch, limit, PEERS, ASM)
+            flags_read = wait_for_flags(head, POSTS, 0, world, epoch, limit, PEERS, ASM)
             tl.debug_barrier()
             tag = (epoch << 20) | (layer.to(tl.int64) << 8) | TOP_K
             peers = tl.arange(0, PEERS)
-            bad = ((seen >> 24) != tag) | ((seen & 0xFFFFFF) > bound)
-            ready = all_right(head, deltas, PULL_FAILED, world, seen, bad, epoch, tag)
+            bad = ((flags_read >> 24) != tag) | ((flags_read & 0xFFFFFF) > bound)
+            ready = check_flags(head, deltas, PULL_FAILED, world, flags_read, bad, epoch, tag)
             if ready:
                 chunk = program
                 while chunk < chunks:
                     # Own tokens last, and each rank begins with another one.
                     peer = (chunk % world + rank + 1) % world
-                    found = tl.sum(tl.where(peers == peer, seen & 0xFFFFFF, 0), 0)
+                    token_count = tl.sum(tl.where(peers == peer, flags_read & 0xFFFFFF, 0), 0)
                     _pull_chunk(
-                        peer, chunk // world * CHUNK, found, sent_words, sent_scale, sent_places, pulled_words,
-                        pulled_scale, counts, counters + PULLED, lists, deltas, bound, capacity, held, rank,
+                        peer, chunk // world * CHUNK, token_count, sent_words, sent_scale, sent_places, pulled_words,
+                        pulled_scale, counts, counters + PULLED, lists, deltas, bound, capacity, local_slots, rank,
                         x_wide // 4, x_groups, TOP_K, BLOCK_K, CHUNK, BLOCK_W, STEPS, BLOCK_G, ALL,
                     )  # fmt: skip
                     chunk += programs
                 ready = _reached(counters + PULLED, chunks, head, deltas, limit, rank, world, ASM)
             if ready:
                 index = tl.arange(0, BLOCK_E)
-                total = tl.load(counts + index, mask=index < held, other=0)
+                total = tl.load(counts + index, mask=index < local_slots, other=0)
                 needed = (total + BLOCK_T - 1) // BLOCK_T
                 last = tl.cumsum(needed, 0)
-                most = tl.sum(needed, 0)
+                total_units = tl.sum(needed, 0)
                 t = tl.arange(0, BLOCK_T)
                 # All first products come before all second ones, so that hardly any of these waits.
-                ups = most * up_bands
-                tasks = ups + most * down_bands
+                ups = total_units * up_bands
+                tasks = ups + total_units * down_bands
                 task = program
                 while task < ups:
                     unit = task // up_bands
-                    expert, begin, row, here = _unit_at(unit, last, needed, counts, lists, capacity, held, BLOCK_T)
+                    expert, begin, row, here = _unit_at(
+                        unit, last, needed, counts, lists, capacity, local_slots, BLOCK_T
+                    )
                     result, column = _multiply(
                         pulled_codes, pulled_scale, up_weight, up_scale, up_factor, up_bias, expert, task % up_bands,
                         row // TOP_K, here, inner, columns, x_wide, up_tiles, clamp, alpha, gate_bound, up_bound,
                         WEIGHT, X_SCALE, BIAS, PARTS, KIND, HAS_LIMIT, UP_BLOCKS, UP_EVEN, ASM, WARPS, BLOCK_N,
                         BLOCK_T, BLOCK, UP_DEPTH, STAGES,
                     )  # fmt: skip
-                    kept = (column < inner)[:, None] & (t < here)[None, :]
+                    in_bounds = (column < inner)[:, None] & (t < here)[None, :]
                     there = middle + row[None, :] * inner + column[:, None]
-                    tl.store(there, result.to(middle.dtype.element_ty), mask=kept)
+                    tl.store(there, result.to(middle.dtype.element_ty), mask=in_bounds)
                     if _done(units + unit) == up_bands - 1:
                         _quantise_unit(
                             lists + expert * capacity + begin, here, middle, codes, scales, capacity, inner,
@@ -310,7 +324,9 @@ def mega_kernel(
                     task = programs + tl.atomic_add(counters + TICKETS, 1, sem="relaxed", scope="gpu")
                 while task < tasks:
                     unit = (task - ups) // down_bands
-                    expert, begin, row, here = _unit_at(unit, last, needed, counts, lists, capacity, held, BLOCK_T)
+                    expert, begin, row, here = _unit_at(
+                        unit, last, needed, counts, lists, capacity, local_slots, BLOCK_T
+                    )
                     ready = _reached(units + unit, up_bands + 1, head, deltas, limit, rank, world, ASM)
                     if ready:
                         result, column = _multiply(
@@ -323,9 +339,9 @@ def mega_kernel(
                         peer = row // (bound * TOP_K)
                         apart = tl.load(deltas + peer) // (rows.dtype.element_ty.primitive_bitwidth // 8)
                         place = tl.multiple_of(apart + (row - peer * (bound * TOP_K)) * width, PLACED)
-                        kept = (column < width)[:, None] & (t < here)[None, :]
+                        in_bounds = (column < width)[:, None] & (t < here)[None, :]
                         there = rows + place[None, :] + column[:, None]
-                        tl.store(there, result.to(rows.dtype.element_ty), mask=kept)
+                        tl.store(there, result.to(rows.dtype.element_ty), mask=in_bounds)
                     task = programs + tl.atomic_add(counters + TICKETS, 1, sem="relaxed", scope="gpu")
                     lost += tl.where(ready, 0, 1)
             else:
@@ -342,7 +358,7 @@ def mega_kernel(
     if LAST == 3:
         fine = epoch >= 0
         if fine:
-            fine = all_came(head, deltas, epoch, limit, world, PEERS, ASM)
+            fine = wait_for_rows(head, deltas, epoch, limit, world, PEERS, ASM)
             tl.debug_barrier()
         pieces = tl.cdiv(width, BLOCK_C)
         turn = program
@@ -350,7 +366,7 @@ def mega_kernel(
             column = turn % pieces * BLOCK_C + tl.arange(0, BLOCK_C)
             collect_token(
                 (turn // pieces).to(tl.int64), column, fine, rows, sent_places, sent_places, weights, shared, out,
-                deltas, bound, width, weight_stride, shared_stride, held, rank,
+                deltas, bound, width, weight_stride, shared_stride, local_slots, rank,
                 TOP_K, BLOCK_K, PEERS, BLOCK_C, True, SHARED, EVEN, FULL, False, True, ASM,
             )  # fmt: skip
             turn += programs

@@ -31,9 +31,8 @@ __all__ = [
     "POSTS",
     "PULL_FAILED",
     "ROWS",
-    "all_came",
-    "all_right",
     "announce",
+    "check_flags",
     "collect_kernel",
     "collect_token",
     "fault",
@@ -48,6 +47,7 @@ __all__ = [
     "send_kernel",
     "send_token",
     "wait_for_flags",
+    "wait_for_rows",
 ]
 
 POSTS = tl.constexpr(enums.HEAD_POSTS)
@@ -64,10 +64,10 @@ _GAVE_UP = tl.constexpr(enums.FAULT_GAVE_UP)
 
 
 @triton.jit
-def flag_places(head, deltas, own, step, world, PEERS: tl.constexpr):
+def flag_places(head, deltas, flag_offset, flag_stride, world, PEERS: tl.constexpr):
     """Return where the first of this rank's flags is at every peer; to be read long before they are written."""
     peer = tl.arange(0, PEERS)
-    return head + own + peer * step + tl.load(deltas + peer, mask=peer < world, other=0) // 8
+    return head + flag_offset + peer * flag_stride + tl.load(deltas + peer, mask=peer < world, other=0) // 8
 
 
 @triton.jit
@@ -105,9 +105,9 @@ def wait_for_flags(head, flags: tl.constexpr, first, count, epoch, limit, PEERS:
     inside = peer < count
     place = head + flags + first + peer
     none = tl.zeros([PEERS], tl.int64)
-    seen = tl.atomic_add(place, none, mask=inside, sem="acquire", scope="sys")
-    waiting = tl.max((inside & ((seen >> 44) != epoch)).to(tl.int32), 0)
-    given_up = tl.max((inside & (seen < 0)).to(tl.int32), 0)
+    values = tl.atomic_add(place, none, mask=inside, sem="acquire", scope="sys")
+    waiting = tl.max((inside & ((values >> 44) != epoch)).to(tl.int32), 0)
+    given_up = tl.max((inside & (values < 0)).to(tl.int32), 0)
     if (waiting > 0) & (given_up == 0):
         start = now(head, ASM)
         late = start - start
@@ -115,44 +115,44 @@ def wait_for_flags(head, flags: tl.constexpr, first, count, epoch, limit, PEERS:
             polls = 0
             # The clock is one more word to ask, so it is asked rarely.
             while (waiting > 0) & (given_up == 0) & (polls < 32):
-                seen = tl.atomic_add(place, none, mask=inside, sem="acquire", scope="sys")
-                waiting = tl.max((inside & ((seen >> 44) != epoch)).to(tl.int32), 0)
-                given_up = tl.max((inside & (seen < 0)).to(tl.int32), 0)
+                values = tl.atomic_add(place, none, mask=inside, sem="acquire", scope="sys")
+                waiting = tl.max((inside & ((values >> 44) != epoch)).to(tl.int32), 0)
+                given_up = tl.max((inside & (values < 0)).to(tl.int32), 0)
                 polls += 1
             late = now(head, ASM) - start
-    return seen
+    return values
 
 
 @triton.jit
-def fault(seen, epoch):
+def fault(flag, epoch):
     """Return what is wrong with a flag that should be of this epoch."""
-    return tl.where(seen < 0, _GAVE_UP, tl.where((seen >> 44) != epoch, LATE, _OTHER_CALL))
+    return tl.where(flag < 0, _GAVE_UP, tl.where((flag >> 44) != epoch, LATE, _OTHER_CALL))
 
 
 @triton.jit
-def report(head, deltas, failed: tl.constexpr, world, peer, what, seen, wanted):
+def report(head, deltas, failed: tl.constexpr, world, peer, reason, flag, expected):
     """Note that this rank gives up, for the kernels after this one and for the host; the first reason stays."""
-    code = what + failed * 256 + peer * 65536
+    code = reason + failed * 256 + peer * 65536
     before = tl.atomic_cas(head + _STATUS, tl.zeros([], tl.int64), code.to(tl.int64), sem="relaxed")
     if before == 0:
-        tl.store(head + _STATUS + 1, seen)
-        tl.store(head + _STATUS + 2, wanted)
+        tl.store(head + _STATUS + 1, flag)
+        tl.store(head + _STATUS + 2, expected)
         host = tl.load(deltas + world).to(tl.pointer_type(tl.int64))
         tl.store(host, code.to(tl.int64))
     tl.store(head + failed, tl.full([], 1, tl.int64))
 
 
 @triton.jit
-def all_right(head, deltas, failed: tl.constexpr, world, seen, bad, epoch, wanted):
+def check_flags(head, deltas, failed: tl.constexpr, world, values, bad, epoch, expected):
     """Return whether no flag of ``seen`` is ``bad``; this rank gives up because of the first one that is."""
-    PEERS: tl.constexpr = seen.shape[0]
+    PEERS: tl.constexpr = values.shape[0]
     peer = tl.arange(0, PEERS)
     bad &= peer < world
     fine = tl.max(bad.to(tl.int32), 0) == 0
     if not fine:
         first = tl.min(tl.where(bad, peer, PEERS), 0)
-        word = tl.sum(tl.where(peer == first, seen, 0), 0)
-        report(head, deltas, failed, world, first, fault(word, epoch), word, wanted)
+        word = tl.sum(tl.where(peer == first, values, 0), 0)
+        report(head, deltas, failed, world, first, fault(word, epoch), word, expected)
     return fine
 
 
@@ -164,16 +164,16 @@ def _choose(
     """Choose the places of assignments, let peers read them, and weights, and count them where that is asked for."""
     token = (assignment // TOP_K).to(tl.int64)
     # In 64 bits a wide id does not become a small one, and no unsigned id is -1.
-    found = tl.load(ids + token * id_stride + assignment % TOP_K, mask=inside, other=-1).to(tl.int64)
-    known = (found >= 0) & (found < experts)
-    expert = tl.where(known, found, 0)
+    expert_id = tl.load(ids + token * id_stride + assignment % TOP_K, mask=inside, other=-1).to(tl.int64)
+    known = (expert_id >= 0) & (expert_id < experts)
+    expert = tl.where(known, expert_id, 0)
     if spread == 1:
         # Each expert is in one place, which is one question less.
         place = tl.load(places + expert)
     else:
         turn = (assignment // TOP_K + rank) % tl.load(copies + expert)
         place = tl.load(places + expert * spread + turn)
-    tl.store(sent_places + assignment, tl.where(known, place, tl.where(found == -1, -1, -2)), mask=inside)
+    tl.store(sent_places + assignment, tl.where(known, place, tl.where(expert_id == -1, -1, -2)), mask=inside)
     if WEIGHTS:
         weight = tl.load(weights + token * weight_stride + assignment % TOP_K, mask=inside, other=0.0)
         tl.store(sent_weights + assignment, weight.to(tl.float32), mask=inside)
@@ -199,7 +199,7 @@ def announce(head, flags, epoch, count, layer, world, TOP_K: tl.constexpr):
 @triton.jit
 def send_token(
     token, ids, weights, sent_places, sent_weights, places, copies, load, recording,
-    count, id_stride, weight_stride, experts, spread, rank, x, codes, scales, columns, x_stride, groups, wide,
+    count, id_stride, weight_stride, experts, spread, rank, x, codes, scales, columns, x_stride, groups, padded_cols,
     TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, WEIGHTS: tl.constexpr, BLOCK: tl.constexpr, CODES: tl.constexpr,
     GROUP: tl.constexpr, POWER: tl.constexpr, ROUND: tl.constexpr, REORDER: tl.constexpr,
 ):  # fmt: skip
@@ -216,20 +216,46 @@ def send_token(
     value = load_rows(x, x, x, row, column, tokens, columns, x_stride, False, False)
     if CODES:
         store_codes(
-            value, codes, scales, row, column, tokens, groups, wide, 0, GROUP, 1, BLOCK, POWER, False, ROUND, REORDER
+            value,
+            codes,
+            scales,
+            row,
+            column,
+            tokens,
+            groups,
+            padded_cols,
+            0,
+            GROUP,
+            1,
+            BLOCK,
+            POWER,
+            False,
+            ROUND,
+            REORDER,
         )
     else:
-        inside = (row < tokens)[:, None] & (column < wide)[None, :]
-        tl.store(codes + row[:, None] * wide + column[None, :], value.to(codes.dtype.element_ty), mask=inside)
+        inside = (row < tokens)[:, None] & (column < padded_cols)[None, :]
+        tl.store(codes + row[:, None] * padded_cols + column[None, :], value.to(codes.dtype.element_ty), mask=inside)
 
 
-_COUNTS = ("layer", "limit", "tokens", "bound", "rank", "own", "step", "count", "id_stride", "weight_stride")
+_COUNTS = (
+    "layer",
+    "limit",
+    "tokens",
+    "bound",
+    "rank",
+    "flag_offset",
+    "flag_stride",
+    "count",
+    "id_stride",
+    "weight_stride",
+)
 
 
 @triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=("ids", "weights"))
 def post_kernel(
     head, ids, weights, sent_places, sent_weights, places, copies, load, recording, deltas,
-    count, id_stride, weight_stride, experts, spread, layer, rank, own, step, world,
+    count, id_stride, weight_stride, experts, spread, layer, rank, flag_offset, flag_stride, world,
     TOP_K: tl.constexpr, PEERS: tl.constexpr, BLOCK: tl.constexpr, WEIGHTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Choose places for ``count`` ids, let peers read them, and weights, and tell every peer that this pass began.
@@ -240,7 +266,7 @@ def post_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    flags, epoch = flag_places(head, deltas, own, step, world, PEERS), next_epoch(head)
+    flags, epoch = flag_places(head, deltas, flag_offset, flag_stride, world, PEERS), next_epoch(head)
     assignment = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     _choose(
         assignment, assignment < count, ids, weights, sent_places, sent_weights, places, copies, load, recording,
@@ -252,8 +278,8 @@ def post_kernel(
 @triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=("ids", "weights"))
 def send_kernel(
     head, ids, weights, sent_places, sent_weights, places, copies, load, recording, deltas,
-    count, id_stride, weight_stride, experts, spread, layer, rank, own, step, world,
-    x, codes, scales, columns, x_stride, groups, wide,
+    count, id_stride, weight_stride, experts, spread, layer, rank, flag_offset, flag_stride, world,
+    x, codes, scales, columns, x_stride, groups, padded_cols,
     TOP_K: tl.constexpr, PEERS: tl.constexpr, BLOCK_K: tl.constexpr, WEIGHTS: tl.constexpr, PDL: tl.constexpr,
     BLOCK: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr, POWER: tl.constexpr, ROUND: tl.constexpr,
     REORDER: tl.constexpr,
@@ -265,10 +291,11 @@ def send_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    flags, epoch = flag_places(head, deltas, own, step, world, PEERS), next_epoch(head)
+    flags, epoch = flag_places(head, deltas, flag_offset, flag_stride, world, PEERS), next_epoch(head)
     send_token(
         tl.program_id(0), ids, weights, sent_places, sent_weights, places, copies, load, recording,
-        count, id_stride, weight_stride, experts, spread, rank, x, codes, scales, columns, x_stride, groups, wide,
+        count, id_stride, weight_stride, experts, spread, rank, x, codes, scales, columns, x_stride, groups,
+        padded_cols,
         TOP_K, BLOCK_K, WEIGHTS, BLOCK, CODES, GROUP, POWER, ROUND, REORDER,
     )  # fmt: skip
     announce(head, flags, epoch, count, layer, world, TOP_K)
@@ -277,7 +304,7 @@ def send_kernel(
 @triton.jit(do_not_specialize=_COUNTS)
 def pull_kernel(
     head, sent_x, sent_scale, sent_places, sent_weights, x, scale, ids, weights, deltas,
-    words, groups, bound, held, layer, limit, rank, world,
+    words, groups, bound, local_slots, layer, limit, rank, world,
     TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr, BLOCK_G: tl.constexpr,
     SCALES: tl.constexpr, WEIGHTS: tl.constexpr, ALL: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -296,20 +323,20 @@ def pull_kernel(
     epoch = tl.load(head + EPOCH)
     tokens = tl.zeros([], tl.int64)
     if epoch >= 0:
-        seen = tl.sum(wait_for_flags(head, POSTS, peer, 1, epoch, limit, 1, ASM), 0)
+        flag = tl.sum(wait_for_flags(head, POSTS, peer, 1, epoch, limit, 1, ASM), 0)
         tag = (epoch << 20) | (layer.to(tl.int64) << 8) | TOP_K
-        found = seen & 0xFFFFFF
-        if ((seen >> 24) == tag) & (found <= bound):
-            tokens = found
+        token_count = flag & 0xFFFFFF
+        if ((flag >> 24) == tag) & (token_count <= bound):
+            tokens = token_count
         else:
-            report(head, deltas, PULL_FAILED, world, peer, fault(seen, epoch), seen, tag)
+            report(head, deltas, PULL_FAILED, world, peer, fault(flag, epoch), flag, tag)
     k = tl.arange(0, BLOCK_K)
     token = tl.program_id(0).to(tl.int64)
     while token < bound:
         live = (k < TOP_K) & (token < tokens)
         place = tl.load(sent_places + tl.multiple_of(delta // 4, 64) + token * TOP_K + k, mask=live, other=-1)
-        slot = place - rank * held
-        here = (place >= 0) & (slot >= 0) & (slot < held)
+        slot = place - rank * local_slots
+        here = (place >= 0) & (slot >= 0) & (slot < local_slots)
         row = peer * bound + token
         tl.store(ids + row * TOP_K + k, tl.where(here, slot, -1), mask=k < TOP_K)
         if WEIGHTS:
@@ -331,10 +358,10 @@ def pull_kernel(
 
 
 @triton.jit
-def all_came(head, deltas, epoch, limit, world, PEERS: tl.constexpr, ASM: tl.constexpr):
+def wait_for_rows(head, deltas, epoch, limit, world, PEERS: tl.constexpr, ASM: tl.constexpr):
     """Return whether every rank did its part of the pass ``epoch``, once all said so or one gave up or is late."""
-    seen = wait_for_flags(head, ROWS, 0, world, epoch, limit, PEERS, ASM)
-    return all_right(head, deltas, COLLECT_FAILED, world, seen, (seen >> 44) != epoch, epoch, epoch << 20)
+    values = wait_for_flags(head, ROWS, 0, world, epoch, limit, PEERS, ASM)
+    return check_flags(head, deltas, COLLECT_FAILED, world, values, (values >> 44) != epoch, epoch, epoch << 20)
 
 
 _ABSENT = tl.constexpr(-(1 << 62))  # the offset of a row that is not there
@@ -363,13 +390,13 @@ def _weighted(
     is read as 0, which its factor makes 0 or NaN.
     """
     total = tl.zeros([BLOCK], tl.float32)
-    for own in tl.static_range(COUNT):
-        row = tl.sum(tl.where(index == own, offset, 0), 0)
+    for i in tl.static_range(COUNT):
+        row = tl.sum(tl.where(index == i, offset, 0), 0)
         # A load that depends on a condition would be waited for before the next one starts.
         there = rows + tl.where(row == _ABSENT, 0, row) * (16 if EVEN else 1) + column
         value = tl.load(there) if FULL else tl.load(there, mask=inside, other=0.0)
         value = tl.where(row == _ABSENT, 0.0, value.to(tl.float32))
-        total = total + _product(value, tl.sum(tl.where(index == own, factor, 0.0), 0), FUSING)
+        total = total + _product(value, tl.sum(tl.where(index == i, factor, 0.0), 0), FUSING)
     return total
 
 
@@ -415,8 +442,8 @@ def reduce_kernel(
 
 @triton.jit
 def collect_token(
-    token, column, fine, rows, slots, sent_places, weights, shared, out, deltas,
-    bound, width, weight_stride, shared_stride, held, rank,
+    token, column, complete, rows, slots, sent_places, weights, shared, out, deltas,
+    bound, width, weight_stride, shared_stride, local_slots, rank,
     TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, PEERS: tl.constexpr, BLOCK: tl.constexpr, WEIGHTS: tl.constexpr,
     SHARED: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, SUMS: tl.constexpr, PUSH: tl.constexpr,
     FUSING: tl.constexpr,
@@ -429,29 +456,29 @@ def collect_token(
     # For all assignments at once: the ways to the peers and back are long.
     place = tl.load(sent_places + token * TOP_K + k, mask=k < TOP_K, other=-1)
     if SUMS:
-        goes = (place >= 0)[:, None] & ((place // held)[:, None] == peer[None, :])
-        kept = (tl.max(goes.to(tl.int32), 0) > 0) & fine
+        goes = (place >= 0)[:, None] & ((place // local_slots)[:, None] == peer[None, :])
+        present = (tl.max(goes.to(tl.int32), 0) > 0) & complete
         offset = (peer * bound + token) * width
         if not PUSH:
-            delta = tl.load(deltas + peer, mask=kept, other=0)
+            delta = tl.load(deltas + peer, mask=present, other=0)
             offset = delta // nbytes + (rank * bound + token) * width
-        known = (tl.min(place, 0) >= -1) & fine
-        factor = tl.where(known, tl.where(kept, 1.0, 0.0), float("nan"))
-        offset = tl.where(kept, offset // (16 if EVEN else 1), _ABSENT)
+        known = (tl.min(place, 0) >= -1) & complete
+        factor = tl.where(known, tl.where(present, 1.0, 0.0), float("nan"))
+        offset = tl.where(present, offset // (16 if EVEN else 1), _ABSENT)
         total = _weighted(rows, offset, factor, peer, column, inside, PEERS, BLOCK, EVEN, FULL, FUSING)
     else:
-        kept = (place >= 0) & fine
+        present = (place >= 0) & complete
         offset = (token * TOP_K + k) * width
         if not PUSH:
-            delta = tl.load(deltas + tl.maximum(place, 0) // held)
-            slot = tl.load(slots + delta // 8 + (rank * bound + token) * TOP_K + k, mask=kept, other=-2)
-            kept &= slot >= 0
+            delta = tl.load(deltas + tl.maximum(place, 0) // local_slots)
+            slot = tl.load(slots + delta // 8 + (rank * bound + token) * TOP_K + k, mask=present, other=-2)
+            present &= slot >= 0
             offset = delta // nbytes + slot * width
         factor = tl.full([BLOCK_K], 1.0, tl.float32)
         if WEIGHTS:
             factor = tl.load(weights + token * weight_stride + k, mask=k < TOP_K, other=0.0).to(tl.float32)
-        factor = tl.where(kept, factor, tl.where((place == -1) & fine, 0.0, float("nan")))
-        offset = tl.where(kept, offset // (16 if EVEN else 1), _ABSENT)
+        factor = tl.where(present, factor, tl.where((place == -1) & complete, 0.0, float("nan")))
+        offset = tl.where(present, offset // (16 if EVEN else 1), _ABSENT)
         total = _weighted(rows, offset, factor, k, column, inside, TOP_K, BLOCK, EVEN, FULL, FUSING)
     if SHARED:
         total = total + tl.load(shared + token * shared_stride + column, mask=inside, other=0.0).to(tl.float32)
@@ -461,7 +488,7 @@ def collect_token(
 @triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=("slots", "weights"))
 def collect_kernel(
     head, rows, slots, sent_places, weights, shared, out, deltas,
-    tokens, bound, width, weight_stride, shared_stride, held, limit, rank, own, step, world,
+    tokens, bound, width, weight_stride, shared_stride, local_slots, limit, rank, flag_offset, flag_stride, world,
     TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, PEERS: tl.constexpr, BLOCK: tl.constexpr, WEIGHTS: tl.constexpr,
     SHARED: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, SUMS: tl.constexpr, PUSH: tl.constexpr,
     ASM: tl.constexpr, PDL: tl.constexpr,
@@ -481,16 +508,16 @@ def collect_kernel(
     failed = tl.load(head + PULL_FAILED)
     fine = (epoch >= 0) & (failed == 0)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        flags = flag_places(head, deltas, own, step, world, PEERS)
+        flags = flag_places(head, deltas, flag_offset, flag_stride, world, PEERS)
         publish(flags, ROWS, world, tl.where(fine, epoch << 44, -1))
     if fine:
-        fine = all_came(head, deltas, epoch, limit, world, PEERS, ASM)
+        fine = wait_for_rows(head, deltas, epoch, limit, world, PEERS, ASM)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     token = tl.program_id(1).to(tl.int64)
     while token < tokens:
         collect_token(
             token, column, fine, rows, slots, sent_places, weights, shared, out, deltas,
-            bound, width, weight_stride, shared_stride, held, rank,
+            bound, width, weight_stride, shared_stride, local_slots, rank,
             TOP_K, BLOCK_K, PEERS, BLOCK, WEIGHTS, SHARED, EVEN, FULL, SUMS, PUSH, False,
         )  # fmt: skip
         token += tl.num_programs(1)

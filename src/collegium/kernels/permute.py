@@ -25,10 +25,10 @@ def _experts(ids, assignment, count, experts, id_stride, TOP_K: tl.constexpr):
     inside = assignment < count
     at = ids + (assignment // TOP_K).to(tl.int64) * id_stride + assignment % TOP_K
     # In 64 bits a wide id does not become a small one, and no unsigned id is -1.
-    found = tl.load(at, mask=inside, other=0).to(tl.int64)
-    kept = (found >= 0) & (found < experts)
-    expert = tl.where(inside, tl.where(kept, found.to(tl.int32), experts), experts + 1)
-    return expert, tl.where(found == -1, -1, -2)
+    expert_id = tl.load(at, mask=inside, other=0).to(tl.int64)
+    is_local = (expert_id >= 0) & (expert_id < experts)
+    expert = tl.where(inside, tl.where(is_local, expert_id.to(tl.int32), experts), experts + 1)
+    return expert, tl.where(expert_id == -1, -1, -2)
 
 
 @triton.jit
@@ -71,11 +71,11 @@ def _end_tiles(tile_expert, tile_row, tiles, needed, BLOCK_T: tl.constexpr, BLOC
 
 
 @triton.jit
-def _begin_tiles(tile_expert, tile_row, first_tile, expert, kept, order, row, BLOCK_T: tl.constexpr):
+def _begin_tiles(tile_expert, tile_row, first_tile, expert, is_local, order, row, BLOCK_T: tl.constexpr):
     """Write the tiles that begin at a row: an expert's rows in steps of BLOCK_T, by expert."""
     if BLOCK_T:
         tile = tl.gather(first_tile, expert, 0) + order // BLOCK_T
-        begins = kept & (order % BLOCK_T == 0)
+        begins = is_local & (order % BLOCK_T == 0)
         tl.store(tile_expert + tile, expert, mask=begins)
         tl.store(tile_row + tile, row.to(tl.int64), mask=begins)
 
@@ -92,7 +92,7 @@ def _write_offsets(expert_offsets, first_row, total, experts, BLOCK_E: tl.conste
 
 @triton.jit
 def _write_rows(
-    source, slots, weights_by_row, weights, row_places, deltas, span, width, assignment, row, absent, kept, inside,
+    source, slots, weights_by_row, weights, row_places, deltas, span, width, assignment, row, absent, is_local, inside,
     weight_stride, TOP_K: tl.constexpr, WEIGHTS: tl.constexpr, ITEM: tl.constexpr,
 ):  # fmt: skip
     """Write the values of ``row`` for ``assignment`` = token * TOP_K + slot, and ``absent`` where it is not kept.
@@ -101,16 +101,16 @@ def _write_rows(
     """
     token = (assignment // TOP_K).to(tl.int64)
     tl.store(source + row, token, mask=inside)
-    tl.store(slots + assignment, tl.where(kept, row, absent).to(tl.int64), mask=inside)
+    tl.store(slots + assignment, tl.where(is_local, row, absent).to(tl.int64), mask=inside)
     if WEIGHTS:
         at = weights + token * weight_stride + assignment % TOP_K
-        weight = tl.load(at, mask=kept, other=0.0).to(tl.float32)
+        weight = tl.load(at, mask=is_local, other=0.0).to(tl.float32)
         tl.store(weights_by_row + row, weight, mask=inside)
     if ITEM:
         rank = assignment // span
-        delta = tl.load(deltas + rank, mask=kept, other=0)
+        delta = tl.load(deltas + rank, mask=is_local, other=0)
         place = delta // ITEM + (assignment - rank * span).to(tl.int64) * width
-        tl.store(row_places + row, tl.where(kept, place, NOWHERE), mask=inside)
+        tl.store(row_places + row, tl.where(is_local, place, NOWHERE), mask=inside)
 
 
 # Read and written one number at a time, wherever they are.
@@ -136,18 +136,18 @@ def permute_kernel(
     expert, absent = _experts(ids, assignment, count, experts, id_stride, TOP_K)
     total = _counts(expert, experts, BLOCK_E)
     order = _ranks(expert, BLOCK)
-    inside, kept = expert <= experts, expert < experts
-    expert = tl.where(kept, expert, 0)
+    inside, is_local = expert <= experts, expert < experts
+    expert = tl.where(is_local, expert, 0)
     # All sums before the first store: stores keep their place, and the sums would wait for each other.
     needed_a, needed_b = _needed(total, BLOCK_T_A), _needed(total, BLOCK_T_B)
     first_row, first_a, first_b = _before(total), _before(needed_a), _before(needed_b)
-    row = tl.where(kept, tl.gather(first_row, expert, 0), tl.sum(total, 0)) + order
+    row = tl.where(is_local, tl.gather(first_row, expert, 0), tl.sum(total, 0)) + order
     _write_rows(
-        source, slots, weights_by_row, weights, row_places, deltas, span, width, assignment, row, absent, kept, inside,
-        weight_stride, TOP_K, WEIGHTS, ITEM,
+        source, slots, weights_by_row, weights, row_places, deltas, span, width, assignment, row, absent, is_local,
+        inside, weight_stride, TOP_K, WEIGHTS, ITEM,
     )  # fmt: skip
-    _begin_tiles(tile_expert_a, tile_row_a, first_a, expert, kept, order, row, BLOCK_T_A)
-    _begin_tiles(tile_expert_b, tile_row_b, first_b, expert, kept, order, row, BLOCK_T_B)
+    _begin_tiles(tile_expert_a, tile_row_a, first_a, expert, is_local, order, row, BLOCK_T_A)
+    _begin_tiles(tile_expert_b, tile_row_b, first_b, expert, is_local, order, row, BLOCK_T_B)
     _write_offsets(expert_offsets, first_row, total, experts, BLOCK_E)
     _end_tiles(tile_expert_a, tile_row_a, tiles_a, needed_a, BLOCK_T_A, BLOCK_E)
     _end_tiles(tile_expert_b, tile_row_b, tiles_b, needed_b, BLOCK_T_B, BLOCK_E)
@@ -172,10 +172,10 @@ def count_kernel(
     while start < stop:
         assignment = start + tl.arange(0, BLOCK)
         expert, absent = _experts(ids, assignment, stop, experts, id_stride, TOP_K)
-        kept = expert < experts
-        before = tl.where(kept, tl.gather(total, tl.where(kept, expert, 0), 0), dropped)
-        found = (tl.where(kept, expert, absent).to(tl.int64) << 32) | (_ranks(expert, BLOCK) + before).to(tl.int64)
-        tl.store(slots + assignment, found, mask=assignment < stop)
+        is_local = expert < experts
+        before = tl.where(is_local, tl.gather(total, tl.where(is_local, expert, 0), 0), dropped)
+        packed = (tl.where(is_local, expert, absent).to(tl.int64) << 32) | (_ranks(expert, BLOCK) + before).to(tl.int64)
+        tl.store(slots + assignment, packed, mask=assignment < stop)
         total += _counts(expert, experts, BLOCK_E)
         dropped += tl.sum((expert == experts).to(tl.int32), 0)
         start += BLOCK
@@ -210,18 +210,18 @@ def scatter_kernel(
     while start < stop:
         assignment = start + tl.arange(0, BLOCK)
         inside = assignment < stop
-        found = tl.load(slots + assignment, mask=inside, other=0)
-        absent, rank = (found >> 32).to(tl.int32), found.to(tl.int32)
-        kept = inside & (absent >= 0)
-        expert = tl.where(kept, absent, 0)
+        packed = tl.load(slots + assignment, mask=inside, other=0)
+        absent, rank = (packed >> 32).to(tl.int32), packed.to(tl.int32)
+        is_local = inside & (absent >= 0)
+        expert = tl.where(is_local, absent, 0)
         order = tl.gather(before, expert, 0) + rank
-        row = tl.where(kept, tl.gather(first_row, expert, 0) + order, first_dropped + rank)
+        row = tl.where(is_local, tl.gather(first_row, expert, 0) + order, first_dropped + rank)
         _write_rows(
-            source, slots, weights_by_row, weights, row_places, deltas, span, width, assignment, row, absent, kept,
+            source, slots, weights_by_row, weights, row_places, deltas, span, width, assignment, row, absent, is_local,
             inside, weight_stride, TOP_K, WEIGHTS, ITEM,
         )  # fmt: skip
-        _begin_tiles(tile_expert_a, tile_row_a, first_a, expert, kept, order, row, BLOCK_T_A)
-        _begin_tiles(tile_expert_b, tile_row_b, first_b, expert, kept, order, row, BLOCK_T_B)
+        _begin_tiles(tile_expert_a, tile_row_a, first_a, expert, is_local, order, row, BLOCK_T_A)
+        _begin_tiles(tile_expert_b, tile_row_b, first_b, expert, is_local, order, row, BLOCK_T_B)
         start += BLOCK
     _write_offsets(expert_offsets, first_row, total, experts, BLOCK_E)
     _end_tiles(tile_expert_a, tile_row_a, tiles_a, needed_a, BLOCK_T_A, BLOCK_E)

@@ -78,7 +78,7 @@ def cast_kernel(
 
 @triton.jit
 def store_codes(
-    value, codes, scales, row, column, rows, groups, wide, part,
+    value, codes, scales, row, column, rows, groups, padded_cols, part,
     GROUP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, POWER: tl.constexpr, BYTE: tl.constexpr,
     ROUND: tl.constexpr, REORDER: tl.constexpr, fixed=None, across=None,
 ):  # fmt: skip
@@ -89,23 +89,23 @@ def store_codes(
     """
     value = tl.reshape(value, [BLOCK_R, BLOCK_C // GROUP, GROUP])
     within, scale, finite = scaled(value, fixed, POWER)
-    inside = (row < rows)[:, None] & (column < wide)[None, :]
-    found = _to_e4m3(tl.reshape(within, [BLOCK_R, BLOCK_C]), codes.dtype.element_ty, ROUND)
+    inside = (row < rows)[:, None] & (column < padded_cols)[None, :]
+    quantized = _to_e4m3(tl.reshape(within, [BLOCK_R, BLOCK_C]), codes.dtype.element_ty, ROUND)
     place = column
     if REORDER:
         # t (32), s (8), half (4), i (1) to half (64), s (16), t (4), i (1).
         place = column // 128 * 128 + column // 4 % 2 * 64 + column // 8 % 4 * 16 + column // 32 % 4 * 4 + column % 4
-    tl.store(codes + row[:, None] * wide + place[None, :], found, mask=inside)
+    tl.store(codes + row[:, None] * padded_cols + place[None, :], quantized, mask=inside)
     group = part * (BLOCK_C // GROUP) + tl.arange(0, BLOCK_C // GROUP)
-    held = (row < rows)[:, None] & (group < groups)[None, :]
+    in_bounds = (row < rows)[:, None] & (group < groups)[None, :]
     byte = tl.where(finite, scale.to(tl.int32, bitcast=True) >> 23, 255).to(tl.uint8)
     stored = byte if BYTE else tl.where(finite, scale, float("nan"))
-    tl.store(scales + _places(row, group, groups, across), stored, mask=held)
+    tl.store(scales + _places(row, group, groups, across), stored, mask=in_bounds)
 
 
 @triton.jit(do_not_specialize=["rows", "late"], do_not_specialize_on_alignment=["used"])
 def e4m3_kernel(
-    x, source, weights, used, codes, scales, rows, columns, x_stride, groups, wide, late, fixed, across,
+    x, source, weights, used, codes, scales, rows, columns, x_stride, groups, padded_cols, late, fixed, across,
     GROUP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, POWER: tl.constexpr, BYTE: tl.constexpr,
     GATHER: tl.constexpr, WEIGHTS: tl.constexpr, SOME: tl.constexpr, ROUND: tl.constexpr, REORDER: tl.constexpr,
     PDL: tl.constexpr,
@@ -129,7 +129,7 @@ def e4m3_kernel(
     column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     value = load_rows(x, source, weights, row, column, rows, columns, x_stride, GATHER, WEIGHTS)
     store_codes(
-        value, codes, scales, row, column, rows, groups, wide, tl.program_id(1),
+        value, codes, scales, row, column, rows, groups, padded_cols, tl.program_id(1),
         GROUP, BLOCK_R, BLOCK_C, POWER, BYTE, ROUND, REORDER, fixed, across,
     )  # fmt: skip
     if PDL:
@@ -157,11 +157,11 @@ def nvfp4_kernel(
     column = tl.arange(0, BLOCK_C)
     value = load_rows(x, source, weights, row, column, rows, columns, x_stride, GATHER, WEIGHTS)
     value = tl.reshape(value, [BLOCK_C // 16, 16])
-    most = tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
-    row_most = tl.max(most, 0)
-    finite = row_most < INFINITY
-    amax = tl.where(finite, most, 0).to(tl.float32, bitcast=True)
-    row_amax = tl.where(finite, row_most, 0).to(tl.float32, bitcast=True)
+    group_max = tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    row_max = tl.max(group_max, 0)
+    finite = row_max < INFINITY
+    amax = tl.where(finite, group_max, 0).to(tl.float32, bitcast=True)
+    row_amax = tl.where(finite, row_max, 0).to(tl.float32, bitcast=True)
     # 2688 is 6 * 448; the floor times the smallest E4M3 number is the smallest normal float32.
     global_scale = tl.maximum(tl.div_rn(row_amax, 2688.0), 6.018531076210112e-36)
     if fixed is not None:

@@ -10,10 +10,10 @@ __all__ = ["read_kernel"]
 def read_kernel(words, out, steps, stride, BLOCK: tl.constexpr, UNROLL: tl.constexpr):
     """Write the bitwise or of int32 ``words`` ``[steps * stride]`` that a program reads, ``stride`` words apart."""
     program = tl.program_id(0).to(tl.int64)
-    seen = tl.zeros((BLOCK,), tl.int32)
+    combined = tl.zeros((BLOCK,), tl.int32)
     pointers = words + program * (BLOCK * UNROLL) + tl.arange(0, BLOCK)
     for _ in range(steps):
         for piece in tl.static_range(UNROLL):
-            seen = seen | tl.load(pointers + piece * BLOCK)
+            combined = combined | tl.load(pointers + piece * BLOCK)
         pointers += stride
-    tl.store(out + program, tl.max(seen, 0))
+    tl.store(out + program, tl.max(combined, 0))

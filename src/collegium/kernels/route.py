@@ -33,18 +33,18 @@ def _score(logit, valid, SCORE: tl.constexpr):
     """Score logits ``[N]``; for topk_softmax and sparsemixer the logits, weighted after the choice."""
     if SCORE == TOPK_SOFTMAX or SCORE == SPARSEMIXER:
         return logit
-    wide = logit.to(tl.float64)
+    score64 = logit.to(tl.float64)
     if SCORE == SOFTMAX:
-        wide = tl.where(valid, wide, float("-inf"))
-        raised = tl.exp(wide - tl.max(wide, 0))
+        score64 = tl.where(valid, score64, float("-inf"))
+        raised = tl.exp(score64 - tl.max(score64, 0))
         return (raised / tl.sum(raised, 0)).to(tl.float32)
     if SCORE == SIGMOID:
-        return (1.0 / (1.0 + tl.exp(-wide))).to(tl.float32)
+        return (1.0 / (1.0 + tl.exp(-score64))).to(tl.float32)
     # log1p(u) = log(w) * u / (w - 1) with w = 1 + u rounded: the error of w cancels.
-    u = tl.exp(-tl.abs(wide))
+    u = tl.exp(-tl.abs(score64))
     w = 1.0 + u
     ratio = tl.log(w) * (u / tl.where(w == 1.0, 1.0, w - 1.0))
-    return tl.sqrt(tl.maximum(wide, 0.0) + tl.where(w == 1.0, u, ratio)).to(tl.float32)
+    return tl.sqrt(tl.maximum(score64, 0.0) + tl.where(w == 1.0, u, ratio)).to(tl.float32)
 
 
 @triton.jit
@@ -76,13 +76,13 @@ def _keep_groups(
         best = _key(total)
     group = tl.arange(0, BLOCK_G)
     best = tl.where(group < groups, best, _LOWEST)
-    kept = group < 0
+    selected = group < 0
     for _ in tl.static_range(KEPT):
-        most = tl.max(best, 0)
-        chosen = tl.min(tl.where(best == most, group, BLOCK_G), 0)
-        kept = kept | (group == chosen)
+        best_key = tl.max(best, 0)
+        chosen = tl.min(tl.where(best == best_key, group, BLOCK_G), 0)
+        selected = selected | (group == chosen)
         best = tl.where(group == chosen, _LOWEST, best)
-    inside = tl.reshape(tl.broadcast_to(kept[:, None], [BLOCK_G, BLOCK_S]), [BLOCK_G * BLOCK_S])
+    inside = tl.reshape(tl.broadcast_to(selected[:, None], [BLOCK_G, BLOCK_S]), [BLOCK_G * BLOCK_S])
     return tl.where(inside, key, _key(tl.full([BLOCK_G * BLOCK_S], float("-inf"), tl.float32)))
 
 
@@ -129,18 +129,18 @@ def route_kernel(
                 basis = _key(score)
             key = _keep_groups(key, basis, valid, groups, BLOCK_G, BLOCK_S, KEPT, TOP2)
         key = tl.where(valid, key, _LOWEST)
-    found = tl.full([BLOCK_K], -1, tl.int32)
+    expert_ids = tl.full([BLOCK_K], -1, tl.int32)
     weight = tl.zeros([BLOCK_K], tl.float32)
     for k in tl.static_range(TOP_K):
         if HASH:
             chosen = tl.max(tl.where(slot == k, table, -2), 0)
         else:
             left = key != _LOWEST
-            most = tl.max(key, 0)
-            chosen = tl.min(tl.where(key == most, expert, 0x7FFFFFFF), 0)
+            best_key = tl.max(key, 0)
+            chosen = tl.min(tl.where(key == best_key, expert, 0x7FFFFFFF), 0)
             key = tl.where(expert == chosen, _LOWEST, key)
         chosen = tl.where(poisoned, -2, chosen)
-        found = tl.where(slot == k, chosen, found)
+        expert_ids = tl.where(slot == k, chosen, expert_ids)
         picked = valid & (expert == chosen)
         if SCORE == SPARSEMIXER:
             share = _sparsemixer(raw, left, picked, jitter)
@@ -148,9 +148,9 @@ def route_kernel(
             share = tl.sum(tl.where(picked, score, 0.0), 0)
         weight = tl.where(slot == k, share, weight)
     if SCORE == TOPK_SOFTMAX:
-        wide = tl.where(found >= 0, weight.to(tl.float64), float("-inf"))
-        most = tl.max(wide, 0)
-        raised = tl.where(found >= 0, tl.exp(wide - most), 0.0)
+        weight64 = tl.where(expert_ids >= 0, weight.to(tl.float64), float("-inf"))
+        max_weight = tl.max(weight64, 0)
+        raised = tl.where(expert_ids >= 0, tl.exp(weight64 - max_weight), 0.0)
         total_raised = tl.sum(raised, 0)
         weight = (raised / tl.where(total_raised == 0.0, 1.0, total_raised)).to(tl.float32)
     if RENORM:
@@ -163,10 +163,10 @@ def route_kernel(
     weight = weight * scale
     written = slot < TOP_K
     if EXPERT_SCALE:
-        at = expert_scale + tl.maximum(found, 0) * scale_stride
+        at = expert_scale + tl.maximum(expert_ids, 0) * scale_stride
         weight = weight * tl.load(at, mask=written, other=0.0).to(tl.float32)
-    tl.store(ids + token * TOP_K + slot, found.to(ids.dtype.element_ty), mask=written)
-    tl.store(weights + token * TOP_K + slot, tl.where(found < -1, float("nan"), weight), mask=written)
+    tl.store(ids + token * TOP_K + slot, expert_ids.to(ids.dtype.element_ty), mask=written)
+    tl.store(weights + token * TOP_K + slot, tl.where(expert_ids < -1, float("nan"), weight), mask=written)
 
 
 @triton.jit
@@ -181,11 +181,11 @@ def widen_kernel(
     pdl_wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, BLOCK_K)
-    given = slot < TOP_K
-    chosen = tl.load(ids + token * ids_stride + slot, mask=given, other=-1).to(tl.int64)
-    weight = tl.load(weights + token * weights_stride + slot, mask=given, other=1.0).to(tl.float32)
+    is_routed = slot < TOP_K
+    chosen = tl.load(ids + token * ids_stride + slot, mask=is_routed, other=-1).to(tl.int64)
+    weight = tl.load(weights + token * weights_stride + slot, mask=is_routed, other=1.0).to(tl.float32)
     chosen = tl.where((chosen >= -1) & (chosen < experts), chosen, -2)
-    chosen = tl.where(given, chosen, experts + slot - TOP_K)
+    chosen = tl.where(is_routed, chosen, experts + slot - TOP_K)
     place = token * (TOP_K + MERGED) + slot
     tl.store(wide_ids + place, chosen, mask=slot < TOP_K + MERGED)
     tl.store(wide_weights + place, weight, mask=slot < TOP_K + MERGED)

@@ -72,13 +72,13 @@ def _tile_at(
     (.cg): this multiprocessor's L1 may hold a stale line.
     """
     CACHE: tl.constexpr = ".cg" if EARLY else ""
-    found = tl.load(tile_expert + tile, cache_modifier=CACHE)
+    expert_id = tl.load(tile_expert + tile, cache_modifier=CACHE)
     if TOP_K:
         # Compared in the width of the ids: a wide id must not become a small one.
-        expert = tl.where((found >= 0) & (found < experts), found, -1).to(tl.int64)
+        expert = tl.where((expert_id >= 0) & (expert_id < experts), expert_id, -1).to(tl.int64)
         return expert, tile.to(tl.int64), 1
     else:
-        expert = found.to(tl.int64)
+        expert = expert_id.to(tl.int64)
         first = tl.load(tile_row + tile, cache_modifier=CACHE)
         stop = tl.load(expert_offsets + tl.maximum(expert, 0) + 1, cache_modifier=CACHE)
         return expert, first, tl.minimum(stop - first, BLOCK_T).to(tl.int32)
@@ -127,14 +127,14 @@ def output_row_at(row_places, row, PLACED: tl.constexpr):
 
 
 @triton.jit
-def store_rows(result, out, row_places, row, kept, first, n, n_out, PLACED: tl.constexpr):
+def store_rows(result, out, row_places, row, in_rows, first, n, n_out, PLACED: tl.constexpr):
     """Store ``result [N, BLOCK_T]``, columns ``first + n`` of each ``row`` that is ``kept``: at its place, or in order.
 
     PLACED: as ``place_at`` says, 0 for rows in order.
     """
     place = output_row_at(row_places, row, PLACED)[None, :] if PLACED else row[None, :] * n_out
     at = out + place + (first + n)[:, None]
-    inside = (n < n_out - first)[:, None] & kept[None, :]
+    inside = (n < n_out - first)[:, None] & in_rows[None, :]
     if PLACED:
         inside &= place != NOWHERE
     tl.store(at, result.to(out.dtype.element_ty), mask=inside)
@@ -161,10 +161,10 @@ def tile_list_kernel(
     before = (last[None, :] <= tile[:, None]) & valid[None, :]
     owner = tl.sum(before.to(tl.int32), 1)
     first = tl.sum(tl.where(before, count[None, :], 0), 1)
-    found = owner < experts
-    row = tl.load(expert_offsets + owner, mask=found, other=0) + (tile - first).to(tl.int64) * BLOCK_T
+    has_expert = owner < experts
+    row = tl.load(expert_offsets + owner, mask=has_expert, other=0) + (tile - first).to(tl.int64) * BLOCK_T
     written = tile < tiles
-    tl.store(tile_expert + tile, tl.where(found, owner, -1), mask=written)
+    tl.store(tile_expert + tile, tl.where(has_expert, owner, -1), mask=written)
     tl.store(tile_row + tile, row, mask=written)
     place = tl.arange(0, 4)
     # The condition of a program goes into a bound: Triton's interpreter refuses a mask made with a scalar.

@@ -4,8 +4,8 @@ Weights are the first operand, tokens the second, as in ``grouped_gemm.py``. A 3
 eight codes of one row: the magnitudes of columns c to c+3 of its first and of its second half in eight three-bit
 fields, four bits apart, and the eight signs in the bits between. Two byte permutations turn a word into two operand
 registers. A group scale that is a power of two, or an E4M3 number, enters by integer addition to the table the
-permutations read, so MXFP4 and NVFP4 have no scale in the K loop. ``experts/triton/words.py`` states layout and number
-ranges.
+permutations read, so MXFP4 and NVFP4 have no scale in the K loop. ``experts/triton/packing/w4a8.py`` states layout and
+number ranges.
 """
 
 import triton
@@ -369,8 +369,8 @@ def w4a8_tile(
     core = n if WEIGHT == E2M1_SCALED else moved
     n_tile = n_first // 64
     here = (expert * row_tiles + n_tile) * K_BLOCKS
-    most = row_tiles - 1 - n_tile
-    beyond = tl.minimum(core // 64, most) * K_BLOCKS
+    last_tile = row_tiles - 1 - n_tile
+    beyond = tl.minimum(core // 64, last_tile) * K_BLOCKS
     byte = j if ASM or WEIGHT == E2M1_SCALED else j // 4 * 4
     w_ptr = weight + here * W_STEP + ((beyond * W_STEP + core % 64 * HALF)[:, None] + byte[None, :])
     s_ptr = scale + here * S_STEP
@@ -379,7 +379,7 @@ def w4a8_tile(
     elif FOLDED:
         s_ptr += beyond * S_STEP + core % 64
     else:
-        s_ptr += tl.minimum(n // 64, most) * (K_BLOCKS * S_STEP) + n % 64
+        s_ptr += tl.minimum(n // 64, last_tile) * (K_BLOCKS * S_STEP) + n % 64
 
     acc = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
     for _ in tl.range(0, K_BLOCKS // DEPTH, num_stages=STAGES):
@@ -479,7 +479,7 @@ def w4a8_kernel(
     if expert < 0:
         return
 
-    given = (
+    arguments = (
         expert, row_first, row_count, n_first, x, x_scale, weight, scale, row_scale, bias, out, row_places, source,
         n_out, x_stride, scale_step, row_tiles, limit, alpha, gate_bound, up_bound,
     )  # fmt: skip
@@ -487,6 +487,6 @@ def w4a8_kernel(
     for halved in tl.static_range(HALVED + 1):
         if row_count <= BLOCK_T >> halved and (halved == HALVED or row_count > BLOCK_T >> (halved + 1)):
             _write_tile(
-                *given, WEIGHT, X_SCALE, BIAS, GATHER, PARTS, KIND, HAS_LIMIT, K_BLOCKS, ASM, WARPS, BLOCK_N, BLOCK_K,
-                DEPTH, STAGES, PLACED, TOP_K, PDL, BLOCK_T >> halved,
+                *arguments, WEIGHT, X_SCALE, BIAS, GATHER, PARTS, KIND, HAS_LIMIT, K_BLOCKS, ASM, WARPS, BLOCK_N,
+                BLOCK_K, DEPTH, STAGES, PLACED, TOP_K, PDL, BLOCK_T >> halved,
             )  # fmt: skip

@@ -28,18 +28,18 @@ def weighted_sum_kernel(
     for k in tl.static_range(TOP_K):
         # In 64 bits, where no unsigned id is -1.
         slot = tl.load(slots + token * TOP_K + k).to(tl.int64)
-        kept = (slot >= 0) & (slot < (experts if IDS else count))
+        present = (slot >= 0) & (slot < (experts if IDS else count))
         # What is not there is read as 0, which the factor makes 0 or NaN.
         absent = tl.where(slot == -1, 0.0, float("nan"))
         row = token * TOP_K + k if IDS else slot
         # Not ``inside & kept``: Triton's interpreter refuses a mask made with a scalar.
-        value = tl.load(rows + row * row_stride + column, mask=column < tl.where(kept, width, 0), other=0.0)
+        value = tl.load(rows + row * row_stride + column, mask=column < tl.where(present, width, 0), other=0.0)
         value = value.to(tl.float32)
         weight = 1.0
         if WEIGHTS:
             weight = tl.load(weights + token * weight_stride + k).to(tl.float32)
         # The sum starts from +0 and so is never -0: adding +0 leaves its bits alone.
-        total = total + value * tl.where(kept, weight, absent)
+        total = total + value * tl.where(present, weight, absent)
     if SHARED:
         total = total + tl.load(shared + token * shared_stride + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=inside)

@@ -9,10 +9,37 @@ from dataclasses import replace
 from ..types import MoESpec
 
 from . import (  # isort: skip
-    arctic, base, dbrx, deepseek_v2, deepseek_v3, deepseek_v4, ernie4_5, gemma4, gguf, gguf_gpt_oss, glm4_moe, gpt_oss,
-    granitemoe, hunyuan, hy_v3, jamba, kimi_linear, llama4, mimo_v2, minimax, minimax_m2, minimax_m3, mixtral,
-    nemotron_h, olmoe, phimoe, qwen2_moe, qwen3_moe, step3, step3p7,
-)  # fmt: skip
+    arctic,
+    base,
+    dbrx,
+    deepseek_v2,
+    deepseek_v3,
+    deepseek_v4,
+    ernie4_5,
+    gemma4,
+    gguf,
+    gguf_gpt_oss,
+    glm4_moe,
+    gpt_oss,
+    granitemoe,
+    hunyuan,
+    hy_v3,
+    jamba,
+    kimi_linear,
+    llama4,
+    mimo_v2,
+    minimax,
+    minimax_m2,
+    minimax_m3,
+    mixtral,
+    nemotron_h,
+    olmoe,
+    phimoe,
+    qwen2_moe,
+    qwen3_moe,
+    step3,
+    step3p7,
+)
 from .base import NESTED, PREFIXES, Family, Names, StackedNames, is_wrapped, text_of
 from .name_variants import either_way, unpacked
 from .quantization import (
@@ -23,7 +50,7 @@ from .quantization import (
     mixed_algorithms,
     quantization_block,
     without_quantization,
-)  # fmt: skip
+)
 from .unknown import dense_error, no_experts_in, unknown_error
 
 __all__ = [
@@ -53,12 +80,36 @@ __all__ = [
 ]
 
 FAMILIES: tuple[Family, ...] = (
-    qwen3_moe.FAMILY, mixtral.FAMILY, deepseek_v3.FAMILY, gpt_oss.FAMILY, arctic.FAMILY, dbrx.FAMILY,
-    deepseek_v2.FAMILY, deepseek_v4.FAMILY, ernie4_5.FAMILY, gemma4.FAMILY, glm4_moe.FAMILY, granitemoe.FAMILY,
-    hunyuan.FAMILY, hy_v3.FAMILY, jamba.FAMILY, kimi_linear.FAMILY, llama4.FAMILY, mimo_v2.FAMILY, minimax.FAMILY,
-    minimax_m2.FAMILY, minimax_m3.FAMILY, nemotron_h.FAMILY, olmoe.FAMILY, phimoe.FAMILY, qwen2_moe.FAMILY,
-    step3.FAMILY, step3p7.FAMILY, gguf.FAMILY, gguf_gpt_oss.FAMILY,
-)  # fmt: skip
+    qwen3_moe.FAMILY,
+    mixtral.FAMILY,
+    deepseek_v3.FAMILY,
+    gpt_oss.FAMILY,
+    arctic.FAMILY,
+    dbrx.FAMILY,
+    deepseek_v2.FAMILY,
+    deepseek_v4.FAMILY,
+    ernie4_5.FAMILY,
+    gemma4.FAMILY,
+    glm4_moe.FAMILY,
+    granitemoe.FAMILY,
+    hunyuan.FAMILY,
+    hy_v3.FAMILY,
+    jamba.FAMILY,
+    kimi_linear.FAMILY,
+    llama4.FAMILY,
+    mimo_v2.FAMILY,
+    minimax.FAMILY,
+    minimax_m2.FAMILY,
+    minimax_m3.FAMILY,
+    nemotron_h.FAMILY,
+    olmoe.FAMILY,
+    phimoe.FAMILY,
+    qwen2_moe.FAMILY,
+    step3.FAMILY,
+    step3p7.FAMILY,
+    gguf.FAMILY,
+    gguf_gpt_oss.FAMILY,
+)
 
 
 def family_of(config: Mapping[str, object]) -> Family:
@@ -66,7 +117,8 @@ def family_of(config: Mapping[str, object]) -> Family:
 
     Raises ConfigError for an unknown type, with the closest known ones, and for a dense model.
     """
-    outer, inner = config.get("model_type"), text_of(config).get("model_type")
+    outer = config.get("model_type")
+    inner = text_of(config).get("model_type")
     names = (inner if inner is not None else outer,) if outer in base.AUTO_TEXT else (outer, inner)
     for name in names:
         for family in FAMILIES:
@@ -83,11 +135,12 @@ def moe_layers(config: Mapping[str, object]) -> tuple[int, ...]:
 
 
 def describe(config: Mapping[str, object], layer: int | None = None) -> MoESpec:
-    """Return the ``MoESpec`` of an MoE layer, default the last one; few families differ from layer to layer.
+    """Return the ``MoESpec`` of an MoE layer, default the last one; layers differ in few families.
 
-    ``weight_format`` and ``down_format`` are what the quantisation block says of the layer's experts, by default of the
-    first MoE layer's, else what ``dtype`` says, else ``bf16``. Raises ConfigError for an unknown model type, a missing,
-    ill-typed or unimplemented entry, or an unknown quantisation, and SpecError when the entries contradict each other.
+    ``weight_format`` and ``down_format`` are the formats that the quantisation block declares for the layer's experts
+    (default: those of the first MoE layer), else that of ``dtype``, else ``bf16``. Raises ConfigError for an unknown
+    model type, a missing, ill-typed or unimplemented entry, or an unknown quantisation, and SpecError if the entries
+    contradict each other.
     """
     family = family_of(config)
     layers = family.moe_layers(config)
@@ -95,17 +148,18 @@ def describe(config: Mapping[str, object], layer: int | None = None) -> MoESpec:
         raise dense_error(config, "no layer has routed experts")
     number = layers[0] if layer is None else layer
     names = family.names
-    # what quantisation tables are asked about: projections of expert 0, or the stacks
-    first = _declared_below(config, family, (names.gate or names.up or names.stacked.gate_up), number)
-    second = _declared_below(config, family, names.down or names.stacked.down, number)
+    # Look up the projections of expert 0, or the stacks, in the quantisation block.
+    gate_up = _declared_module_format(config, family, names.gate or names.up or names.stacked.gate_up, number)
+    down = _declared_module_format(config, family, names.down or names.stacked.down, number)
     spec = family.describe(config, layer)
-    return replace(spec, weight_format=first, down_format=None if second == first else second)
+    return replace(spec, weight_format=gate_up, down_format=None if down == gate_up else down)
 
 
-def _declared_below(config: Mapping[str, object], family: Family, template: str, layer: int) -> str:
-    """Return the format that the config declares for a module, whatever prefix it knows the model's layers by."""
-    path, own = template.format(layer=layer, expert=0), family.names.layer
-    heads = dict.fromkeys(prefix.partition("{layer}")[0] for prefix in (own, *PREFIXES))
-    declared = [declared_format(config, path.replace(own.partition("{layer}")[0], head)).format for head in heads]
-    # tables that name modules in full know one prefix: the answer without rivals is theirs
+def _declared_module_format(config: Mapping[str, object], family: Family, template: str, layer: int) -> str:
+    """Return the format that the config declares for a module, for any prefix of the model's layers."""
+    path = template.format(layer=layer, expert=0)
+    published = family.names.layer.partition("{layer}")[0]
+    heads = dict.fromkeys(prefix.partition("{layer}")[0] for prefix in (family.names.layer, *PREFIXES))
+    declared = [declared_format(config, path.replace(published, head)).format for head in heads]
+    # A quantisation block with full module names matches one prefix only, so the rarest result is the declared one.
     return min(declared, key=declared.count) or "bf16"

@@ -1,6 +1,6 @@
 """Snowflake Arctic: Mixtral's experts in every n-th layer, renormalised when more than one is chosen.
 
-The dense residual MLP of a layer has an input of its own and stays with the caller.
+The dense residual MLP of a layer has a separate input and is run by the caller.
 """
 
 from ..types import MoESpec, RoutingSpec
@@ -23,8 +23,13 @@ def _layers(config: Config) -> tuple[int, ...]:
 _NAMES = mixtral_names(outside=tuple("residual_mlp." + name for name in W123))
 _DEFAULTS = {
     "arctic": {
-        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_local_experts": 8,
-        "num_experts_per_tok": 1, "moe_layer_frequency": 2, "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 1,
+        "moe_layer_frequency": 2,
+        "hidden_act": "silu",
     },
-}  # fmt: skip
+}
 FAMILY = Family("arctic", ("arctic",), _NAMES, _spec, _layers, defaults=_DEFAULTS)

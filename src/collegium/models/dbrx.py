@@ -34,12 +34,16 @@ _NAMES = Names.below(
 )
 _DEFAULTS = {
     "dbrx": {
-        "d_model": 2048, "n_layers": 24,
+        "d_model": 2048,
+        "n_layers": 24,
         "ffn_config": {
-            "ffn_act_fn": {"name": "silu"}, "ffn_hidden_size": 3584, "moe_num_experts": 4, "moe_top_k": 1,
+            "ffn_act_fn": {"name": "silu"},
+            "ffn_hidden_size": 3584,
+            "moe_num_experts": 4,
+            "moe_top_k": 1,
             "moe_normalize_expert_weights": 1.0,
         },
     },
-}  # fmt: skip
+}
 _NULL = frozenset(("ffn_config",))
 FAMILY = Family("dbrx", ("dbrx",), _NAMES, _spec, _layers, defaults=_DEFAULTS, null_is_default=_NULL)

@@ -1,4 +1,4 @@
-"""DeepSeek-V2: softmax scores, whole groups kept by their best expert, no renormalisation, a shared expert."""
+"""DeepSeek-V2: softmax scores, groups chosen by their best expert, no renormalisation, a shared expert."""
 
 from ..types import MoESpec, RoutingSpec
 from .base import Config, Family, Names, listed_layers, projections_of, shared_width, spec_of
@@ -23,12 +23,19 @@ def _spec(config: Config, _: int) -> MoESpec:
 
 
 _NAMES = Names.below(shared=projections_of("mlp.shared_experts."))
-# The class has null for the number of experts per token and of groups, which no model computes with.
+# The class has null for the numbers of experts per token and of groups, with which no model can run.
 _DEFAULTS = {
     "deepseek_v2": {
-        "hidden_size": 4096, "moe_intermediate_size": 1407, "num_hidden_layers": 32, "n_routed_experts": 64,
-        "n_shared_experts": 2, "first_k_dense_replace": 0, "topk_method": "greedy", "norm_topk_prob": False,
-        "routed_scaling_factor": 1.0, "hidden_act": "silu",
+        "hidden_size": 4096,
+        "moe_intermediate_size": 1407,
+        "num_hidden_layers": 32,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 0,
+        "topk_method": "greedy",
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+        "hidden_act": "silu",
     },
-}  # fmt: skip
+}
 FAMILY = Family("deepseek_v2", ("deepseek_v2",), _NAMES, _spec, listed_layers, defaults=_DEFAULTS)

@@ -1,6 +1,6 @@
 """DeepSeek-V3, V3.2 and Kimi-K2: sigmoid scores with a correction bias, grouped top-k, a shared expert.
 
-Layers from ``num_hidden_layers`` on hold multi-token prediction and are not described here.
+Layers from ``num_hidden_layers`` on are for multi-token prediction and not supported.
 """
 
 from ..types import MoESpec, RoutingSpec
@@ -11,7 +11,7 @@ __all__ = ["FAMILY", "NAMES", "biased_sigmoid", "deepseek_spec"]
 
 
 def biased_sigmoid(config: Config) -> RoutingSpec:
-    """Return the routing of DeepSeek-V3 and those that took it over; raises ConfigError."""
+    """Return the routing of DeepSeek-V3 and of later models with the same one; raises ConfigError."""
     config.only("scoring_func", "sigmoid")
     config.only("topk_method", "noaux_tc")
     return RoutingSpec(
@@ -34,14 +34,23 @@ def deepseek_spec(config: Config, _: int) -> MoESpec:
 
 NAMES = Names.below(correction_bias="mlp.gate.e_score_correction_bias", shared=projections_of("mlp.shared_experts."))
 _DEFAULT = {
-    "hidden_size": 7168, "moe_intermediate_size": 2048, "num_hidden_layers": 61, "n_routed_experts": 256,
-    "num_experts_per_tok": 8, "n_shared_experts": 1, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4,
-    "norm_topk_prob": True, "routed_scaling_factor": 2.5, "hidden_act": "silu",
-}  # fmt: skip
+    "hidden_size": 7168,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 3,
+    "n_group": 8,
+    "topk_group": 4,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "hidden_act": "silu",
+}
 # Kimi-K2 is published with DeepSeek-V3's configuration class.
 _TYPES = ("deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25")
 _DEFAULTS: dict[str, Defaults] = dict.fromkeys(_TYPES, _DEFAULT)
-# Of Kimi-K2.5's vision tower.
+# For the vision tower of Kimi-K2.5.
 _RENAMES = (
     (r"^(vision_tower\.encoder\.blocks\.\d+)\.wo\.", r"\1.attn.proj."),
     (r"^(vision_tower\.encoder\.blocks\.\d+\.mlp)\.fc1\.", r"\1.fc2."),

@@ -1,6 +1,6 @@
-"""DeepSeek-V4: square root of softplus as score, SwiGLU with a limit; the first layers look experts up by token id.
+"""DeepSeek-V4: square root of softplus as score, SwiGLU with a limit; the first layers use hash routing.
 
-The published tensors have no ``model.`` in front; what transformers saves may.
+Published tensor names do not start with ``model.``; those saved by transformers may.
 """
 
 from dataclasses import replace
@@ -18,7 +18,8 @@ def _spec(config: Config, layer: int) -> MoESpec:
     config.only("scoring_func", "sqrtsoftplus")
     config.only("topk_method", "noaux_tc")
     config.only("norm_topk_prob", True)
-    kinds, count = config.kinds("mlp_layer_types"), config.integer("num_hash_layers")
+    kinds = config.kinds("mlp_layer_types")
+    count = config.integer("num_hash_layers")
     hashed = kinds[layer] == "hash_moe" if kinds else layer < count
     routing = RoutingSpec(
         top_k=config.top_k,
@@ -46,11 +47,20 @@ _SAVED = replace(NAMES, hash_table=NAMES.layer + "mlp.gate.tid2eid")
 _WIDTH = ("moe_intermediate_size", "intermediate_size")
 _DEFAULTS = {
     "deepseek_v4": {
-        "hidden_size": 4096, "moe_intermediate_size": 2048, "num_hidden_layers": 43, "n_routed_experts": 256,
-        "num_experts_per_tok": 6, "n_shared_experts": 1, "num_hash_layers": 3, "scoring_func": "sqrtsoftplus",
-        "norm_topk_prob": True, "routed_scaling_factor": 1.5, "hidden_act": "silu", "swiglu_limit": 10.0,
+        "hidden_size": 4096,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 43,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 6,
+        "n_shared_experts": 1,
+        "num_hash_layers": 3,
+        "scoring_func": "sqrtsoftplus",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+        "hidden_act": "silu",
+        "swiglu_limit": 10.0,
     },
-}  # fmt: skip
+}
 _NULL = frozenset(("num_hash_layers",))
 _TYPES = ("deepseek_v4",)
 _RENAMES = (

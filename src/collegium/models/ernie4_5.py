@@ -16,7 +16,8 @@ def _spec(config: Config, _: int) -> MoESpec:
 
 
 def _layers(config: Config) -> tuple[int, ...]:
-    first, last = config.integer("moe_layer_start_index"), config.integer("moe_layer_end_index")
+    first = config.integer("moe_layer_start_index")
+    last = config.integer("moe_layer_end_index")
     layers = each_nth(config, config.integer("moe_layer_interval"))
     return tuple(i for i in layers if first <= i and (last == -1 or i <= last))
 
@@ -26,9 +27,18 @@ _NAMES = Names.below(correction_bias="mlp.moe_statics.e_score_correction_bias", 
 _SAVED = Names.below(correction_bias="mlp.gate.moe_statics.e_score_correction_bias", shared=_SHARED)
 _DEFAULTS = {
     "ernie4_5_moe": {
-        "hidden_size": 2560, "moe_intermediate_size": 1536, "num_hidden_layers": 28, "moe_num_experts": 64, "moe_k": 6,
-        "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1,
-        "moe_norm_min": 1e-12, "use_bias": False, "hidden_act": "silu",
+        "hidden_size": 2560,
+        "moe_intermediate_size": 1536,
+        "num_hidden_layers": 28,
+        "moe_num_experts": 64,
+        "moe_k": 6,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": -1,
+        "moe_layer_interval": 1,
+        "moe_norm_min": 1e-12,
+        "use_bias": False,
+        "hidden_act": "silu",
     },
-}  # fmt: skip
+}
 FAMILY = Family("ernie4_5", ("ernie4_5_moe",), _NAMES, _spec, _layers, (_SAVED,), _DEFAULTS)

@@ -1,7 +1,7 @@
-"""Gemma-4: the router reads a normalised, scaled input of its own; every expert's weight has a factor; gated GELU.
+"""Gemma-4: a separate, normalised and scaled router input; a factor for every expert's weight; gated GELU.
 
-The layer's dense MLP has an input and norms of its own and stays with the caller, like the norm of the experts'
-input: call the layer with ``router_input``.
+The caller runs the layer's dense MLP, which has a separate input and norms, and the norm of the experts' input: call
+the layer with ``router_input``.
 """
 
 from ..types import ActivationSpec, MoESpec, RoutingSpec
@@ -31,7 +31,10 @@ _NAMES = Names.below(
 )
 _TYPES = ("gemma4", "gemma4_text")
 _DEFAULT = {
-    "hidden_size": 2304, "num_hidden_layers": 30, "enable_moe_block": False, "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 2304,
+    "num_hidden_layers": 30,
+    "enable_moe_block": False,
+    "hidden_activation": "gelu_pytorch_tanh",
     "rms_norm_eps": 1e-6,
-}  # fmt: skip
+}
 FAMILY = Family("gemma4", _TYPES, _NAMES, _spec, _layers, defaults=dict.fromkeys(_TYPES, _DEFAULT))

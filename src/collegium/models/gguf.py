@@ -1,8 +1,8 @@
-"""Models in GGUF files: the config is the metadata of the architecture, the names are those the reader gives.
+"""Models in GGUF files: the config is the metadata of the architecture, the names are those of ``read_gguf``.
 
 Routing follows llama.cpp where the metadata do not state it (``load_arch_hparams`` of each architecture and
-``build_moe_ffn``): a bias ``exp_probs_b`` chooses the experts wherever a file has one, whatever the score function, and
-never changes their weights. gpt-oss has a file of its own: it alone has biases of experts.
+``build_moe_ffn``): a bias ``exp_probs_b`` affects the choice of experts wherever a file has one, whatever the score
+function, and never their weights. gpt-oss, the one architecture with expert biases, is in ``gguf_gpt_oss``.
 """
 
 from collections.abc import Mapping
@@ -19,9 +19,10 @@ _SIGMOID = 2
 
 
 class _Architecture(NamedTuple):
-    """What llama.cpp does where the metadata have no entry, and whether files have a bias that chooses experts.
+    """The defaults of llama.cpp for absent metadata, and whether files have a correction bias.
 
-    score: a key of ``_SCORES``. renormalise: of the chosen weights. bias: never, wherever a file has one, or always.
+    score: a key of ``_SCORES``. renormalize: whether the chosen weights are renormalised. bias: when the correction
+    bias is used.
     """
 
     score: int
@@ -37,8 +38,10 @@ _ARCHITECTURES: Mapping[str, _Architecture] = {
     "gguf:glm4moe": _Architecture(_SIGMOID, False, "always"),
     "gguf:gpt-oss": _Architecture(3, True),
 }
-# GLM-4.7-Flash has the architecture of DeepSeek-V2 and files without a gating function: llama.cpp knows them by these.
-_FLASH_LAYERS, _FLASH_VOCABULARY = (47, 48), 154880
+# GLM-4.7-Flash has the architecture of DeepSeek-V2 and files without a gating function: llama.cpp identifies them by
+# these sizes.
+_FLASH_LAYERS = (47, 48)
+_FLASH_VOCABULARY = 154880
 
 NAMES = Names.below(
     "blk.{layer}.",
@@ -52,9 +55,9 @@ NAMES = Names.below(
 
 
 def gguf_spec(config: Config, _layer: int) -> MoESpec:
-    """Return the spec the metadata state, with SwiGLU and without biases."""
+    """Return the spec by the metadata, with SwiGLU and without biases."""
     architecture = _ARCHITECTURES[config.kind]
-    # ``read_gguf`` notes whether the file has the bias; metadata alone leave that to the score function.
+    # Set by ``read_gguf``; without it, the score function decides whether there is a bias.
     present = config.value("exp_probs_b", default=None)
     function = _gating_function(config, architecture, bias=present is True)
     sigmoid = function == _SIGMOID
@@ -97,7 +100,7 @@ def _gating_function(config: Config, architecture: _Architecture, *, bias: bool)
         if bias and architecture.bias == "if present":
             raise ConfigError(
                 "GGUF metadata: expert_gating_func is missing and the file has exp_probs_b, the bias of models with "
-                "sigmoid scores; without the entry llama.cpp takes softmax. Set deepseek2.expert_gating_func to 2 "
+                "sigmoid scores; without the entry llama.cpp uses softmax. Set deepseek2.expert_gating_func to 2 "
                 "(sigmoid) or 1 (softmax), for instance with gguf_new_metadata of the gguf package"
             )
         return architecture.score
@@ -108,7 +111,7 @@ def _gating_function(config: Config, architecture: _Architecture, *, bias: bool)
 
 
 def gguf_layers(config: Config) -> tuple[int, ...]:
-    """Return the layers behind the leading dense ones and before those that predict further tokens."""
+    """Return the layers between the leading dense ones and those for multi-token prediction."""
     ahead = config.integer("nextn_predict_layers", default=0)
     first = config.integer("leading_dense_block_count", default=0)
     return tuple(range(first, config.integer("block_count") - ahead))

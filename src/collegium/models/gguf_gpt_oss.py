@@ -1,4 +1,4 @@
-"""gpt-oss in GGUF files: router and experts with biases, clamped SwiGLU; gate and up are apart."""
+"""gpt-oss in GGUF files: router and experts with biases, clamped SwiGLU; gate and up are separate."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ __all__ = ["FAMILY"]
 
 
 def _spec(config: Config, layer: int) -> MoESpec:
-    # the published models share limit and alpha; the metadata do not hold them
+    # The published models share limit and alpha, which the metadata lack.
     activation = ActivationSpec(kind="swiglu_oai", limit=7.0, alpha=1.702)
     return replace(gguf_spec(config, layer), activation=activation, expert_bias=True)
 

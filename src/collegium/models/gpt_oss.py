@@ -1,6 +1,6 @@
 """gpt-oss: stacked experts with biases and interleaved gate and up, router with a bias, clamped SwiGLU.
 
-``hidden_act`` says ``silu`` in the published configs although the activation is SwiGLU-OAI.
+``hidden_act`` is ``silu`` in the published configs although the activation is SwiGLU-OAI.
 """
 
 from ..types import ActivationSpec, MoESpec, RoutingSpec
@@ -12,7 +12,8 @@ __all__ = ["FAMILY", "swiglu_oai"]
 
 def swiglu_oai(config: Config) -> ActivationSpec:
     """Return the activation of gpt-oss with the config's limit and factor."""
-    limit, alpha = config.number("swiglu_limit"), config.number("swiglu_alpha", default=1.702)
+    limit = config.number("swiglu_limit")
+    alpha = config.number("swiglu_alpha", default=1.702)
     return ActivationSpec(kind="swiglu_oai", limit=limit, alpha=alpha)
 
 
@@ -28,9 +29,15 @@ _STACK = StackedNames(
 _NAMES = Names.below(single=(), stacked=_STACK, router="mlp.router.weight", router_bias="mlp.router.bias")
 _DEFAULTS = {
     "gpt_oss": {
-        "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36, "num_local_experts": 128,
-        "num_experts_per_tok": 4, "hidden_act": "silu", "swiglu_limit": 7.0, "swiglu_alpha": 1.702,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 36,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "hidden_act": "silu",
+        "swiglu_limit": 7.0,
+        "swiglu_alpha": 1.702,
     },
-}  # fmt: skip
+}
 _IN_MEMORY = InMemory(transposed=True, marked=True)
 FAMILY = Family("gpt_oss", ("gpt_oss",), _NAMES, _spec, defaults=_DEFAULTS, in_memory=_IN_MEMORY)

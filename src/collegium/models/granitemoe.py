@@ -1,4 +1,4 @@
-"""Granite-MoE: stacked experts, top-k then softmax; the later kinds have a shared expert, gate and up in one."""
+"""Granite-MoE: stacked experts, top-k then softmax; later model types have a shared expert with fused gate and up."""
 
 from ..types import MoESpec, RoutingSpec, SharedSpec
 from .base import WIDTH, Config, Family, Names, StackedNames, every_layer, spec_of
@@ -8,9 +8,9 @@ __all__ = ["FAMILY"]
 
 
 def _spec(config: Config, _: int) -> MoESpec:
-    wide = config.integer("shared_intermediate_size", default=0)
+    shared_size = config.integer("shared_intermediate_size", default=0)
     routing = RoutingSpec(top_k=config.top_k, score="topk_softmax")
-    shared = SharedSpec(intermediate_size=wide) if wide else None
+    shared = SharedSpec(intermediate_size=shared_size) if shared_size else None
     return spec_of(config, routing, width=WIDTH, shared=shared)
 
 
@@ -30,9 +30,13 @@ _NAMES = Names.below(
 )
 _SAVED = Names.below(experts="block_sparse_moe.experts.", router="block_sparse_moe.router.weight", shared=_SHARED)
 _DEFAULT = {
-    "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_local_experts": 8,
-    "num_experts_per_tok": 2, "hidden_act": "silu",
-}  # fmt: skip
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "hidden_act": "silu",
+}
 _DEFAULTS = {
     "granitemoe": _DEFAULT,
     "granitemoeshared": {**_DEFAULT, "shared_intermediate_size": 0},

@@ -16,7 +16,8 @@ def _spec(config: Config, _: int) -> MoESpec:
     config.only("moe_router_activation_func", "sigmoid")
     activation = ActivationSpec()
     if act == "situ":
-        gate, up = config.number("activation_situ_beta"), config.number("activation_situ_linear_beta")
+        gate = config.number("activation_situ_beta")
+        up = config.number("activation_situ_linear_beta")
         activation = ActivationSpec(kind="situ", gate_bound=gate, up_bound=up)
     latent = config.integer("routed_expert_hidden_size", default=0) or None
     norm = latent is not None and config.flag("latent_moe_use_norm", default=False)
@@ -36,14 +37,23 @@ _NAMES = mixtral_names(
     latent=("block_sparse_moe.routed_expert_down_proj", "block_sparse_moe.routed_expert_up_proj"),
     latent_norm="block_sparse_moe.routed_expert_norm.weight",
 )
-# Kimi-K3 states everything.
+# The configs of Kimi-K3 state every entry.
 _DEFAULTS = {
     "kimi_linear": {
-        "hidden_size": 2304, "moe_intermediate_size": 1024, "num_hidden_layers": 27, "num_experts": 256,
-        "num_experts_per_token": 8, "num_shared_experts": 1, "first_k_dense_replace": 1, "num_expert_group": 1,
-        "topk_group": 1, "moe_renormalize": True, "routed_scaling_factor": 2.446, "hidden_act": "silu",
+        "hidden_size": 2304,
+        "moe_intermediate_size": 1024,
+        "num_hidden_layers": 27,
+        "num_experts": 256,
+        "num_experts_per_token": 8,
+        "num_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "num_expert_group": 1,
+        "topk_group": 1,
+        "moe_renormalize": True,
+        "routed_scaling_factor": 2.446,
+        "hidden_act": "silu",
     },
-}  # fmt: skip
+}
 _TYPES = ("kimi_linear", "kimi_k3")
 _RENAMES = (*FORGET_GATE, (r"\.block_sparse_moe\.", ".mlp."))
 _IN_MEMORY = InMemory(renames=_RENAMES)

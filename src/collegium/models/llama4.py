@@ -30,9 +30,14 @@ _NAMES = Names.below(
 )
 _TYPES = ("llama4", "llama4_text")
 _DEFAULT = {
-    "hidden_size": 5120, "intermediate_size": 8192, "num_hidden_layers": 48, "num_local_experts": 16,
-    "num_experts_per_tok": 1, "interleave_moe_layer_step": 1, "hidden_act": "silu",
-}  # fmt: skip
+    "hidden_size": 5120,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 48,
+    "num_local_experts": 16,
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 1,
+    "hidden_act": "silu",
+}
 _IN_MEMORY = InMemory(transposed=True)
 FAMILY = Family(
     "llama4", _TYPES, _NAMES, _spec, _layers, defaults=dict.fromkeys(_TYPES, _DEFAULT), in_memory=_IN_MEMORY

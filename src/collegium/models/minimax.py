@@ -1,4 +1,4 @@
-"""MiniMax-Text-01 and M1: Mixtral's experts and routing; an optional shared MLP is not published and refused."""
+"""MiniMax-Text-01 and M1: Mixtral's experts and routing; the optional shared MLP, in no published model, is refused."""
 
 from .base import Config, Family, Names, every_layer
 from .mixtral import IN_MEMORY, NAMES, mixtral_spec
@@ -16,11 +16,15 @@ def _layers(config: Config) -> tuple[int, ...]:
 
 
 _TYPES = ("minimax", "minimax_text_01", "minimax_m1", "minimax_vl_01")
-# The models with code of their own state everything.
+# The configs of the other model types, which ship their model code, state every entry.
 _DEFAULTS = {
     "minimax": {
-        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_local_experts": 8,
-        "num_experts_per_tok": 2, "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "hidden_act": "silu",
     },
-}  # fmt: skip
+}
 FAMILY = Family("minimax", _TYPES, NAMES, mixtral_spec, _layers, (Names.below(),), _DEFAULTS, in_memory=IN_MEMORY)

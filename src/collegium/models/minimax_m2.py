@@ -1,4 +1,4 @@
-"""MiniMax-M2: Mixtral's names, sigmoid scores with a correction bias that lies beside the gate."""
+"""MiniMax-M2: Mixtral's names, sigmoid scores with a correction bias next to the gate."""
 
 from ..types import MoESpec, RoutingSpec
 from .base import WIDTH, Config, Family, Names, spec_of
@@ -22,8 +22,12 @@ _NAMES = mixtral_names(correction_bias="block_sparse_moe.e_score_correction_bias
 _SAVED = Names.below(correction_bias="mlp.e_score_correction_bias")
 _DEFAULTS = {
     "minimax_m2": {
-        "hidden_size": 3072, "intermediate_size": 1536, "num_hidden_layers": 62, "num_local_experts": 256,
-        "num_experts_per_tok": 8, "hidden_act": "silu",
+        "hidden_size": 3072,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 62,
+        "num_local_experts": 256,
+        "num_experts_per_tok": 8,
+        "hidden_act": "silu",
     },
-}  # fmt: skip
+}
 FAMILY = Family("minimax_m2", ("minimax_m2",), _NAMES, _spec, others=(_SAVED,), defaults=_DEFAULTS, in_memory=IN_MEMORY)

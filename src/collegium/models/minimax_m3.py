@@ -1,4 +1,4 @@
-"""MiniMax-M3: M2's routing with a scale, SwiGLU-OAI in halves without biases, a shared expert of the same kind."""
+"""MiniMax-M3: M2's routing with a scale, SwiGLU-OAI with gate before up and without biases, a shared expert."""
 
 from ..types import MoESpec, SharedSpec
 from .base import WIDTH, Config, Family, Names, listed_layers, projections_of, spec_of
@@ -12,10 +12,11 @@ __all__ = ["FAMILY"]
 
 def _spec(config: Config, _: int) -> MoESpec:
     config.only("hidden_act", "swigluoai", "silu")  # transformers writes silu and computes SwiGLU-OAI
-    count, wide = config.integer("n_shared_experts", default=1), config.integer("shared_intermediate_size")
+    count = config.integer("n_shared_experts", default=1)
+    shared_size = config.integer("shared_intermediate_size")
     routing = minimax_routing(config, config.number("routed_scaling_factor"))
     config.only("moe_intermediate_size", config.integer("intermediate_size"))
-    shared = SharedSpec(intermediate_size=count * wide)
+    shared = SharedSpec(intermediate_size=count * shared_size)
     return spec_of(config, routing, width=WIDTH, activation=swiglu_oai(config), shared=shared)
 
 
@@ -30,10 +31,18 @@ _SAVED = Names.below(
 )
 _TYPES = ("minimax_m3", "minimax_m3_vl", "minimax_m3_vl_text")
 _DEFAULT = {
-    "hidden_size": 6144, "intermediate_size": 3072, "shared_intermediate_size": 3072, "num_hidden_layers": 60,
-    "num_local_experts": 128, "num_experts_per_tok": 4, "first_k_dense_replace": 0, "routed_scaling_factor": 2.0,
-    "hidden_act": "silu", "swiglu_limit": 7.0, "swiglu_alpha": 1.702,
-}  # fmt: skip
+    "hidden_size": 6144,
+    "intermediate_size": 3072,
+    "shared_intermediate_size": 3072,
+    "num_hidden_layers": 60,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "first_k_dense_replace": 0,
+    "routed_scaling_factor": 2.0,
+    "hidden_act": "silu",
+    "swiglu_limit": 7.0,
+    "swiglu_alpha": 1.702,
+}
 _RENAMES = (
     (r"^vision_tower\.vision_model\.encoder\.layers\.", "model.vision_tower.layers."),
     (r"^multi_modal_projector\.", "model.multi_modal_projector."),

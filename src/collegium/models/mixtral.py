@@ -15,7 +15,7 @@ def mixtral_spec(config: Config, _: int) -> MoESpec:
 
 
 def mixtral_names(layer: str = PREFIXES[0], **others: Any) -> Names:
-    """Return Mixtral's table below ``layer``; others: further paths as ``Names.below`` takes them."""
+    """Return Mixtral's table below ``layer``; others: further fields, as for ``Names.below``."""
     gate = "block_sparse_moe.gate.weight"
     return Names.below(layer, experts="block_sparse_moe.experts.", single=W123, router=gate, **others)
 
@@ -23,10 +23,14 @@ def mixtral_names(layer: str = PREFIXES[0], **others: Any) -> Names:
 NAMES = mixtral_names()
 _DEFAULTS = {
     "mixtral": {
-        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_local_experts": 8,
-        "num_experts_per_tok": 2, "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "hidden_act": "silu",
     },
-}  # fmt: skip
+}
 IN_MEMORY = InMemory(renames=((r"\.block_sparse_moe\.", ".mlp."),))
 FAMILY = Family(
     "mixtral", ("mixtral",), NAMES, mixtral_spec, others=(Names.below(),), defaults=_DEFAULTS, in_memory=IN_MEMORY

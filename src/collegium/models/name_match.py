@@ -1,7 +1,7 @@
-"""Regular expressions of a config, matched without backtracking, so that no pattern can hang a load.
+"""Match the regular expressions of a config without backtracking, so that no pattern can hang a load.
 
-A match is a set of positions that every node of the parsed pattern moves forward: the work grows with the length of
-the pattern times the square of the length of the text, whatever the pattern is.
+The matcher advances a set of positions through the nodes of the parsed pattern: the work is at most proportional to the
+length of the pattern times the square of the length of the text.
 """
 
 import re
@@ -15,20 +15,20 @@ __all__ = ["matches_prefix"]
 
 _MAX_PATTERN = 1000
 _MAX_TEXT = 1000
-# The parser of ``re``, and its matcher for single characters and anchors; only what could backtrack is replaced. Both
-# are private because ``re`` has no public tree: ``sre_parse`` is deprecated, ``compile`` can only backtrack, and a
-# parser of our own would sooner or later read a pattern otherwise than the tool that wrote it.
+# The parser of ``re``, and its matcher for single characters and anchors; this module replaces only the constructs that
+# could backtrack. Both are private because ``re`` has no public syntax tree: ``sre_parse`` is deprecated, ``compile``
+# backtracks, and a separate parser could read a pattern differently from the tool that wrote it.
 _parser: Any = import_module("re._parser")
 _compiler: Any = import_module("re._compiler")
 _LEAVES = ("ANY", "LITERAL", "NOT_LITERAL", "IN", "AT")
 
 
 def matches_prefix(pattern: str, text: str, *, where: str = "quantization_config") -> bool:
-    """Tell whether ``pattern`` matches at the start of ``text``, as ``re.match`` does.
+    """Return whether ``pattern`` matches at the start of ``text``, as ``re.match`` does.
 
     where: the part of the config that has the pattern, for errors. Raises ConfigError for a pattern or text beyond
-    1,000 characters, a faulty pattern, and what needs backtracking (references to groups, atomic groups, look-behind)
-    or flags.
+    1,000 characters, an invalid pattern, constructs that need backtracking (references to groups, atomic groups,
+    look-behind), and flags.
     """
     if len(pattern) > _MAX_PATTERN or len(text) > _MAX_TEXT:
         raise ConfigError(
@@ -50,16 +50,17 @@ class _Unsupported(Exception):
 
 
 class _Matcher:
-    """Moves sets of positions through ``text``."""
+    """Advances sets of positions through ``text``."""
 
     def __init__(self, text: str, state: Any) -> None:
-        self._text, self._state = text, state
+        self._text = text
+        self._state = state
         if state.flags & ~re.UNICODE:
             raise _Unsupported("flags")
         self._leaves: dict[int, re.Pattern[str]] = {}
 
     def walk(self, nodes: Iterable[Any], positions: set[int]) -> set[int]:
-        """Return every position at which ``nodes`` may end when they begin at one of ``positions``."""
+        """Return every position at which ``nodes`` may end if they start at one of ``positions``."""
         for node in nodes:
             if not positions:
                 break
@@ -67,12 +68,13 @@ class _Matcher:
         return positions
 
     def _step(self, node: Any, positions: set[int]) -> set[int]:
-        kind, value = str(node[0]), node[1]
+        kind = str(node[0])
+        value = node[1]
         if kind in _LEAVES:
             if id(node) not in self._leaves:
                 self._leaves[id(node)] = _compiler.compile(_parser.SubPattern(self._state, [node]))
-            found = (self._leaves[id(node)].match(self._text, position) for position in positions)
-            return {match.end() for match in found if match is not None}
+            matches = (self._leaves[id(node)].match(self._text, position) for position in positions)
+            return {match.end() for match in matches if match is not None}
         if kind == "SUBPATTERN" and not value[1] and not value[2]:
             return self.walk(value[3], positions)
         if kind == "BRANCH":
@@ -84,13 +86,15 @@ class _Matcher:
         raise _Unsupported("flags" if kind == "SUBPATTERN" else kind.lower().replace("_", " "))
 
     def _repeat(self, value: Any, positions: set[int]) -> set[int]:
-        least, most, inner = value
-        for _ in range(least):
-            before, positions = positions, self.walk(inner, positions)
-            if positions == before:  # this round moved none, so more rounds move none
+        min_rounds, max_rounds, inner = value
+        for _ in range(min_rounds):
+            before = positions
+            positions = self.walk(inner, positions)
+            if positions == before:  # more rounds would not change the set
                 break
-        reached, rounds = set(positions), 0
-        while positions and rounds < most - least:
+        reached = set(positions)
+        rounds = 0
+        while positions and rounds < max_rounds - min_rounds:
             positions = self.walk(inner, positions) - reached
             reached |= positions
             rounds += 1

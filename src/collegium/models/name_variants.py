@@ -1,14 +1,14 @@
-"""Tables of experts that a quantiser or a trainer has unpacked from a stack into one module an expert.
+"""Name tables of experts that a quantiser or a trainer has unpacked from a stack into one module per expert.
 
-A family whose published experts are stacked is stored unpacked by tools that work on ``nn.Linear``. The spellings are
-derived from the stack's names, so that every family has them:
+Tools that work on ``nn.Linear`` unpack the experts of families that publish stacks. The spellings are derived from the
+stack's names, so that every family has them:
 
-- ``experts.N.gate_proj`` and ``experts.N.w1``: llm-compressor, ModelOpt, GPTQModel, AutoRound; gate and up apart.
-- ``experts.gate_up_projs.N``: Unsloth, GPTQModel; lists of modules whose rows lie as in the stack, so that gate and up
-  of gpt-oss alternate. ``input_linear.experts.N``, ``w1_linear.N``: the same of AutoGPTQ for Granite-MoE and of
+- ``experts.N.gate_proj`` and ``experts.N.w1``: llm-compressor, ModelOpt, GPTQModel, AutoRound; separate gate and up.
+- ``experts.gate_up_projs.N``: Unsloth, GPTQModel; lists of modules with the row order of the stack, so that gate and up
+  of gpt-oss alternate. ``input_linear.experts.N`` and ``w1_linear.N`` are the same by AutoGPTQ for Granite-MoE and by
   ModelOpt for DBRX.
-- ``experts.N.gate_up_proj`` and ``experts.mlp.N.w1``: the stack's own names below each expert, only of stacks that
-  store gate before up or apart.
+- ``experts.N.gate_up_proj`` and ``experts.mlp.N.w1``: the names of the stack below each expert, only for stacks that
+  store gate before up or separately.
 """
 
 from collections.abc import Iterator
@@ -25,37 +25,37 @@ _LISTS = ("s.{expert}", ".{expert}", ".experts.{expert}", _TURNABLE)
 
 def unpacked(table: Names) -> Iterator[Names]:
     """Yield ``table`` with its experts under every unpacked spelling, each with the router's two spellings."""
-    for one in _experts(table):
-        yield one
+    for variant in _expert_spellings(table):
+        yield variant
         module, _, kind = table.router_weight.rpartition(".")
         if kind == "weight":  # Unsloth wraps the router of gpt-oss in a module that holds a linear layer
             bias = None if table.router_bias is None else f"{module}.linear.bias"
-            yield replace(one, router_weight=f"{module}.linear.weight", router_bias=bias)
+            yield replace(variant, router_weight=f"{module}.linear.weight", router_bias=bias)
 
 
 def either_way(table: Names) -> bool:
-    """Whether only the shape of a matrix tells which of its axes are outputs, so that square ones tell nothing."""
+    """Return whether the orientation of a table's matrices is known only from their shape, if not square."""
     return (table.down or "").endswith(_TURNABLE)
 
 
-def _experts(table: Names) -> Iterator[Names]:
+def _expert_spellings(table: Names) -> Iterator[Names]:
     stack = table.stacked
     gated = table.gate is not None or table.up is None
     container = table.experts if table.experts.endswith("experts.") else table.experts + "experts."
     for names in (projections_of(""), W123) if gated else ():
         paths = tuple(f"{container}{{expert}}.{name}" for name in names)
         if paths != (table.gate, table.up, table.down):
-            yield _apart(table, paths)
+            yield _with_expert_paths(table, paths)
     upper = (stack.gate_up,) if stack.up is None else (stack.gate_up, stack.up)
     for ending in _LISTS:
-        yield _apart(table, tuple(path + ending for path in (*upper, stack.down)))
+        yield _with_expert_paths(table, tuple(path + ending for path in (*upper, stack.down)))
     if not stack.interleaved:
         leaves = (path.rpartition(".") for path in (*upper, stack.down))
-        yield _apart(table, tuple(f"{parent}.{{expert}}.{leaf}" for parent, _, leaf in leaves))
+        yield _with_expert_paths(table, tuple(f"{parent}.{{expert}}.{leaf}" for parent, _, leaf in leaves))
 
 
-def _apart(table: Names, paths: tuple[str, ...]) -> Names:
-    """Return ``table`` with the paths of an expert's gate, up and down; of gate and up in one module, and down."""
+def _with_expert_paths(table: Names, paths: tuple[str, ...]) -> Names:
+    """Return ``table`` with other module paths of an expert: gate, up and down, or gate_up and down."""
     gated = table.gate is not None or table.up is None
     first, *rest = paths
     if len(rest) == 2:

@@ -1,4 +1,4 @@
-"""Nemotron-H and Nemotron-3: experts without a gate, squared ReLU, DeepSeek-V3's routing; large ones are latent."""
+"""Nemotron-H and Nemotron-3: experts without a gate, squared ReLU, DeepSeek-V3's routing, a latent width."""
 
 from ..types import ActivationSpec, MoESpec, SharedSpec
 from .base import Config, Family, Names, StackedNames, spec_of
@@ -10,7 +10,8 @@ __all__ = ["FAMILY"]
 
 def _spec(config: Config, _: int) -> MoESpec:
     config.only("mlp_hidden_act", "relu2")
-    count, width = config.integer("n_shared_experts"), config.integer("moe_shared_expert_intermediate_size")
+    count = config.integer("n_shared_experts")
+    width = config.integer("moe_shared_expert_intermediate_size")
     return spec_of(
         config,
         biased_sigmoid(config),
@@ -41,10 +42,18 @@ _NAMES = Names.below(
 )
 _DEFAULTS = {
     "nemotron_h": {
-        "hidden_size": 4096, "moe_intermediate_size": 7688, "moe_shared_expert_intermediate_size": 7688,
-        "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
-        "norm_topk_prob": True, "routed_scaling_factor": 1.0, "mlp_hidden_act": "relu2",
+        "hidden_size": 4096,
+        "moe_intermediate_size": 7688,
+        "moe_shared_expert_intermediate_size": 7688,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "mlp_hidden_act": "relu2",
     },
-}  # fmt: skip
+}
 _IN_MEMORY = InMemory(renames=((r"\bbackbone\.", "model."),))
 FAMILY = Family("nemotron_h", ("nemotron_h",), _NAMES, _spec, _layers, defaults=_DEFAULTS, in_memory=_IN_MEMORY)

@@ -13,8 +13,13 @@ def _spec(config: Config, _: int) -> MoESpec:
 
 _DEFAULTS = {
     "olmoe": {
-        "hidden_size": 2048, "intermediate_size": 2048, "num_hidden_layers": 16, "num_experts": 64,
-        "num_experts_per_tok": 8, "norm_topk_prob": False, "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 16,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+        "hidden_act": "silu",
     },
-}  # fmt: skip
+}
 FAMILY = Family("olmoe", ("olmoe",), Names.below(), _spec, defaults=_DEFAULTS)

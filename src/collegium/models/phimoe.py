@@ -1,4 +1,4 @@
-"""Phi-3.5-MoE: Mixtral's experts behind sparse-mixer routing, two experts chosen one after the other."""
+"""Phi-3.5-MoE: Mixtral's experts with sparse-mixer routing, which chooses two experts one after the other."""
 
 from ..types import MoESpec, RoutingSpec
 from .base import WIDTH, Config, Family, Names, spec_of
@@ -17,10 +17,15 @@ def _spec(config: Config, _: int) -> MoESpec:
 _SAVED = Names.below(router="mlp.router.weight")
 _DEFAULTS = {
     "phimoe": {
-        "hidden_size": 4096, "intermediate_size": 6400, "num_hidden_layers": 32, "num_local_experts": 16,
-        "num_experts_per_tok": 2, "router_jitter_noise": 0.01, "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 6400,
+        "num_hidden_layers": 32,
+        "num_local_experts": 16,
+        "num_experts_per_tok": 2,
+        "router_jitter_noise": 0.01,
+        "hidden_act": "silu",
     },
-}  # fmt: skip
+}
 _RENAMES = ((r"\.block_sparse_moe\.gate\.weight", ".mlp.router.weight"), (r"\.block_sparse_moe\.", ".mlp."))
 _IN_MEMORY = InMemory(renames=_RENAMES)
 FAMILY = Family("phimoe", ("phimoe",), NAMES, _spec, others=(_SAVED,), defaults=_DEFAULTS, in_memory=_IN_MEMORY)

@@ -1,4 +1,4 @@
-"""Which weight format a config declares for one module: the quantisation block, its skip list, and ``dtype``."""
+"""Determine the weight format that a config declares for a module: quantisation block, skip list, and ``dtype``."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,15 +24,23 @@ __all__ = [
 ]
 
 METHODS = (
-    "fp8", "mxfp4", "mxfp8", "modelopt", "compressed-tensors", "gptq", "awq", "auto-round", "bitsandbytes", "gguf",
-)  # fmt: skip
+    "fp8",
+    "mxfp4",
+    "mxfp8",
+    "modelopt",
+    "compressed-tensors",
+    "gptq",
+    "awq",
+    "auto-round",
+    "bitsandbytes",
+    "gguf",
+)
 _BLOCK = "quantization_config"
 _ALIASES = {"intel/auto-round": "auto-round", "auto_round": "auto-round"}
 _CACHE_ENTRIES = ("kv_cache_scheme", "kv_cache_quant_algo")
-_MOST_COLUMNS = 1 << 24  # far larger blocks and groups overflow in what computes with them
+_MAX_COLUMNS = 1 << 24  # far larger blocks and groups would overflow
 _FLOATS = {dtype: name for name, dtype in CONFIG_NAMES.items()}
-# algorithm -> format, storage (None: any), the activation format that static scales in the files are for (None: the
-# one of the weight format)
+# algorithm -> format, storage (None: any), activation format of static scales (None: that of the weight format)
 _MODELOPT: Mapping[str, tuple[str, str | None, str | None]] = {
     "FP8": ("fp8_tensor", None, None),
     "FP8_PER_CHANNEL_PER_TOKEN": ("fp8_channel", None, None),
@@ -52,7 +60,7 @@ _MODELOPT: Mapping[str, tuple[str, str | None, str | None]] = {
     "W8A16": ("int8_affine", "int-quantized", None),
     "W8A8_SQ_PER_CHANNEL": ("int8_affine", "int-quantized", None),
 }
-# packing_format (and what older releases call backend) -> layout; only the first two store zero points minus one
+# packing_format (backend in older releases) -> layout; only "gptq" stores zero points minus one
 _AUTO_ROUND = {
     "auto_round:auto_gptq": "gptq",
     "auto_round:gptq": "gptq",
@@ -80,14 +88,13 @@ _COMPRESSED = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Declared:
-    """What a config says of one module.
+    """The format that a config declares for one module.
 
-    format: name of a format of ``collegium.formats.FORMATS``; None when the config says nothing. method: the
-    ``quant_method`` it is in, None for unquantised. block: rows and columns that share a scale (FP8 block).
-    group: columns that share a scale (integers; None: a whole row). storage: the one storage of the format that is
-    declared, None when any will do. static_activations: the activation format that static scales in the files belong
-    to, None for the usual one of the weight format. refusal: why matrices in this format cannot be read; unquantised
-    ones can.
+    format: name of a format of ``collegium.formats.FORMATS``; None if the config declares none. method: its
+    ``quant_method``, None for unquantised. block: rows and columns that share a scale (FP8 block). group: columns that
+    share a scale (integers; None: a whole row). storage: the declared storage of the format, None for any.
+    static_activations: the activation format of static scales in the files, None for the default of the weight format.
+    refusal: why quantised matrices cannot be read; unquantised ones can.
     """
 
     format: str | None
@@ -102,9 +109,9 @@ class Declared:
 def declared_format(config: Mapping[str, object], path: str) -> Declared:
     """Return the format the config declares for the module at ``path``.
 
-    Raises ConfigError for an unknown method, algorithm or argument, naming those known.
+    Raises ConfigError for an unknown method, algorithm or argument, with the known ones.
     """
-    block, nested = _found_block(config)
+    block, nested = _find_block(config)
     plain = Declared(format=_float_format(config))
     if block is None:
         return plain
@@ -112,8 +119,8 @@ def declared_format(config: Mapping[str, object], path: str) -> Declared:
     if method is None and _only_caches(block):
         return plain
     if method not in METHODS:
-        raise _wrong(f"quant_method is {block.get('quant_method')!r}, known are {', '.join(METHODS)}")
-    if any(_skipped(block, name) for name in _names(path, nested=nested)):
+        raise _block_error(f"quant_method is {block.get('quant_method')!r}, known are {', '.join(METHODS)}")
+    if any(_is_skipped(block, name) for name in _names(path, nested=nested)):
         return plain
     if method == "fp8":
         return _fp8(config, block, path)
@@ -122,31 +129,31 @@ def declared_format(config: Mapping[str, object], path: str) -> Declared:
     return _METHODS[method](block, path, plain)
 
 
-def _wrong(what: str) -> ConfigError:
+def _block_error(what: str) -> ConfigError:
     return ConfigError(f"quantization_config: {what}")
 
 
 def quantization_block(config: Mapping[str, object]) -> Mapping[str, object] | None:
     """Return the quantisation block of a config or of its nested text config, None without one.
 
-    Raises ConfigError where it is no object, and where two parts of the config hold blocks that differ.
+    Raises ConfigError if it is not an object, and if two parts of the config have different blocks.
     """
-    return _found_block(config)[0]
+    return _find_block(config)[0]
 
 
 def without_quantization(config: Mapping[str, object]) -> dict[str, object]:
     """Return a copy of the config without its quantisation block, at the top and in nested parts."""
-    kept = {key: value for key, value in config.items() if key != _BLOCK}
+    copy = {key: value for key, value in config.items() if key != _BLOCK}
     for key in NESTED:
-        if isinstance(kept.get(key), dict):
-            kept[key] = without_quantization(object_of(kept[key]))
-    return kept
+        if isinstance(copy.get(key), dict):
+            copy[key] = without_quantization(object_of(copy[key]))
+    return copy
 
 
 def method_of(block: Mapping[str, object]) -> str | None:
-    """Return ``quant_method`` in lower case under its usual name; None where the block says nothing.
+    """Return the normalised ``quant_method`` in lower case, None if the block has none.
 
-    A block without it is recognised by the entries of the tool that writes none.
+    Blocks of tools that do not write the entry are recognised by other entries.
     """
     named = block.get("quant_method")
     if named is not None:
@@ -158,180 +165,197 @@ def method_of(block: Mapping[str, object]) -> str | None:
 
 
 def _only_caches(block: Mapping[str, object]) -> bool:
-    """Tell whether a block that names no format of weights describes the cache of keys and values."""
+    """Return whether a block describes only the KV cache and no weight format."""
     return any(block.get(key) for key in _CACHE_ENTRIES) and not block.get("quant_algo")
 
 
-def _found_block(config: Mapping[str, object]) -> tuple[Mapping[str, object] | None, bool]:
-    """Return the quantisation block, and whether it lies in a nested part, whose module names may start there."""
-    found = {where: block for where, block in _blocks(config) if block}
-    for where, block in found.items():
+def _find_block(config: Mapping[str, object]) -> tuple[Mapping[str, object] | None, bool]:
+    """Return the quantisation block, and whether it is in a nested part, whose module names may be relative to it."""
+    blocks = {where: block for where, block in _blocks(config) if block}
+    for where, block in blocks.items():
         if not isinstance(block, dict):
             raise ConfigError(f"config.json: {where} is {block!r:.200}, allowed is an object")
-    if not found:
+    if not blocks:
         return None, False
-    where, block = next(iter(found.items()))
-    if any(other != block for other in found.values()):
-        raise ConfigError(f"config.json: {' and '.join(found)} differ; keep the one that describes the tensors")
+    where, block = next(iter(blocks.items()))
+    if any(other != block for other in blocks.values()):
+        raise ConfigError(f"config.json: {' and '.join(blocks)} differ; keep the one that describes the tensors")
     return object_of(block), where != _BLOCK
 
 
 def _blocks(config: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """Yield name and value of the entry at the top, and in each part on the way to the text model's (``text_of``)."""
+    """Yield name and value of the entry at the top and in each nested part up to the text model's (``text_of``)."""
     yield _BLOCK, config.get(_BLOCK)
     head = ""
     for key in NESTED:
         if isinstance(config.get(key), dict):
-            config, head = object_of(config[key]), f"{head}{key}."
+            config = object_of(config[key])
+            head = f"{head}{key}."
             yield head + _BLOCK, config.get(_BLOCK)
 
 
 def _names(path: str, *, nested: bool) -> tuple[str, ...]:
-    """Return the names a block may use for a module: a nested one may leave out the wrapper around the text model."""
-    _, found, rest = path.partition("layers.")
-    return (path, f"model.layers.{rest}", f"layers.{rest}") if nested and found else (path,)
+    """Return the names that a block may use for a module; a nested block may omit the wrapper of the text model."""
+    _, separator, rest = path.partition("layers.")
+    return (path, f"model.layers.{rest}", f"layers.{rest}") if nested and separator else (path,)
 
 
 def _float_format(config: Mapping[str, object]) -> str | None:
-    found = config.get("dtype") or config.get("torch_dtype")
-    if found is None:
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    if dtype is None:
         return None
-    name = str(found).removeprefix("torch.")
+    name = str(dtype).removeprefix("torch.")
     if name not in _FLOATS:
-        raise ConfigError(f"config.json: dtype is {found!r}, known are {', '.join(_FLOATS)}")
+        raise ConfigError(f"config.json: dtype is {dtype!r}, known are {', '.join(_FLOATS)}")
     return _FLOATS[name]
 
 
-def _texts(block: Mapping[str, object], key: str) -> list[str]:
-    found = block.get(key) or []
-    items = cast("list[object]", found) if isinstance(found, list) else [None]
+def _module_names(block: Mapping[str, object], key: str) -> list[str]:
+    names = block.get(key) or []
+    items = cast("list[object]", names) if isinstance(names, list) else [None]
     if any(not isinstance(item, str) for item in items):
-        raise _wrong(f"{key} is {found!r:.200}, allowed is a list of module names")
+        raise _block_error(f"{key} is {names!r:.200}, allowed is a list of module names")
     return cast("list[str]", items)
 
 
-def _skipped(block: Mapping[str, object], path: str) -> bool:
+def _is_skipped(block: Mapping[str, object], path: str) -> bool:
     keys = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "llm_int8_skip_modules")
-    return any(_matches(entry, path) for key in keys for entry in _texts(block, key))
+    return any(_matches(entry, path) for key in keys for entry in _module_names(block, key))
 
 
 def _matches(entry: str, path: str) -> bool:
-    """Tell whether a skip-list entry covers ``path``: ``re:`` pattern, wildcard, or consecutive path components."""
+    """Return whether a skip-list entry covers ``path``: ``re:`` pattern, wildcard, or consecutive path components."""
     if entry.startswith("re:"):
         return matches_prefix(entry.removeprefix("re:"), path)
     steps = path.split(".")
     if "*" in entry or "?" in entry:
         return any(fnmatchcase(".".join(steps[:stop]), entry) for stop in range(1, len(steps) + 1))
-    # whole components only: "mlp.gate" is the router and must not cover "mlp.gate_proj"
+    # Whole components only: "mlp.gate" is the router and must not cover "mlp.gate_proj".
     return f".{entry.strip('.')}." in f".{path}."
 
 
-def _pair(block: Mapping[str, object], key: str) -> tuple[int, int]:
-    found = block.get(key)
-    items = cast("list[object]", found) if isinstance(found, list | tuple) else []
+def _block_size(block: Mapping[str, object], key: str) -> tuple[int, int]:
+    size = block.get(key)
+    items = cast("list[object]", size) if isinstance(size, list | tuple) else []
     if len(items) != 2 or not all(_is_size(n) for n in items):
-        raise _wrong(f"{key} is {found!r}, allowed are two integers from 1 to {_MOST_COLUMNS}, for instance [128, 128]")
+        raise _block_error(
+            f"{key} is {size!r}, allowed are two integers from 1 to {_MAX_COLUMNS}, for instance [128, 128]"
+        )
     rows, columns = cast("list[int]", items)
     return rows, columns
 
 
 def experts_apart(config: Mapping[str, object]) -> bool:
-    """Tell whether entries beside the quantisation block say how the routed experts are stored (DeepSeek-V4)."""
+    """Return whether entries outside the quantisation block declare the format of the experts (DeepSeek-V4)."""
     fp8 = method_of(quantization_block(config) or {}) == "fp8"
     return fp8 and config.get("model_type") == "deepseek_v4"
 
 
 def _fp8(config: Mapping[str, object], block: Mapping[str, object], path: str) -> Declared:
-    # DeepSeek-V4's block speaks of everything but the routed experts; "shared_experts" is another component
+    # DeepSeek-V4's block does not cover the routed experts; "shared_experts" is a different path component.
     if experts_apart(config) and "experts" in path.split("."):
-        kind, algorithm = config.get("expert_dtype") or "fp4", block.get("moe_quant_algo") or "MXFP4"
-        named = {"MXFP4": "mxfp4", "NVFP4": "nvfp4"}.get(str(algorithm).upper())
-        if kind not in ("fp4", "fp8") or (kind == "fp4" and named is None):
-            msg = f"config.json: expert_dtype is {kind!r} and quantization_config has moe_quant_algo {algorithm!r}; "
-            raise ConfigError(msg + "allowed are expert_dtype fp8, or fp4 with moe_quant_algo NVFP4 or none")
-        if kind == "fp4":
-            return Declared(format=named, method="fp8")
+        dtype = config.get("expert_dtype") or "fp4"
+        algorithm = block.get("moe_quant_algo") or "MXFP4"
+        fp4_format = {"MXFP4": "mxfp4", "NVFP4": "nvfp4"}.get(str(algorithm).upper())
+        if dtype not in ("fp4", "fp8") or (dtype == "fp4" and fp4_format is None):
+            raise ConfigError(
+                f"config.json: expert_dtype is {dtype!r} and quantization_config has moe_quant_algo {algorithm!r}; "
+                "allowed are expert_dtype fp8, or fp4 with moe_quant_algo NVFP4 or none"
+            )
+        if dtype == "fp4":
+            return Declared(format=fp4_format, method="fp8")
     if block.get("weight_block_size") is None:
         return Declared(format="fp8_tensor", method="fp8")
-    return Declared(format="fp8_block", method="fp8", block=_pair(block, "weight_block_size"))
+    return Declared(format="fp8_block", method="fp8", block=_block_size(block, "weight_block_size"))
 
 
 def _modelopt(block: Mapping[str, object], path: str, plain: Declared) -> Declared:
     if block.get("quant_algo") is None and _only_caches(block):
         return plain
-    entry, algorithm = block, str(block.get("quant_algo")).upper()
+    entry = block
+    algorithm = str(block.get("quant_algo")).upper()
     if algorithm == "MIXED_PRECISION":
-        mixed = _mixed(block, path)
+        mixed = _mixed_entry(block, path)
         if mixed is None:
             return plain
-        entry, algorithm = mixed, str(mixed.get("quant_algo")).upper()
+        entry = mixed
+        algorithm = str(mixed.get("quant_algo")).upper()
     if algorithm not in _MODELOPT:
-        raise _wrong(f"quant_algo is {algorithm!r}, known are {', '.join(_MODELOPT)}, MIXED_PRECISION")
+        raise _block_error(f"quant_algo is {algorithm!r}, known are {', '.join(_MODELOPT)}, MIXED_PRECISION")
     name, storage, activations = _MODELOPT[algorithm]
     if entry.get("has_zero_point"):
-        raise _wrong(f"quant_algo {algorithm} has has_zero_point={entry['has_zero_point']!r}, allowed is false")
+        raise _block_error(f"quant_algo {algorithm} has has_zero_point={entry['has_zero_point']!r}, allowed is false")
     return Declared(
         format=name,
         method="modelopt",
         block=(128, 128) if name == "fp8_block" else None,
-        group=_columns(entry) if name == "int4_group" else None,
+        group=_group_size(entry) if name == "int4_group" else None,
         storage=storage,
         static_activations=activations,
     )
 
 
-def _mixed(block: Mapping[str, object], path: str) -> Mapping[str, object] | None:
-    """Return the entry that a table of mixed precision has for the module, or for the longest part of its path."""
-    layers, steps = object_of(block.get("quantized_layers")), path.split(".")
+def _mixed_entry(block: Mapping[str, object], path: str) -> Mapping[str, object] | None:
+    """Return the entry of a mixed-precision table for the module, or for the longest prefix of its path."""
+    layers = object_of(block.get("quantized_layers"))
+    steps = path.split(".")
     for stop in range(len(steps), 0, -1):
-        if (name := ".".join(steps[:stop])) in layers:
+        name = ".".join(steps[:stop])
+        if name in layers:
             return object_of(layers[name], {"quant_algo": ""})
     return None
 
 
 def mixed_algorithms(config: Mapping[str, object], paths: Iterable[str]) -> dict[str, str]:
-    """Return the algorithms ModelOpt's mixed precision gives the modules, each with the first module that has it.
+    """Return the algorithms that ModelOpt's mixed precision declares for modules: algorithm to first module path.
 
-    A module it does not list has ``none``. Empty for every other method.
+    The algorithm of an unlisted module is ``none``. Returns an empty dict for every other method.
     """
     block = quantization_block(config) or {}
     algorithm = str(block.get("quant_algo")).upper()
     if (method_of(block), algorithm) != ("modelopt", "MIXED_PRECISION"):
         return {}
-    seen: dict[str, str] = {}
+    algorithms: dict[str, str] = {}
     for path in paths:
-        entry = _mixed(block, path)
-        seen.setdefault("none" if entry is None else str(entry.get("quant_algo")).upper(), path)
-    return seen
+        entry = _mixed_entry(block, path)
+        algorithms.setdefault("none" if entry is None else str(entry.get("quant_algo")).upper(), path)
+    return algorithms
 
 
-def _compressed(block: Mapping[str, object], path: str, plain: Declared) -> Declared:
-    groups, turned = block.get("config_groups"), object_of(block.get("transform_config")).get("config_groups")
-    if turned:
-        raise _wrong(f"transform_config is {turned!r:.200}, allowed is none: inputs would have to be transformed too")
+def _compressed_tensors(block: Mapping[str, object], path: str, plain: Declared) -> Declared:
+    groups = block.get("config_groups")
+    transforms = object_of(block.get("transform_config")).get("config_groups")
+    if transforms:
+        raise _block_error(
+            f"transform_config is {transforms!r:.200}, allowed is none: inputs would have to be transformed too"
+        )
     schemes = [object_of(entry) for entry in object_of(groups).values() if isinstance(entry, dict)]
     if not groups and _only_caches(block):
         return plain
     if not schemes:
-        raise _wrong(f"config_groups is {groups!r:.200}, expected at least one group with 'weights'")
-    weights = object_of(_targeting(schemes, path)).get("weights")
-    return _arguments(object_of(weights)) if isinstance(weights, dict) else plain
+        raise _block_error(f"config_groups is {groups!r:.200}, expected at least one group with 'weights'")
+    weights = object_of(_find_scheme(schemes, path)).get("weights")
+    return _weight_arguments(object_of(weights)) if isinstance(weights, dict) else plain
 
 
-def _targeting(schemes: Sequence[Mapping[str, object]], path: str) -> Mapping[str, object] | None:
+def _find_scheme(schemes: Sequence[Mapping[str, object]], path: str) -> Mapping[str, object] | None:
+    """Return the scheme for a module: the first with a matching name or pattern, else by the module's class."""
     kind = "Embedding" if "embed" in path.rpartition(".")[2] else "Linear"
-    # a pattern or a name is more specific than the class name
     classes = ("Linear", "Embedding")
-    named = (s for s in schemes if any(_matches(t, path) for t in _texts(s, "targets") if t not in classes))
-    general = (s for s in schemes if kind in (_texts(s, "targets") or [kind]))
+    named = (s for s in schemes if any(_matches(t, path) for t in _module_names(s, "targets") if t not in classes))
+    general = (s for s in schemes if kind in (_module_names(s, "targets") or [kind]))
     return next(chain(named, general), None)
 
 
-def _arguments(weights: Mapping[str, object]) -> Declared:
-    kind, bits, strategy = weights.get("type", "int"), weights.get("num_bits"), weights.get("strategy")
-    size, symmetric, order = weights.get("group_size"), weights.get("symmetric", True), weights.get("actorder")
+def _weight_arguments(weights: Mapping[str, object]) -> Declared:
+    kind = weights.get("type", "int")
+    bits = weights.get("num_bits")
+    strategy = weights.get("strategy")
+    size = weights.get("group_size")
+    symmetric = weights.get("symmetric", True)
+    order = weights.get("actorder")
     if symmetric not in (True, False) or order not in (None, False, True, "group", "dynamic", "weight", "static"):
-        raise _wrong(
+        raise _block_error(
             f"weights with symmetric={symmetric!r} and actorder={order!r}; allowed are true and "
             "false, and group, dynamic, weight, static or null"
         )
@@ -339,174 +363,186 @@ def _arguments(weights: Mapping[str, object]) -> Declared:
     for row_kind, row_bits, row_strategy, row_size, name in _COMPRESSED:
         if (kind, bits, strategy) == (row_kind, row_bits, row_strategy) and row_size in (None, size):
             return Declared(
-                format=_integers(name, symmetric=symmetric is True, ordered=ordered) if kind == "int" else name,
+                format=_integer_format(name, symmetric=symmetric is True, ordered=ordered) if kind == "int" else name,
                 method="compressed-tensors",
-                block=_pair(weights, "block_structure") if name == "fp8_block" else None,
-                group=_columns(weights) if strategy == "group" and size is not None else None,
+                block=_block_size(weights, "block_structure") if name == "fp8_block" else None,
+                group=_group_size(weights) if strategy == "group" and size is not None else None,
                 storage="compressed-tensors-asymmetric" if kind == "int" and not symmetric else None,
             )
     known = "; ".join(f"{k} {b} bits {s}{f' of {g}' if g else ''}" for k, b, s, g, _ in _COMPRESSED)
-    raise _wrong(f"weights are {kind} {bits} bits {strategy} of {size}, known are {known}")
+    raise _block_error(f"weights are {kind} {bits} bits {strategy} of {size}, known are {known}")
 
 
-def _integers(name: str, *, symmetric: bool, ordered: bool) -> str:
-    """Return the format of integers of a width: the plain one has no zero points and columns in order."""
+def _integer_format(name: str, *, symmetric: bool, ordered: bool) -> str:
+    """Return the format of integers: ``name`` if symmetric INT4 in column order, else the affine or ordered one."""
     if name == "int4_group" and symmetric and not ordered:
         return name
     return name.replace("_group", "_ordered" if ordered else "_affine")
 
 
-def _only(block: Mapping[str, object], key: str, allowed: tuple[object, ...]) -> object:
-    """Return an entry whose value is one of ``allowed``; the first of them where it is missing."""
-    found = block.get(key)
-    found = allowed[0] if found is None else found
-    if found not in allowed:
-        raise _wrong(f"{key} is {found!r}, allowed are {', '.join(map(repr, allowed))}")
-    return allowed[allowed.index(found)]  # 4.0 is 4, and 1 is True
+def _one_of(block: Mapping[str, object], key: str, allowed: tuple[object, ...]) -> object:
+    """Return an entry whose value is one of ``allowed``; the first of them if it is missing."""
+    value = block.get(key)
+    if value is None:
+        value = allowed[0]
+    if value not in allowed:
+        raise _block_error(f"{key} is {value!r}, allowed are {', '.join(map(repr, allowed))}")
+    return allowed[allowed.index(value)]  # normalise 4.0 to 4 and 1 to True
 
 
-def _columns(block: Mapping[str, object]) -> int | None:
-    """Return the group size, None where it is -1, a whole row."""
+def _group_size(block: Mapping[str, object]) -> int | None:
+    """Return the group size, None for -1, a whole row."""
     size = block.get("group_size", -1)
     if size != -1 and not _is_size(size):
-        raise _wrong(f"group_size is {size!r}, allowed: 1 to {_MOST_COLUMNS}, or -1 for a whole row")
+        raise _block_error(f"group_size is {size!r}, allowed: 1 to {_MAX_COLUMNS}, or -1 for a whole row")
     return None if size == -1 else cast("int", size)
 
 
 def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _MOST_COLUMNS
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _MAX_COLUMNS
 
 
 def _gptq(block: Mapping[str, object], path: str, plain: Declared) -> Declared:
     for pattern, change in object_of(block.get("dynamic")).items():
-        # the first pattern that matches decides: "-:" leaves the module alone, "+:" or nothing changes its entries
+        # The first matching pattern decides: "-:" excludes the module, "+:" or no prefix overrides its entries.
         if matches_prefix(pattern.removeprefix("+:").removeprefix("-:").removeprefix("re:"), path):
             if pattern.startswith("-:"):
                 return plain
             block = {**block, **object_of(change)}
             break
-    if not _listed(block, "modules_in_block_to_quantize", path):
+    if not _is_listed(block, "modules_in_block_to_quantize", path):
         return plain
-    ordered = _only(block, "desc_act", (False, True)) is True
-    # GPTQModel and transformers have both names, and the older one decides.
+    ordered = _one_of(block, "desc_act", (False, True)) is True
+    # GPTQModel and transformers use both names; the older one takes precedence.
     layout = "format" if block.get("checkpoint_format") is None else "checkpoint_format"
-    storage = str(_only(block, layout, ("gptq", "gptq_v2")))
+    storage = str(_one_of(block, layout, ("gptq", "gptq_v2")))
     return _gptq_integers(block, "gptq", storage, ordered=ordered)
 
 
 def _gptq_integers(block: Mapping[str, object], method: str, storage: str, *, ordered: bool = False) -> Declared:
-    size = _columns(block)
-    bits = _only(block, "bits", (4, 8))
-    symmetric = _only(block, "sym", (True, False)) is True
-    name = _integers(f"int{bits}_group", symmetric=symmetric, ordered=ordered and size is not None)
+    size = _group_size(block)
+    bits = _one_of(block, "bits", (4, 8))
+    symmetric = _one_of(block, "sym", (True, False)) is True
+    name = _integer_format(f"int{bits}_group", symmetric=symmetric, ordered=ordered and size is not None)
     return Declared(format=name, method=method, group=size, storage=storage)
 
 
-def _listed(block: Mapping[str, object], key: str, path: str) -> bool:
-    """Tell whether a list of what is quantised covers ``path``; without the list everything is.
+def _is_listed(block: Mapping[str, object], key: str, path: str) -> bool:
+    """Return whether the list of quantised modules covers ``path``; without a list all modules are quantised.
 
-    The list may hold lists, or be text with commas.
+    The list may be nested, or text with commas.
     """
-    found = block.get(key)
-    if not found:
+    names = block.get(key)
+    if not names:
         return True
-    entries = found.split(",") if isinstance(found, str) else [*_flat(found)]
+    entries = names.split(",") if isinstance(names, str) else [*_flatten(names)]
     if not all(isinstance(entry, str) for entry in entries):
-        raise _wrong(f"{key} is {found!r:.200}, allowed is a list of module names")
+        raise _block_error(f"{key} is {names!r:.200}, allowed is a list of module names")
     return any(_matches(entry.strip(), path) for entry in cast("list[str]", entries))
 
 
-def _flat(found: object) -> Iterator[object]:
-    if isinstance(found, list):
-        for entry in cast("list[object]", found):
-            yield from _flat(entry)
+def _flatten(entry: object) -> Iterator[object]:
+    """Yield the leaves of nested lists."""
+    if isinstance(entry, list):
+        for child in cast("list[object]", entry):
+            yield from _flatten(child)
     else:
-        yield found
+        yield entry
 
 
 def _auto_round(block: Mapping[str, object], path: str, plain: Declared) -> Declared:
     override = _override(block, path)
-    if override is None and not (_block_listed(block, path) and _listed(block, "modules_in_block_to_quantize", path)):
+    if override is None and not (
+        _is_block_listed(block, path) and _is_listed(block, "modules_in_block_to_quantize", path)
+    ):
         return plain
     block = {**block, **(override or {})}
     if block.get("bits") in (16, 32):
         return plain
-    _only(block, "data_type", ("int",))
-    _only(block, "act_bits", (None, 16, 32))
+    _one_of(block, "data_type", ("int",))
+    _one_of(block, "act_bits", (None, 16, 32))
     for key in ("super_bits", "super_group_size", "transform_config", "hadamard_config", "rotation_config"):
-        _only(block, key, (None, {}))
+        _one_of(block, key, (None, {}))
     storage = _AUTO_ROUND[_packing(block)]
     if storage != "awq":
         return _gptq_integers(block, "auto-round", storage)
-    _only(block, "bits", (4,))
-    _only(block, "sym", (True, False))
-    return Declared(format="int4_affine", method="auto-round", group=_columns(block), storage="awq")
+    _one_of(block, "bits", (4,))
+    _one_of(block, "sym", (True, False))
+    return Declared(format="int4_affine", method="auto-round", group=_group_size(block), storage="awq")
 
 
 def _packing(block: Mapping[str, object]) -> str:
-    """Return AutoRound's packing format; releases that have no entry for it put it into ``backend``."""
+    """Return AutoRound's packing format, which older releases store in ``backend``."""
     key = "packing_format" if block.get("packing_format") is not None else "backend"
-    found = block.get(key)
-    if key == "backend" and not str(found).startswith("auto_round"):
-        found = None  # a kernel is preferred, and the packing is the default
-    name = str(found or "auto_round:auto_gptq")
+    packing = block.get(key)
+    if key == "backend" and not str(packing).startswith("auto_round"):
+        packing = None  # a preferred kernel; the packing is the default
+    name = str(packing or "auto_round:auto_gptq")
     for kernel in _KERNELS:
         name = name.removesuffix(kernel)
     if name not in _AUTO_ROUND:
-        raise _wrong(f"{key} is {found!r}, allowed are {', '.join(map(repr, _AUTO_ROUND))}")
+        raise _block_error(f"{key} is {packing!r}, allowed are {', '.join(map(repr, _AUTO_ROUND))}")
     return name
 
 
-def _block_listed(block: Mapping[str, object], path: str) -> bool:
+def _is_block_listed(block: Mapping[str, object], path: str) -> bool:
     keys = ("block_name_to_quantize", "to_quant_block_names")
-    return _listed(block, next((key for key in keys if block.get(key)), keys[0]), path)
+    return _is_listed(block, next((key for key in keys if block.get(key)), keys[0]), path)
 
 
 def _override(block: Mapping[str, object], path: str) -> Mapping[str, object] | None:
-    """Return what ``extra_config`` changes for a module, None where it says nothing.
+    """Return the entries that ``extra_config`` overrides for a module, None without an override.
 
-    The module's name decides before the longest name of a module around it, then a name of consecutive parts of its
-    path, then the first regular expression that is found in it.
+    Precedence: the module's name or the longest prefix of its path, then the longest name of consecutive path
+    components, then the first regular expression that matches anywhere in the path.
     """
-    found = block.get("extra_config")
-    entries = object_of(found)
-    if found and not entries:
-        raise _wrong(f"extra_config is {found!r:.200}, allowed is an object of module names")
-    steps = path.split(".")
-    chosen = next((n for stop in range(len(steps), 0, -1) if (n := ".".join(steps[:stop])) in entries), None)
-    if chosen is None:
-        patterns = [name for name in entries if _PATTERN.search(name)]
-        inside = [name for name in entries if f".{name}." in f".{path}."]
-        matching = (name for name in patterns if matches_prefix(f".*(?:{name})", path))
-        chosen = max(inside, key=len) if inside else next(matching, None)
-    if chosen is None:
+    extra_config = block.get("extra_config")
+    entries = object_of(extra_config)
+    if extra_config and not entries:
+        raise _block_error(f"extra_config is {extra_config!r:.200}, allowed is an object of module names")
+    name = _override_name(entries, path)
+    if name is None:
         return None
-    change = entries[chosen]
+    change = entries[name]
     if not isinstance(change, dict):
-        raise _wrong(f"extra_config[{chosen!r}] is {change!r:.200}, allowed is an object")
+        raise _block_error(f"extra_config[{name!r}] is {change!r:.200}, allowed is an object")
     return object_of(cast("dict[str, object]", change))
 
 
+def _override_name(entries: Mapping[str, object], path: str) -> str | None:
+    """Return the entry of ``extra_config`` that applies to the module at ``path``, None without one."""
+    components = path.split(".")
+    for stop in range(len(components), 0, -1):
+        prefix = ".".join(components[:stop])
+        if prefix in entries:
+            return prefix
+    patterns = [name for name in entries if _PATTERN.search(name)]
+    inside = [name for name in entries if f".{name}." in f".{path}."]
+    if inside:
+        return max(inside, key=len)
+    return next((name for name in patterns if matches_prefix(f".*(?:{name})", path)), None)
+
+
 def _awq(block: Mapping[str, object], path: str, plain: Declared) -> Declared:
-    _only(block, "bits", (4,))
+    _one_of(block, "bits", (4,))
     for layout in ("version", "format", "checkpoint_format"):
-        _only(block, layout, ("gemm", "GEMM"))
-    _only(block, "zero_point", (True,))
-    return Declared(format="int4_affine", method="awq", group=_columns(block), storage="awq")
+        _one_of(block, layout, ("gemm", "GEMM"))
+    _one_of(block, "zero_point", (True,))
+    return Declared(format="int4_affine", method="awq", group=_group_size(block), storage="awq")
 
 
 def _bitsandbytes(block: Mapping[str, object], path: str, plain: Declared) -> Declared:
     if block.get("load_in_8bit") is True and block.get("load_in_4bit") is not True:
         refusal = "the config declares load_in_8bit (bitsandbytes), which is not read; allowed is load_in_4bit"
         return Declared(format=None, method="bitsandbytes", refusal=refusal)
-    _only({"load_in_4bit": False, **block}, "load_in_4bit", (True,))
-    kind = str(_only({"bnb_4bit_quant_type": "fp4", **block}, "bnb_4bit_quant_type", ("nf4", "fp4")))
+    _one_of({"load_in_4bit": False, **block}, "load_in_4bit", (True,))
+    kind = str(_one_of({"bnb_4bit_quant_type": "fp4", **block}, "bnb_4bit_quant_type", ("nf4", "fp4")))
     return Declared(format="bnb4", method="bitsandbytes", storage=kind)
 
 
 _METHODS: Mapping[str, Callable[[Mapping[str, object], str, Declared], Declared]] = {
     "modelopt": _modelopt,
-    "compressed-tensors": _compressed,
+    "compressed-tensors": _compressed_tensors,
     "gptq": _gptq,
     "awq": _awq,
     "auto-round": _auto_round,

@@ -1,7 +1,7 @@
 """Qwen3-MoE, Qwen3-VL-MoE and Qwen3-Omni: softmax routing, dense layers by list and by step, no shared expert.
 
-The published Qwen3-VL-MoE stacks are stored input-first; copies saved again may be output-first, so both are known and
-the shapes of the two stacks together decide. Its model code always renormalises.
+The published Qwen3-VL-MoE stacks are input-first; copies saved again may be output-first, so both are accepted and the
+shapes of the two stacks decide. Its model code always renormalises.
 """
 
 from ..types import MoESpec, RoutingSpec
@@ -32,13 +32,25 @@ def _spec(config: Config, _: int) -> MoESpec:
 
 _STACK = StackedNames(gate_up="mlp.experts.gate_up_proj", down="mlp.experts.down_proj", transposed=True)
 _QWEN3: Defaults = {
-    "hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 24, "num_experts": 128,
-    "num_experts_per_tok": 8, "decoder_sparse_step": 1, "norm_topk_prob": False, "hidden_act": "silu",
-}  # fmt: skip
+    "hidden_size": 2048,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 24,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": False,
+    "hidden_act": "silu",
+}
 _QWEN3_VL: Defaults = {
-    "hidden_size": 2048, "moe_intermediate_size": 1408, "num_hidden_layers": 24, "num_experts": 60,
-    "num_experts_per_tok": 4, "decoder_sparse_step": 1, "norm_topk_prob": True, "hidden_act": "silu",
-}  # fmt: skip
+    "hidden_size": 2048,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 24,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": True,
+    "hidden_act": "silu",
+}
 _QWEN3_OMNI: Defaults = {**_QWEN3, "num_hidden_layers": 28, "norm_topk_prob": True}
 _DEFAULTS: dict[str, Defaults] = {
     "qwen3_moe": _QWEN3,

@@ -1,4 +1,4 @@
-"""Step-3: stacked experts, gate and up in stacks of their own, softmax, a shared expert beside the MoE block.
+"""Step-3: stacked experts with separate gate and up, softmax, a shared expert next to the MoE block.
 
 The model code clamps nothing and has no correction bias; Step-3.5 and later are ``step3p7``.
 """
@@ -10,8 +10,9 @@ __all__ = ["FAMILY", "STACK", "enumerated_layers"]
 
 
 def enumerated_layers(config: Config, default: range) -> tuple[int, ...]:
-    """Return the layers ``moe_layers_enum`` or ``mlp_layer_types`` name, else those of ``default`` that exist."""
-    layers, kinds = range(config.integer("num_hidden_layers")), config.kinds("mlp_layer_types")
+    """Return the layers of ``mlp_layer_types`` or ``moe_layers_enum``, else those of ``default`` that exist."""
+    layers = range(config.integer("num_hidden_layers"))
+    kinds = config.kinds("mlp_layer_types")
     if kinds is not None:
         return tuple(i for i in layers if kinds[i] == "sparse")
     listed = config.items("moe_layers_enum")
@@ -32,7 +33,12 @@ _SHARED = projections_of("share_expert.")
 _NAMES = Names.below(experts="moe.", single=(), stacked=STACK, router="moe.gate.weight", shared=_SHARED)
 _TYPES = ("step3_text", "step3_vl")
 _DEFAULT = {
-    "hidden_size": 7168, "moe_intermediate_size": 5120, "share_expert_dim": 5120, "num_hidden_layers": 61,
-    "moe_num_experts": 48, "moe_top_k": 3, "norm_expert_weight": False,
-}  # fmt: skip
+    "hidden_size": 7168,
+    "moe_intermediate_size": 5120,
+    "share_expert_dim": 5120,
+    "num_hidden_layers": 61,
+    "moe_num_experts": 48,
+    "moe_top_k": 3,
+    "norm_expert_weight": False,
+}
 FAMILY = Family("step3", _TYPES, _NAMES, _spec, _layers, defaults=dict.fromkeys(_TYPES, _DEFAULT))

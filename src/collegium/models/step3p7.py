@@ -1,6 +1,6 @@
 """Step-3.5 and 3.7: sigmoid scores with a correction bias and a scale, SwiGLU clamped after SiLU in some layers.
 
-Routed and shared experts have limits of their own, one entry a layer, 0 for none.
+Routed and shared experts have separate limits, one entry per layer, 0 for none.
 """
 
 from typing import Any
@@ -39,18 +39,24 @@ def _layers(config: Config) -> tuple[int, ...]:
     return enumerated_layers(config, range(3, config.integer("num_hidden_layers")))
 
 
-_BESIDE: dict[str, Any] = {
+_NON_EXPERT_NAMES: dict[str, Any] = {
     "router": "moe.gate.weight",
     "correction_bias": "moe.router_bias",
     "shared": projections_of("share_expert."),
 }
-_PUBLISHED = Names.below(experts="moe.", single=(), stacked=STACK, **_BESIDE)
-_SINGLE = Names.below(experts="moe.experts.", **_BESIDE)
+_PUBLISHED = Names.below(experts="moe.", single=(), stacked=STACK, **_NON_EXPERT_NAMES)
+_SINGLE = Names.below(experts="moe.experts.", **_NON_EXPERT_NAMES)
 _TYPES = ("step3p7", "step3p5", "step3p7_text")
 _DEFAULT = {
-    "hidden_size": 4096, "moe_intermediate_size": 1280, "share_expert_dim": 1280, "num_hidden_layers": 45,
-    "n_routed_experts": 288, "num_experts_per_tok": 8, "moe_router_scaling_factor": 1.0, "hidden_act": "silu",
-}  # fmt: skip
+    "hidden_size": 4096,
+    "moe_intermediate_size": 1280,
+    "share_expert_dim": 1280,
+    "num_hidden_layers": 45,
+    "n_routed_experts": 288,
+    "num_experts_per_tok": 8,
+    "moe_router_scaling_factor": 1.0,
+    "hidden_act": "silu",
+}
 _RENAMES = (
     (r"^vision_model\.transformer\.resblocks\.", "vision_model.layers."),
     (r"^(vision_model\.layers\.\d+)\.attn\.", r"\1.self_attn."),

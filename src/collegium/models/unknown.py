@@ -1,4 +1,4 @@
-"""Errors for configs that no family reads: dense models, and model types that are not known or mistyped."""
+"""Errors for configs without a family: dense models, and unknown or mistyped model types."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -14,7 +14,7 @@ _ABOUT_EXPERTS = re.compile("expert|moe", re.IGNORECASE)
 
 
 def dense_error(config: Mapping[str, object], why: str) -> ConfigError:
-    """Return the error of a model without routed experts; why: what shows it."""
+    """Return the error for a model without routed experts; why: the evidence."""
     kind = config.get("model_type") or text_of(config).get("model_type")
     return ConfigError(
         f"config.json of model_type {kind!r}: this model is dense (no experts): {why}. Collegium runs "
@@ -23,7 +23,7 @@ def dense_error(config: Mapping[str, object], why: str) -> ConfigError:
 
 
 def no_experts_in(config: Mapping[str, object]) -> ConfigError | None:
-    """Return the error of a known model type whose config states that there are no experts, else None."""
+    """Return an error if the config of a known model type states that there are no experts, else None."""
     text = text_of(config)
     counts = {key: text[key] for key in _COUNTS if key in text}
     if any(counts.values()):
@@ -36,8 +36,9 @@ def no_experts_in(config: Mapping[str, object]) -> ConfigError | None:
 
 
 def unknown_error(config: Mapping[str, object], known: Iterable[str]) -> ConfigError:
-    """Return the error of a ``model_type`` that is not among ``known``."""
-    kind, names = config.get("model_type"), list(known)
+    """Return the error for a ``model_type`` that is not among ``known``."""
+    kind = config.get("model_type")
+    names = list(known)
     if kind in AUTO_TEXT:
         kind = text_of(config).get("model_type", kind)
     if kind is not None and not _mentions_experts(config):

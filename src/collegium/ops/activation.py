@@ -1,4 +1,4 @@
-"""What comes between the two projections of an expert, and the order of interleaved gate and up rows.
+"""Activations between the two projections of an expert, and the order of interleaved gate and up rows.
 
 Shape letters: R rows, P parts (2: gate then up; 1: up alone), I intermediate size.
 
@@ -31,8 +31,8 @@ def activate(x: Tensor, spec: ActivationSpec) -> Tensor:
     """
     parts = 2 if spec.gated else 1
     allowed = f"floating [R, {parts}, I] ({'gate, then up' if spec.gated else 'up alone'})"
-    fits = x.dim() == 3 and x.shape[1] == parts and x.is_floating_point()
-    require_input(fits, f"activation {spec.kind}", x, allowed)
+    valid = x.dim() == 3 and x.shape[1] == parts and x.is_floating_point()
+    require_input(valid, f"activation {spec.kind}", x, allowed)
     rows, _, width = x.shape
     step = max(1, _CHUNK // max(1, width))
     if rows <= step:
@@ -41,8 +41,8 @@ def activate(x: Tensor, spec: ActivationSpec) -> Tensor:
 
 
 def _formula(x: Tensor, spec: ActivationSpec) -> Tensor:
-    wide = x.to(torch.float64)
-    value = _gated(wide[:, 0], wide[:, 1], spec) if spec.gated else _plain(wide[:, 0], spec)
+    exact = x.to(torch.float64)
+    value = _gated(exact[:, 0], exact[:, 1], spec) if spec.gated else _plain(exact[:, 0], spec)
     return value.to(torch.float32)
 
 

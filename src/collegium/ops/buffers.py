@@ -1,4 +1,4 @@
-"""Tables of what an operation writes: what it takes of a pass's memory and what it declares come from one place."""
+"""Tables of the buffers of an operation: its allocations and the regions it declares come from one place."""
 
 from math import prod
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..runtime.memory import Memory, Regions, alloc
 
-__all__ = ["Buffers", "sizes", "taken"]
+__all__ = ["Buffers", "allocate", "sizes"]
 
 Buffers = dict[str, "tuple[tuple[int, ...], torch.dtype]"]  # shape and dtype under each name
 
@@ -17,6 +17,6 @@ def sizes(buffers: Buffers) -> Regions:
     return {name: prod(shape) * dtype.itemsize for name, (shape, dtype) in buffers.items()}
 
 
-def taken(memory: Memory | None, buffers: Buffers, device: torch.device) -> dict[str, Tensor]:
-    """Take ``buffers`` from ``memory``, or as fresh memory of ``device`` where it is None."""
+def allocate(memory: Memory | None, buffers: Buffers, device: torch.device) -> dict[str, Tensor]:
+    """Return ``buffers`` from ``memory``, or fresh ones on ``device`` where it is None."""
     return {name: alloc(memory, name, shape, dtype, device) for name, (shape, dtype) in buffers.items()}

@@ -1,18 +1,18 @@
-"""How operations refuse what they cannot take: ``types.require`` for what a call is given."""
+"""Checks of the arguments of operations, which raise InputError."""
 
 from torch import Tensor
 
 from ..errors import InputError
 
-__all__ = ["described", "require_input"]
+__all__ = ["describe", "require_input"]
 
 
-def described(found: object) -> str:
-    """Return shape and dtype of a tensor, and what is none as it is printed, for an error."""
-    return f"{tuple(found.shape)} {found.dtype}" if isinstance(found, Tensor) else str(found)
+def describe(value: object) -> str:
+    """Return shape and dtype of a tensor, or the text of any other value, for an error."""
+    return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else str(value)
 
 
-def require_input(ok: bool, name: str, found: object, allowed: str) -> None:
-    """Raise InputError, which names what was asked, found and allowed, unless ``ok``."""
+def require_input(ok: bool, name: str, value: object, allowed: str) -> None:
+    """Raise InputError with the name, the value and what is allowed, unless ``ok``."""
     if not ok:
-        raise InputError(f"{name}: found {described(found)}, allowed: {allowed}")
+        raise InputError(f"{name}: found {describe(value)}, allowed: {allowed}")

@@ -1,4 +1,4 @@
-"""Columns of rows in the order of each row's expert, where GPTQ sorted them by activation, and sums of columns.
+"""Columns of rows in the order of each row's expert, which GPTQ sorted by activation, and sums of columns.
 
 Shape letters: T tokens, R rows, E experts, K columns.
 """
@@ -11,13 +11,13 @@ from torch import Tensor
 from ..runtime.launch import launch, overlaps, power_at_least
 from ..runtime.memory import Memory, alloc
 
-__all__ = ["SUMS", "ZeroPointCorrection", "halves_and_sums", "in_columns"]
+__all__ = ["SUMS", "ZeroPointCorrection", "gather_columns", "halves_and_sums"]
 
-SUMS = 32  # halves beside each 128 columns of a row
+SUMS = 32  # halves for each 128 columns of a row
 _BLOCK = 1024
 
 
-def in_columns(
+def gather_columns(
     x: Tensor, order: Tensor, owner: Tensor, source: Tensor | None, *, top_k: int = 0, memory: Memory | None = None
 ) -> Tensor:
     """Return ``[R, K]``: row r is its row of x at columns ``order[its expert]``; rows of no expert are not written.
@@ -29,21 +29,28 @@ def in_columns(
     from ..kernels.columns import columns_kernel
 
     experts, columns = order.shape
-    rows = owner.numel() if top_k else x.shape[0] if source is None else source.numel()
+    rows = x.shape[0] if source is None else source.numel()
+    if top_k:
+        rows = owner.numel()
     out = alloc(memory, "ordered", (rows, columns), x.dtype, x.device)
     args = (x, order, owner if source is None else source, owner, out, columns, x.stride(0), experts)
-    gather = source is not None or top_k > 0
-    constants = {"GATHER": gather, "TOP_K": top_k, "BLOCK_E": power_at_least(experts, 16), "BLOCK": _BLOCK}
-    constants["PDL"] = overlaps(x)
+    constants = {
+        "GATHER": source is not None or top_k > 0,
+        "TOP_K": top_k,
+        "BLOCK_E": power_at_least(experts, 16),
+        "BLOCK": _BLOCK,
+        "PDL": overlaps(x),
+    }
     if rows:
         launch(columns_kernel, (rows, -(-columns // _BLOCK)), args, constants, num_warps=4)
     return out
 
 
 class ZeroPointCorrection(NamedTuple):
-    """What multiplies with rows in float16: scale float32 ``[R, 1]``, and sums float16 ``[R, SUMS * ceil(K / 128)]``.
+    """Scales of rows in float16 and sums of their columns, which the zero points of weights multiply.
 
-    sums: for each 32 columns their sum, rounded, what rounding left, and six zeros; zeros beyond K.
+    scale: float32 ``[R, 1]``. sums: float16 ``[R, SUMS * ceil(K / 128)]``: for each 32 columns their sum, rounded, the
+    rounding error, and six zeros; zeros beyond K.
     """
 
     scale: Tensor
@@ -53,15 +60,16 @@ class ZeroPointCorrection(NamedTuple):
 def halves_and_sums(
     x: Tensor, *, used: Tensor | None = None, memory: Memory | None = None
 ) -> tuple[Tensor, ZeroPointCorrection]:
-    """Return rows of ``x [R, K]`` in float16 and what belongs to them, in one launch.
+    """Return rows of ``x [R, K]`` in float16 with their scales and sums, in one launch.
 
     A row's scale is the power of two that brings its largest number between 2^9 and 2^10, so that sums fit. Nothing is
     rounded but numbers below 2^-26 of that. A row with NaN or infinity gets zeros and a NaN scale. used: ``[1]`` int64,
-    how many rows anybody reads; no others are written. memory: where "halves", "scales" and "sums" are from.
+    how many rows are read later; no others are written. memory: where "halves", "scales" and "sums" come from.
     """
     from ..kernels.columns import halves_kernel
 
-    (rows, columns), blocks = x.shape, -(-x.shape[1] // 128)
+    rows, columns = x.shape
+    blocks = -(-columns // 128)
     halves = alloc(memory, "halves", (rows, columns), torch.float16, x.device)
     scale = alloc(memory, "scales", (rows, 1), torch.float32, x.device)
     sums = alloc(memory, "sums", (rows, SUMS * blocks), torch.float16, x.device)

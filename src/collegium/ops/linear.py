@@ -1,4 +1,4 @@
-"""Rows times a weight, ``x @ weight.T``, where no row's bits depend on how many rows there are.
+"""Rows times a weight, ``x @ weight.T``, where no row's bits depend on the number of rows.
 
 Libraries choose a kernel by the number of rows, so a token would get other bits in another batch, and another rank.
 
@@ -13,48 +13,48 @@ from ..formats.unquantised import DTYPES
 from ..problem import Problem
 from ..runtime.launch import align_rows, launch, on_device, overlaps, power_at_least, row_contiguous
 from ..runtime.memory import Memory, Regions, elementwise_max, with_prefix
-from .buffers import Buffers, sizes, taken
+from .buffers import Buffers, allocate, sizes
 from .rms_norm import rms_norm_regions
 
-__all__ = ["gated", "linear", "linear_regions", "regions_of"]
+__all__ = ["linear", "linear_regions", "regions_of", "sigmoid_gate"]
 
-# K is cut into parts for as many programs, and into no more parts than that: numbers that stay when the GPU changes,
+# K is split into parts for this many programs, and into no more parts than that. The constants do not follow the GPU,
 # because they decide the order of sums.
 _PROGRAMS, _PARTS = 128, 32
 _BLOCK_N, _BLOCK_K = 64, 64
-# Values up to which parts are made side by side, in 32 MiB at most: beyond, the tiles of tokens are many enough.
-_APART = 1 << 18
-# Rows of a block on a CPU. They are the lanes of the library's vectors, where all rows fare alike; with more, or as
-# rows of the left operand, float32 rows at the edge of a thread's share got other bits (Xeon, AVX2 and AVX-512).
+# Outputs up to which parts run in parallel, in 32 MiB at most: beyond, there are enough tiles of tokens.
+_SPLIT_LIMIT = 1 << 18
+# Rows of a block on a CPU: the lanes of the library's vectors, which treat all rows alike. With more, or as rows of the
+# left operand, float32 rows at the edge of a thread's share got other bits (Xeon, AVX2 and AVX-512).
 _LANES = {4: 16, 2: 32}
 
 
 def linear_regions(tokens: int, k_in: int, n_out: int, out_dtype: torch.dtype | None) -> Regions:
-    """Return the most bytes ``linear`` takes for any count of tokens up to ``tokens``; out_dtype None: it has an out.
+    """Return the most bytes ``linear`` takes for any count of tokens up to ``tokens``; out_dtype None: out is passed.
 
     On a CUDA device; on a CPU none.
     """
-    return sizes(_sums(_most_apart(tokens, n_out), k_in, n_out) | _result(tokens, n_out, out_dtype))
+    return sizes(_sums(_max_split_tokens(tokens, n_out), k_in, n_out) | _result(tokens, n_out, out_dtype))
 
 
 def regions_of(problem: Problem) -> Regions:
-    """Return those of a layer: of its router, latent projections and the shared expert's gate, with their norms."""
+    """Return the regions of a layer's router, latent projections and shared expert's gate, with their norms."""
     spec, tokens = problem.spec, problem.limits.max_tokens
-    hidden, inner = spec.hidden_size, spec.latent_size
+    hidden, latent = spec.hidden_size, spec.latent_size
     if problem.device.kind != "cuda":
         return {}
-    found = with_prefix("router", linear_regions(tokens, hidden, spec.num_experts, torch.float32))
+    regions = with_prefix("router", linear_regions(tokens, hidden, spec.num_experts, torch.float32))
     if spec.routing.input_norm_eps is not None:
-        found |= with_prefix("router", rms_norm_regions(tokens, hidden))
-    if spec.latent_norm_eps is not None and inner is not None:
-        found |= with_prefix("latent", rms_norm_regions(tokens, inner))
-    if inner is not None:
-        found |= with_prefix("latent/enter", linear_regions(tokens, hidden, inner, DTYPES[problem.dtype]))
-        found |= with_prefix("latent/leave", linear_regions(tokens, inner, hidden, None))
+        regions |= with_prefix("router", rms_norm_regions(tokens, hidden))
+    if spec.latent_norm_eps is not None and latent is not None:
+        regions |= with_prefix("latent", rms_norm_regions(tokens, latent))
+    if latent is not None:
+        regions |= with_prefix("latent/enter", linear_regions(tokens, hidden, latent, DTYPES[problem.dtype]))
+        regions |= with_prefix("latent/leave", linear_regions(tokens, latent, hidden, None))
     if spec.shared is not None and spec.shared.gated:
-        sums = [sizes(_gate_sums(count, hidden)) for count in (_most_apart(tokens, 1), tokens)]
-        found |= with_prefix("gate", elementwise_max(*sums) | sizes(_gated_rows(tokens, hidden)))
-    return found
+        sums = [sizes(_gate_sums(count, hidden)) for count in (_max_split_tokens(tokens, 1), tokens)]
+        regions |= with_prefix("gate", elementwise_max(*sums) | sizes(_gated_rows(tokens, hidden)))
+    return regions
 
 
 def linear(
@@ -70,33 +70,36 @@ def linear(
     """
     _check(x, weight, added, out)
     if not on_device(x):
-        made = _in_blocks(x, weight)
+        result = _in_blocks(x, weight)
         if added is not None:
-            made = made.float().add_(added)
-        return made.to(weight.dtype) if out is None else out.copy_(made)
-    # Imported here: Triton exists for Linux alone, and everything but a launch works without it.
+            result = result.float().add_(added)
+        return result.to(weight.dtype) if out is None else out.copy_(result)
+    # Imported here: Triton exists for Linux only, and everything except launches works without it.
     from ..kernels.linear import add_parts_kernel
 
-    (tokens, k_in), n_out = x.shape, weight.shape[0]
-    apart = _made_apart(tokens, k_in, n_out)
-    asked = _result(tokens, n_out, weight.dtype if out is None else None)
-    room = taken(memory, asked | (_sums(tokens, k_in, n_out) if apart else {}), x.device)
-    out = room["out"] if out is None else out
+    tokens, k_in = x.shape
+    n_out = weight.shape[0]
+    split = _split_k(tokens, k_in, n_out)
+    buffers = _result(tokens, n_out, weight.dtype if out is None else None)
+    if split:
+        buffers |= _sums(tokens, k_in, n_out)
+    tensors = allocate(memory, buffers, x.device)
+    out = tensors["out"] if out is None else out
     if tokens == 0:
         return out
-    if not apart:
+    if not split:
         _multiply(x, weight, added, out)
         return out
-    sums = room["sums"]
-    _multiply(x, weight, None, sums, apart=True)
-    more, step = _added_rows(added, sums, n_out)
+    sums = tensors["sums"]
+    _multiply(x, weight, None, sums, split=True)
+    addend, step = _addend(added, sums, n_out)
     block = min(power_at_least(n_out, 32), 128)
     constants = {"PARTS": sums.shape[0], "BLOCK": block, "ADDED": added is not None, "PDL": overlaps(x)}
-    launch(add_parts_kernel, (-(-n_out // block), tokens), (sums, more, out, tokens, n_out, step), constants)
+    launch(add_parts_kernel, (-(-n_out // block), tokens), (sums, addend, out, tokens, n_out, step), constants)
     return out
 
 
-def gated(x: Tensor, gate: Tensor, rows: Tensor, *, memory: Memory | None = None) -> Tensor:
+def sigmoid_gate(x: Tensor, gate: Tensor, rows: Tensor, *, memory: Memory | None = None) -> Tensor:
     """Return ``sigmoid(x @ gate.T) * rows``, ``[T, D]`` float32, for ``x [T, K]``, ``gate [1, K]`` and ``rows [T, D]``.
 
     The logit is that of ``linear``, in float32; the sigmoid is evaluated in float64 and rounded once, and the product
@@ -112,17 +115,18 @@ def gated(x: Tensor, gate: Tensor, rows: Tensor, *, memory: Memory | None = None
     if not on_device(x):
         # In float64: torch's float32 sigmoid gives the last rows of a batch other bits on a CPU.
         return torch.sigmoid(linear(x, gate).double()).float() * rows
-    # Imported here: Triton exists for Linux alone, and everything but a launch works without it.
+    # Imported here: Triton exists for Linux only, and everything except launches works without it.
     from ..kernels.linear import gate_rows_kernel
 
-    (tokens, k_in), width = x.shape, rows.shape[1]
-    room = taken(memory, _gate_sums(tokens, k_in) | _gated_rows(tokens, width), x.device)
-    sums, out = room["sums"], room["rows"]
+    tokens, k_in = x.shape
+    width = rows.shape[1]
+    tensors = allocate(memory, _gate_sums(tokens, k_in) | _gated_rows(tokens, width), x.device)
+    sums, out = tensors["sums"], tensors["rows"]
     if tokens == 0:
         return out
-    _multiply(x, gate, None, sums, apart=_made_apart(tokens, k_in, 1))
+    _multiply(x, gate, None, sums, split=_split_k(tokens, k_in, 1))
     rows = row_contiguous(rows)
-    # Few tokens are spread over more programs; with many of them a program does the sigmoid for more columns.
+    # Few tokens are spread over more programs; with many of them a program evaluates the sigmoid for more columns.
     block = min(power_at_least(width, 32), 2048 if tokens >= 64 else 256)
     args = (sums, rows, out, tokens, width, rows.stride(0))
     constants = {"PARTS": sums.shape[0], "BLOCK": block, "PDL": overlaps(x)}
@@ -131,70 +135,89 @@ def gated(x: Tensor, gate: Tensor, rows: Tensor, *, memory: Memory | None = None
     return out
 
 
-def _multiply(x: Tensor, weight: Tensor, added: Tensor | None, out: Tensor, *, apart: bool = False) -> None:
-    """Write ``out [T, N]``, or ``[P, T, N]`` float32 where the P parts of the sums are made apart."""
+def _multiply(x: Tensor, weight: Tensor, added: Tensor | None, out: Tensor, *, split: bool = False) -> None:
+    """Write ``out [T, N]``, or ``[P, T, N]`` float32 where K is split into P parts that run in parallel."""
     from ..kernels.linear import linear_kernel
 
-    (tokens, k_in), n_out = x.shape, weight.shape[0]
-    each, parts = _order(k_in, n_out)
+    tokens, k_in = x.shape
+    n_out = weight.shape[0]
+    part_blocks, parts = _split_sizes(k_in, n_out)
     x, weight = align_rows(x), weight.contiguous()
-    more, step = _added_rows(added, weight, n_out)
-    few, wide = tokens <= 16, x.element_size() == 4 or k_in % 16
-    block_t = 16 if few else 32 if wide else 64
+    addend, step = _addend(added, weight, n_out)
+    few = tokens <= 16
+    block_t = 32 if x.element_size() == 4 or k_in % 16 else 64
+    if few:
+        block_t = 16
+    # Terms that float32 weights are split into: as many as the operands of x need.
     terms = 0 if weight.element_size() == 2 else {torch.bfloat16: 1, torch.float16: 2}.get(x.dtype, 3)
-    steps = each if apart else -(-k_in // _BLOCK_K)
-    constants = {"TERMS": terms, "PART": apart, "EACH": each, "STEPS": steps, "ASM": x.is_cuda, "PDL": overlaps(x)}
-    constants |= {"BLOCK_N": _BLOCK_N, "BLOCK_T": block_t, "BLOCK_K": _BLOCK_K, "STAGES": 4 if few else 3}
-    constants["ADDED"] = added is not None
-    args = (x, weight, more, out, tokens, n_out, k_in, x.stride(0), step)
-    grid = (-(-tokens // block_t), -(-n_out // _BLOCK_N), parts if apart else 1)
+    constants = {
+        "TERMS": terms,
+        "PART": split,
+        "EACH": part_blocks,
+        "STEPS": part_blocks if split else -(-k_in // _BLOCK_K),
+        "ADDED": added is not None,
+        "BLOCK_N": _BLOCK_N,
+        "BLOCK_T": block_t,
+        "BLOCK_K": _BLOCK_K,
+        "STAGES": 4 if few else 3,
+        "ASM": x.is_cuda,
+        "PDL": overlaps(x),
+    }
+    args = (x, weight, addend, out, tokens, n_out, k_in, x.stride(0), step)
+    grid = (-(-tokens // block_t), -(-n_out // _BLOCK_N), parts if split else 1)
     launch(linear_kernel, grid, args, constants, num_warps=4)
 
 
-def _added_rows(added: Tensor | None, instead: Tensor, n_out: int) -> tuple[Tensor, int]:
-    """Return what a kernel adds, ``instead`` where that is nothing, and how far its rows are apart, 0 for one row."""
-    more = instead if added is None else added.contiguous()
-    return more, 0 if added is None or more.dim() == 1 else n_out
+def _addend(added: Tensor | None, unused: Tensor, n_out: int) -> tuple[Tensor, int]:
+    """Return the tensor that a kernel adds, ``unused`` if there is none, and the stride of its rows, 0 for one row."""
+    if added is None:
+        return unused, 0
+    addend = added.contiguous()
+    return addend, 0 if addend.dim() == 1 else n_out
 
 
 def _in_blocks(x: Tensor, weight: Tensor) -> Tensor:
-    """Return the product, made of calls of the library that differ in nothing but the values."""
-    (tokens, k_in), lanes = x.shape, _LANES[weight.element_size()]
+    """Return the product from library calls that differ in nothing but the values."""
+    tokens, k_in = x.shape
+    lanes = _LANES[weight.element_size()]
     count = -(-tokens // lanes)
     # Copied: a library also looks at addresses.
     rows = weight.new_empty(count * lanes, k_in)
-    rows[:tokens], rows[tokens:] = x, 0
-    made = weight.new_empty(count, weight.shape[0], lanes)
-    for block, product in zip(rows.view(count, lanes, k_in), made, strict=True):
+    rows[:tokens] = x
+    rows[tokens:] = 0
+    products = weight.new_empty(count, weight.shape[0], lanes)
+    for block, product in zip(rows.view(count, lanes, k_in), products, strict=True):
         torch.mm(weight, block.t(), out=product)
-    return made.transpose(1, 2).reshape(-1, weight.shape[0])[:tokens]
+    return products.transpose(1, 2).reshape(-1, weight.shape[0])[:tokens]
 
 
-def _order(k_in: int, n_out: int) -> tuple[int, int]:
-    """Return how many blocks of K make a part, and how many parts there are: the order of every sum."""
+def _split_sizes(k_in: int, n_out: int) -> tuple[int, int]:
+    """Return the blocks of K in a part and the number of parts: the order of every sum."""
     blocks, tiles = -(-k_in // _BLOCK_K), -(-n_out // _BLOCK_N)
-    each = max(-(-blocks * tiles // _PROGRAMS), -(-blocks // _PARTS))
-    return each, -(-blocks // each)
+    part_blocks = max(-(-blocks * tiles // _PROGRAMS), -(-blocks // _PARTS))
+    return part_blocks, -(-blocks // part_blocks)
 
 
-def _made_apart(tokens: int, k_in: int, n_out: int) -> bool:
-    """Return whether the parts of each sum are made by programs side by side."""
-    return _order(k_in, n_out)[1] > 1 and power_at_least(tokens) * n_out <= _APART
+def _split_k(tokens: int, k_in: int, n_out: int) -> bool:
+    """Return whether programs compute the parts of each sum in parallel."""
+    return _split_sizes(k_in, n_out)[1] > 1 and power_at_least(tokens) * n_out <= _SPLIT_LIMIT
 
 
-def _most_apart(tokens: int, n_out: int) -> int:
-    """Return the most tokens, up to ``tokens``, whose sums are made in parts."""
-    return min(tokens, 1 << (_APART // n_out).bit_length() - 1) if n_out <= _APART else 0
+def _max_split_tokens(tokens: int, n_out: int) -> int:
+    """Return the most tokens, up to ``tokens``, whose sums are split into parts."""
+    if n_out > _SPLIT_LIMIT:
+        return 0
+    return min(tokens, 1 << (_SPLIT_LIMIT // n_out).bit_length() - 1)
 
 
 def _sums(tokens: int, k_in: int, n_out: int) -> Buffers:
-    parts = _order(k_in, n_out)[1]
+    parts = _split_sizes(k_in, n_out)[1]
     return {"sums": ((parts, tokens, n_out), torch.float32)} if parts > 1 else {}
 
 
 def _gate_sums(tokens: int, k_in: int) -> Buffers:
-    """Return the logits of a gate, in the parts that are added where they are read."""
-    parts = _order(k_in, 1)[1] if _made_apart(tokens, k_in, 1) else 1
+    """Return the buffer of a gate's logits, in parts that ``gate_rows_kernel`` adds."""
+    parts = _split_sizes(k_in, 1)[1] if _split_k(tokens, k_in, 1) else 1
     return {"sums": ((parts, tokens, 1), torch.float32)}
 
 
@@ -210,10 +233,11 @@ def _check(x: Tensor, weight: Tensor, added: Tensor | None, out: Tensor | None) 
     allowed = {torch.float32} | ({x.dtype} & {torch.bfloat16, torch.float16})
     if weight.dim() != 2 or weight.dtype not in allowed:
         raise InputError(
-            f"linear: weight is {tuple(weight.shape)} {weight.dtype}, allowed beside x of {x.dtype}: [N, K] of "
+            f"linear: weight is {tuple(weight.shape)} {weight.dtype}, allowed with x of {x.dtype}: [N, K] of "
             f"{' or '.join(sorted(map(str, allowed)))}"
         )
-    (n_out, k_in), tokens = weight.shape, x.shape[0]
+    n_out, k_in = weight.shape
+    tokens = x.shape[0]
     if x.dim() != 2 or x.shape[1] != k_in or not x.is_floating_point():
         raise InputError(f"linear: x is {tuple(x.shape)} {x.dtype}, allowed: [T, {k_in}] floating, for this weight")
     if added is not None and (tuple(added.shape) not in ((n_out,), (tokens, n_out)) or not added.is_floating_point()):

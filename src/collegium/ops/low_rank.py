@@ -1,4 +1,4 @@
-"""Low-rank changes of stored matrices (LoRA): what is added to a part of a weight, and pairs for a stack of experts.
+"""Low-rank changes of stored matrices (LoRA): the update of a part of a weight, and pairs for a stack of experts.
 
 Source of the layout of stacks: PEFT 0.21, ``ParamWrapper.get_delta_weight`` in ``tuners/lora/layer.py``.
 """
@@ -14,7 +14,7 @@ __all__ = ["LowRank", "pairs_of_stack"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LowRank:
-    """What is added to rows of one stored tensor: ``scale * b [R, r] @ a [r, K]``, kept as it was read.
+    """The update of rows of one stored tensor: ``scale * b [R, r] @ a [r, K]``.
 
     rows: stored rows, R of them. index: entry of a stack of matrices. transposed: the matrix is stored ``[K, N]``.
     """
@@ -35,17 +35,18 @@ class LowRank:
             out = out[self.index - first]
         rows, columns = bounds[-2:]
         if self.transposed:
-            out, rows, columns = out.mT, columns, rows
+            out = out.mT
+            rows, columns = columns, rows
         stored = torch.arange(self.rows.start, self.rows.stop, self.rows.step)
-        here = (stored >= rows[0]) & (stored < rows[1])
-        # In float64 a product does not depend on how it is cut, but for what float32 rounds away.
-        a, b = self.a[:, columns[0] : columns[1]].double(), self.b[here].double()
-        out[stored[here] - rows[0]] += (self.scale * (b @ a)).float()
+        inside = (stored >= rows[0]) & (stored < rows[1])
+        # A float64 product, rounded to float32, hardly depends on how it is cut.
+        a, b = self.a[:, columns[0] : columns[1]].double(), self.b[inside].double()
+        out[stored[inside] - rows[0]] += (self.scale * (b @ a)).float()
 
 
 def pairs_of_stack(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """Return ``[E, r, K]`` and ``[E, N, r]`` from PEFT's ``a [E*r, K]``, expert by expert, and ``b [N, r*E]``.
 
-    The columns of ``b`` go rank by rank, the experts of one rank beside each other.
+    The columns of ``b`` go rank by rank, the experts of one rank adjacent.
     """
     return a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 0, 1)

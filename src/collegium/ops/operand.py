@@ -8,9 +8,9 @@ from torch import Tensor
 from ..runtime.launch import on_device
 from ..runtime.memory import Memory, Regions, alloc, part
 from .quantize import AS_IS, ActivationFormat, activation_format, cast_name, quantize_regions, quantize_rows
-from .rows import GivenRows, QuantizedRows
+from .rows import QuantizedRows, SourceRows
 
-__all__ = ["Operand", "across", "arrived", "operand", "operand_regions"]
+__all__ = ["Operand", "gather_codes", "operand", "operand_regions", "transpose_scales"]
 
 Operand = tuple[Tensor, Tensor | None]  # rows as a product reads them, and the scales of codes
 
@@ -26,7 +26,7 @@ def operand_regions(
 ) -> Regions:
     """Return the most bytes ``operand`` takes for any count of rows up to ``rows``, of ``columns`` each.
 
-    name, order: as in ``operand``. gathered: whether source or weights are given. dtype: of x.
+    name, order: as in ``operand``. gathered: whether source or weights are passed. dtype: of x.
     """
     if name is None:
         if not gathered:
@@ -50,8 +50,8 @@ def operand(
 
     source and weights as in ``quantize_rows``; without them and without a format x itself is returned. order: of
     E4M3 codes, one of AS_IS, PADDED and REORDERED. x_ready: nothing launched since x was written touches x or the
-    buffers that memory hands out next, so a kernel that reads x alone may overlap the kernel before it. used: ``[1]``
-    int64, how many rows anybody reads; a kernel writes no others. memory: where the kernel takes "codes", "scales" and
+    buffers that memory hands out next, so a kernel that reads only x may overlap the previous kernel. used: ``[1]``
+    int64, how many rows are read later; a kernel writes no others. memory: where the kernel takes "codes", "scales" and
     "global_scale".
     Raises ``InputError`` for wrong shapes or dtypes, and for an order that rows of the format cannot have.
     """
@@ -59,37 +59,42 @@ def operand(
         if source is None and weights is None and order == AS_IS:
             return x if x.stride(-1) == 1 else x.contiguous(), None
         name = cast_name(x.dtype)
-    # Fresh memory may be what the kernel before still uses.
+    # Fresh memory may still be in use by the previous kernel.
     ready = x_ready and memory is not None and used is None
     rows = quantize_rows(x, name, source=source, weights=weights, order=order, x_ready=ready, used=used, memory=memory)
     return rows.codes, rows.scales
 
 
-def across(scale: Tensor, source: Tensor | None, used: Tensor | None = None, memory: Memory | None = None) -> Tensor:
-    """Return scales ``[R, G]`` of rows ``source [R]`` of ``[T, G]`` float32, those of a group beside each other.
+def transpose_scales(
+    scale: Tensor, source: Tensor | None, used: Tensor | None = None, memory: Memory | None = None
+) -> Tensor:
+    """Return scales ``[R, G]`` of rows ``source [R]`` of ``[T, G]`` float32, those of a group adjacent in memory.
 
-    A tile of a product loads scales of neighbouring rows, and needs no address of each. used, memory: as ``operand``
-    says.
+    A tile of a product then loads the scales of neighbouring rows at once. used, memory: as in ``operand``.
     """
-    form = replace(activation_format("fp32"), across=True)
+    form = replace(activation_format("fp32"), transposed_scales=True)
     return quantize_rows(scale, form, source=source, used=used, memory=part(memory, "across")).codes
 
 
-def arrived(
+def gather_codes(
     codes: Tensor, scale: Tensor, source: Tensor, used: Tensor | None = None, memory: Memory | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the rows ``source [R]`` of E4M3 codes ``[T, K]`` that arrived with scale ``[T, G]`` float32, bit for bit.
+    """Return the rows ``source [R]`` of E4M3 codes ``[T, K]`` and their scales ``[T, G]`` float32, bit for bit.
 
-    used: as ``operand`` says. memory: where the kernel takes "codes" and "scales".
+    used: as in ``operand``. memory: where the kernel takes "codes" and "scales".
     """
     if not on_device(codes) or codes.shape[1] % 4:
         return codes.view(torch.uint8).index_select(0, source).view(codes.dtype), scale.index_select(0, source)
-    form = activation_format("fp32")
-    found: list[Tensor] = []
-    # Whatever four bytes are, a kernel that reads float32 and writes float32 leaves them alone.
-    for name, given in (("codes", codes.view(torch.float32)), ("scales", scale)):
-        shape = (source.numel(), given.shape[1])
-        found.append(alloc(memory, name, shape, torch.float32, codes.device))
-        if shape[0]:
-            form.write(GivenRows(given, source, None, used=used), QuantizedRows(codes=found[-1], shape=shape))
-    return found[0].view(codes.dtype), found[1]
+    # Any four bytes pass unchanged through a kernel that reads float32 and writes float32.
+    words = _gather_words(codes.view(torch.float32), "codes", source, used, memory)
+    return words.view(codes.dtype), _gather_words(scale, "scales", source, used, memory)
+
+
+def _gather_words(rows: Tensor, name: str, source: Tensor, used: Tensor | None, memory: Memory | None) -> Tensor:
+    """Return the rows ``source [R]`` of float32 ``[T, C]``."""
+    shape = (source.numel(), rows.shape[1])
+    out = alloc(memory, name, shape, torch.float32, rows.device)
+    if shape[0]:
+        form = activation_format("fp32")
+        form.write(SourceRows(rows, source, None, used=used), QuantizedRows(codes=out, shape=shape))
+    return out

@@ -4,7 +4,7 @@ Shape letters: T tokens, K experts per token, E experts, R = T*K rows.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from ..kernels.enums import NOWHERE
 from ..runtime.launch import launch, on_device, overlaps, power_at_least, row_contiguous
 from ..runtime.memory import Memory, Regions, elementwise_max
 from ..types import TileRows
-from .buffers import Buffers, sizes, taken
+from .buffers import Buffers, allocate, sizes
 from .checks import require_input
 
 __all__ = ["Owners", "Permutation", "permute", "permute_regions", "tile_count"]
@@ -24,20 +24,20 @@ _PROGRAMS = 128
 
 
 class Owners(NamedTuple):
-    """Whose assignments are sorted: N of each rank in turn, whose rows go back to it.
+    """The ranks of the sorted assignments: N of each rank in turn, whose rows return to it.
 
-    rows: ``[N, H]`` of this rank. deltas: ``[W]`` int64 or longer, bytes from them to each rank's, in its own memory.
+    rows: ``[N, H]`` of this rank. deltas: ``[W]`` int64 or longer, bytes from them to each rank's, in its memory.
     """
 
     rows: Tensor
     deltas: Tensor
 
-    def places(self, assignment: Tensor) -> Tensor:
-        """Return where the row of each assignment goes, in elements from the first of ``rows``."""
+    def row_offsets(self, assignment: Tensor) -> Tensor:
+        """Return where the row of each assignment is written, in elements from the first of ``rows``."""
         count, width = self.rows.shape
         rank = torch.div(assignment, count, rounding_mode="floor")
-        apart = torch.div(self.deltas[rank], self.rows.element_size(), rounding_mode="floor")
-        return apart + (assignment - rank * count) * width
+        base = torch.div(self.deltas[rank], self.rows.element_size(), rounding_mode="floor")
+        return base + (assignment - rank * count) * width
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,8 +49,8 @@ class Permutation:
         ``expert_offsets[E]`` on are dropped assignments.
     slots: ``[T, K]``, the row of assignment (t, k), -1 where its id is -1, or -2 where it is dropped for any other id.
     weights_by_row: ``[T*K]`` float32, ``input_weights`` in row order with 0 for dropped rows, or None.
-    tiles: a tile list for each row count asked for.
-    places: ``[T*K]``, where row r is to be written (``Owners``), NOWHERE for dropped rows, or None.
+    tiles: a tile list for each requested row count.
+    row_offsets: ``[T*K]``, where row r is written (``Owners``), NOWHERE for dropped rows, or None.
     """
 
     source: Tensor
@@ -58,7 +58,7 @@ class Permutation:
     slots: Tensor
     weights_by_row: Tensor | None = None
     tiles: tuple[TileRows, ...] = ()
-    places: Tensor | None = None
+    row_offsets: Tensor | None = None
 
 
 def tile_count(rows: int, experts: int, block_t: int) -> int:
@@ -68,17 +68,20 @@ def tile_count(rows: int, experts: int, block_t: int) -> int:
 
 
 def permute_regions(
-    rows: int, experts: int, *, block_t: tuple[int, ...] = (16, 16), weights: bool = False, places: bool = False
+    rows: int, experts: int, *, block_t: tuple[int, ...] = (16, 16), weights: bool = False, row_offsets: bool = False
 ) -> Regions:
     """Return the most bytes ``permute`` takes for any count of assignments up to ``rows``, to ``experts`` experts.
 
-    block_t: the fewest rows that a tile has, for each list that may be asked for. weights, places: whether
-    ``input_weights`` and ``owners`` may be given.
+    block_t: the fewest rows of a tile, for each list that may be requested. weights, row_offsets: whether
+    ``input_weights`` and ``owners`` may be passed.
     """
     # All sizes grow with the rows but the counts, which are largest where every program has one block.
-    most = min(rows, _BLOCK * _PROGRAMS)
+    max_counted = min(rows, _BLOCK * _PROGRAMS)
     return elementwise_max(
-        *(sizes(_buffers(count, experts, block_t, weights=weights, places=places)) for count in (rows, most))
+        *(
+            sizes(_buffers(count, experts, block_t, weights=weights, row_offsets=row_offsets))
+            for count in (rows, max_counted)
+        )
     )
 
 
@@ -96,53 +99,74 @@ def permute(
     input_weights: ``[T, K]`` floating, carried into row order. Ids outside ``0..num_experts-1`` count as
         dropped.
     block_t: at most two row counts to list the token tiles of, at no extra launch.
-    owners: asks for ``places``, at no extra launch.
+    owners: requests ``row_offsets``, at no extra launch.
     memory: where kernels take "order", "owners", "weights_by_row" and "counts".
     Raises ``InputError`` for wrong shapes or dtypes. Reads nothing on the host.
     """
     _check(topk_ids, num_experts, input_weights, block_t)
     if not on_device(topk_ids):
-        return _sorted(topk_ids, num_experts, input_weights, block_t, owners)
-    # Imported here: Triton exists for Linux alone, and everything but a launch works without it.
+        return _reference(topk_ids, num_experts, input_weights, block_t, owners)
+    # Imported here: Triton exists for Linux only, and everything except launches works without it.
     from ..kernels import permute as kernels
 
     tokens, top_k = topk_ids.shape
-    rows, carried = tokens * top_k, input_weights is not None
+    rows = tokens * top_k
     ids = row_contiguous(topk_ids)
     weights = ids if input_weights is None else row_contiguous(input_weights)
-    asked = {"weights": carried, "places": owners is not None}
-    made, scratch = _taken(memory, ids, num_experts, block_t, asked)
-    lists, listed, counts = [made.source] * 4, [0, 0], [0, 0]
-    for index, tiles in enumerate(made.tiles):
-        lists[2 * index : 2 * index + 2] = tiles.expert, tiles.row
-        listed[index], counts[index] = tiles.block_t, tiles.row.numel()
-    by_row = made.source if made.weights_by_row is None else made.weights_by_row
-    back = (None,) * 4 if owners is None else (made.places, owners.deltas, *owners.rows.shape)
-    held = (made.source, made.slots, made.expert_offsets, by_row, *lists, *back, rows, num_experts, *counts)
+    result, scratch = _allocate(
+        memory, ids, num_experts, block_t, weights=input_weights is not None, row_offsets=owners is not None
+    )
+    outputs = _outputs(result, owners, rows, num_experts)
     block_e, pdl = power_at_least(num_experts, 16), overlaps(ids)
-    reads = {"TOP_K": top_k, "BLOCK_E": block_e}
-    writes = {"BLOCK_T_A": listed[0], "BLOCK_T_B": listed[1], "WEIGHTS": carried}
-    writes |= {"ITEM": 0 if owners is None else owners.rows.element_size(), "PDL": pdl}
+    first, second = (*block_t, 0, 0)[:2]
+    options = {
+        "TOP_K": top_k,
+        "BLOCK_E": block_e,
+        "BLOCK_T_A": first,
+        "BLOCK_T_B": second,
+        "WEIGHTS": input_weights is not None,
+        "ITEM": 0 if owners is None else owners.rows.element_size(),
+        "PDL": pdl,
+    }
     if scratch is None:
         block = power_at_least(rows, 32)
-        args = (ids, weights, *held, ids.stride(0), weights.stride(0))
-        launch(kernels.permute_kernel, (1,), args, {"BLOCK": block, **reads, **writes}, num_warps=block // 32)
-        return made
+        args = (ids, weights, *outputs, ids.stride(0), weights.stride(0))
+        launch(kernels.permute_kernel, (1,), args, {"BLOCK": block, **options}, num_warps=block // 32)
+        return result
     run, programs = _runs(rows)
-    args = (ids, made.slots, scratch, rows, num_experts, run, ids.stride(0))
-    launch(kernels.count_kernel, (programs,), args, {"BLOCK": _BLOCK, **reads, "PDL": pdl}, num_warps=4)
-    wide = 1 if run == _BLOCK else 2
-    chunk = max(2, min(power_at_least(programs), wide * 8192 // block_e))
-    sizes_at = {"TOP_K": top_k, "BLOCK": wide * _BLOCK, "BLOCK_E": block_e, "CHUNK": chunk}
-    args = (scratch, weights if carried else made.source, *held, run, weights.stride(0))
-    launch(kernels.scatter_kernel, (programs,), args, {**sizes_at, **writes}, num_warps=4 * wide)
-    return made
+    args = (ids, result.slots, scratch, rows, num_experts, run, ids.stride(0))
+    constants = {"BLOCK": _BLOCK, "TOP_K": top_k, "BLOCK_E": block_e, "PDL": pdl}
+    launch(kernels.count_kernel, (programs,), args, constants, num_warps=4)
+    blocks = 1 if run == _BLOCK else 2
+    chunk = max(2, min(power_at_least(programs), blocks * 8192 // block_e))
+    args = (scratch, result.source if input_weights is None else weights, *outputs, run, weights.stride(0))
+    constants = {"BLOCK": blocks * _BLOCK, "CHUNK": chunk, **options}
+    launch(kernels.scatter_kernel, (programs,), args, constants, num_warps=4 * blocks)
+    return result
 
 
-def _sorted(
+def _outputs(result: Permutation, owners: Owners | None, rows: int, num_experts: int) -> tuple[Any, ...]:
+    """Return the arguments for what both kernels write, and its sizes; ``source`` in place of unused pointers."""
+    unused = result.source
+    lists: list[Tensor] = []
+    counts: list[int] = []
+    for tiles in result.tiles:
+        lists += [tiles.expert, tiles.row]
+        counts.append(tiles.row.numel())
+    lists += [unused] * (4 - len(lists))
+    counts += [0] * (2 - len(counts))
+    weights = unused if result.weights_by_row is None else result.weights_by_row
+    remote: tuple[Any, ...] = (None, None, None, None)
+    if owners is not None:
+        remote = (result.row_offsets, owners.deltas, *owners.rows.shape)
+    permutation = (result.source, result.slots, result.expert_offsets)
+    return (*permutation, weights, *lists, *remote, rows, num_experts, *counts)
+
+
+def _reference(
     ids: Tensor, num_experts: int, input_weights: Tensor | None, block_t: tuple[int, ...], owners: Owners | None
 ) -> Permutation:
-    """Return what the kernels write."""
+    """Return the result of the kernels, in torch."""
     tokens, top_k = ids.shape
     ids = ids.to(torch.int64).reshape(-1)
     dropped = (ids < 0) | (ids >= num_experts)
@@ -162,48 +186,56 @@ def _sorted(
         slots=slots.view(tokens, top_k),
         weights_by_row=weights,
         tiles=tuple(_tiles(offsets, size, tile_count(tokens * top_k, num_experts, size)) for size in block_t),
-        places=None if owners is None else torch.where(keys < num_experts, owners.places(order), NOWHERE),
+        row_offsets=None if owners is None else torch.where(keys < num_experts, owners.row_offsets(order), NOWHERE),
     )
 
 
-def _buffers(rows: int, experts: int, block_t: tuple[int, ...], *, weights: bool, places: bool = False) -> Buffers:
-    """Return what kernels write for ``rows`` assignments: their order and the tiles' rows, the tiles' experts, ..."""
-    tiles = sum(tile_count(rows, experts, size) for size in block_t)
-    made: Buffers = {"order": (((2 + places) * rows + experts + 1 + tiles,), torch.int64)}
-    if block_t:
-        made["owners"] = (tiles,), torch.int32
-    if weights:
-        made["weights_by_row"] = (rows,), torch.float32
-    if rows > _ALONE:
-        made["counts"] = (_runs(rows)[1] * power_at_least(experts, 16),), torch.int32
-    return made
+def _buffers(rows: int, experts: int, block_t: tuple[int, ...], *, weights: bool, row_offsets: bool = False) -> Buffers:
+    """Return what kernels write for ``rows`` assignments.
 
-
-def _taken(
-    memory: Memory | None, ids: Tensor, experts: int, block_t: tuple[int, ...], asked: dict[str, bool]
-) -> tuple[Permutation, Tensor | None]:
-    """Take what kernels write for ``ids [T, K]``, and what two of them pass counts in, or None.
-
-    asked: weights and places, as ``_buffers`` says.
+    order: sources, slots, expert offsets, row offsets and the first rows of tiles, one after the other. owners: the
+    experts of tiles. counts: scratch that two kernels share.
     """
+    tiles = sum(tile_count(rows, experts, size) for size in block_t)
+    buffers: Buffers = {"order": (((2 + row_offsets) * rows + experts + 1 + tiles,), torch.int64)}
+    if block_t:
+        buffers["owners"] = (tiles,), torch.int32
+    if weights:
+        buffers["weights_by_row"] = (rows,), torch.float32
+    if rows > _ALONE:
+        buffers["counts"] = (_runs(rows)[1] * power_at_least(experts, 16),), torch.int32
+    return buffers
+
+
+def _allocate(
+    memory: Memory | None,
+    ids: Tensor,
+    experts: int,
+    block_t: tuple[int, ...],
+    *,
+    weights: bool,
+    row_offsets: bool,
+) -> tuple[Permutation, Tensor | None]:
+    """Return uninitialised results for ``ids [T, K]``, and the counts that two kernels share, or None."""
     rows = ids.numel()
-    found = taken(memory, _buffers(rows, experts, block_t, **asked), ids.device)
+    buffers = _buffers(rows, experts, block_t, weights=weights, row_offsets=row_offsets)
+    tensors = allocate(memory, buffers, ids.device)
     counts = [tile_count(rows, experts, size) for size in block_t]
-    placed = rows if asked["places"] else 0
-    source, slots, offsets, places, *firsts = found["order"].split([rows, rows, experts + 1, placed, *counts])
-    owners = found["owners"].split(counts) if block_t else ()
-    made = Permutation(
+    lengths = [rows, rows, experts + 1, rows if row_offsets else 0, *counts]
+    source, slots, expert_offsets, offsets, *first_rows = tensors["order"].split(lengths)
+    owners = tensors["owners"].split(counts) if block_t else ()
+    result = Permutation(
         source=source,
-        expert_offsets=offsets,
+        expert_offsets=expert_offsets,
         slots=slots.view(ids.shape),
-        weights_by_row=found.get("weights_by_row"),
+        weights_by_row=tensors.get("weights_by_row"),
         tiles=tuple(
             TileRows(block_t=size, expert=owner, row=first)
-            for size, owner, first in zip(block_t, owners, firsts, strict=True)
+            for size, owner, first in zip(block_t, owners, first_rows, strict=True)
         ),
-        places=places if placed else None,
+        row_offsets=offsets if row_offsets and rows else None,
     )
-    return made, found.get("counts")
+    return result, tensors.get("counts")
 
 
 def _runs(rows: int) -> tuple[int, int]:
@@ -218,11 +250,11 @@ def _tiles(expert_offsets: Tensor, block_t: int, count: int) -> TileRows:
     last = needed.cumsum(0)
     tile = torch.arange(count, device=last.device)
     owner = torch.searchsorted(last, tile, right=True)
-    found = owner < last.numel()
+    used = owner < last.numel()
     safe = owner.clamp(max=last.numel() - 1)
     row = expert_offsets[safe] + (tile - (last - needed)[safe]) * block_t
-    owner = torch.where(found, owner, -1).to(torch.int32)
-    return TileRows(block_t=block_t, expert=owner, row=torch.where(found, row, 0))
+    owner = torch.where(used, owner, -1).to(torch.int32)
+    return TileRows(block_t=block_t, expert=owner, row=torch.where(used, row, 0))
 
 
 def _check(ids: Tensor, num_experts: int, weights: Tensor | None, block_t: tuple[int, ...]) -> None:

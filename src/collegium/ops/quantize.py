@@ -1,4 +1,4 @@
-"""Formats activations may take before a multiplication; every row is quantised by itself.
+"""Formats of activations before a multiplication; each row is quantised separately.
 
 Shape letters: R rows, K columns, G groups of columns in a row.
 
@@ -9,7 +9,7 @@ finite and nothing depends on subnormals; all-zero groups get the floor and zero
 infinity gets a NaN scale and zero codes, hence decodes to NaN throughout: visible, and contained in its group
 (in its row for ``nvfp4``, whose global scale belongs to the row). A partial last group is a group.
 
-Static formats have one scale for all rows, which a calibration found: ``within`` gives it to them.
+Static formats have one calibrated scale for all rows, which ``within`` sets.
 """
 
 import math
@@ -25,9 +25,19 @@ from ..formats.codecs import E2M1_MAX, E4M3_MAX, SMALLEST_SCALE, e2m1_codes, e4m
 from ..runtime.launch import launch, on_device, power_at_least, row_contiguous
 from ..runtime.memory import Memory, Regions
 from ..types import named
-from .buffers import Buffers, sizes, taken
+from .buffers import Buffers, allocate, sizes
 from .checks import require_input
-from .rows import GivenRows, QuantizedRows, across_rows, block_of, check_rows, present, warps_of, weighted, whole_rows
+from .rows import (
+    QuantizedRows,
+    SourceRows,
+    block_of,
+    check_rows,
+    gather_rows,
+    require_scales,
+    transposed_scale_stride,
+    warps_of,
+    whole_rows,
+)
 from .scales import e2m1_numbers, e8m0_numbers, power, quotient, spread
 
 __all__ = [
@@ -40,12 +50,12 @@ __all__ = [
     "activation_format",
     "cast_name",
     "formats_within",
-    "ordered",
     "quantize_regions",
     "quantize_rows",
+    "reorder_codes",
 ]
 
-# How a product reads the codes of a row: K of them; up to whole 128; the same in the order of ``ordered``.
+# How a product reads the codes of a row: K of them; padded to a multiple of 128; padded and in ``reorder_codes`` order.
 AS_IS, PADDED, REORDERED = range(3)
 
 _GLOBAL_FLOOR = 2.0**-117  # times the smallest E4M3 number, 2^-9, this is SMALLEST_SCALE
@@ -56,14 +66,15 @@ class ActivationFormat:
     """One activation format: its reference, and the launch of its kernel.
 
     bits: width of a code. group: columns that share a scale; 0: the whole row, or no scale at all. power: scales are
-    powers of two. static: scales are those of a calibration, never found in the rows; scale: the one that ``within``
-    gave. across: a kernel lays scales of groups, or what has none, out as ``across`` says. most, least: the largest
-    number at a scale of 1, and the smallest scale. capability: of the first GPUs that its kernel can serve.
+    powers of two. static: scales are calibrated, not computed from the rows; scale: the one that ``within`` set.
+    transposed_scales: the kernel stores scales of groups, or codes of formats without scales, as ``transpose_scales``
+    does. max_value, min_scale: the largest number at a scale of 1, and the smallest scale. capability: of the first
+    GPUs with a kernel for the format.
     """
 
     capability: ClassVar[tuple[int, int]] = (8, 9)  # FP8 conversions begin there
-    most: ClassVar[float] = E4M3_MAX
-    least: ClassVar[float] = SMALLEST_SCALE
+    max_value: ClassVar[float] = E4M3_MAX
+    min_scale: ClassVar[float] = SMALLEST_SCALE
 
     name: str
     bits: int
@@ -71,21 +82,21 @@ class ActivationFormat:
     power: bool = False
     static: bool = False
     scale: float | None = None
-    across: bool = False
+    transposed_scales: bool = False
 
     def within(self, reach: float) -> Self:
         """Return a static format with the scale at which ``reach`` is the largest number, rounded to float32.
 
         Larger numbers saturate. Raises InputError where the scale is not finite, or too small to divide by.
         """
-        scale = torch.tensor(reach / self.most).item()
-        found = f"scale {scale:g}, for numbers up to {reach:g}"
-        allowed = f"finite scales from {self.least:g} on; calibrate the checkpoint again"
-        require_input(self.least <= scale < math.inf, f"activation format {self.name}", found, allowed)
+        scale = torch.tensor(reach / self.max_value).item()
+        stated = f"scale {scale:g}, for numbers up to {reach:g}"
+        allowed = f"finite scales from {self.min_scale:g} on; calibrate the checkpoint again"
+        require_input(self.min_scale <= scale < math.inf, f"activation format {self.name}", stated, allowed)
         return replace(self, scale=scale)
 
-    def given_scale(self) -> float | None:
-        """Return the scale of a static format, None for others; InputError where nothing gave it one."""
+    def calibrated_scale(self) -> float | None:
+        """Return the scale of a static format, None for others; raises InputError where none was set."""
         if self.static and self.scale is None:
             raise InputError(
                 f"activation format {self.name}: found no calibrated scales, allowed: weights read from a checkpoint "
@@ -94,10 +105,10 @@ class ActivationFormat:
             )
         return self.scale
 
-    def given_or(self, found: Tensor) -> Tensor:
-        """Return the scale of a static format in the shape of the scales ``found`` in rows, which others take."""
-        given = self.given_scale()
-        return found if given is None else torch.full_like(found, given)
+    def calibrated_or(self, scales: Tensor) -> Tensor:
+        """Return ``scales`` computed from rows, replaced by the scale of a static format."""
+        scale = self.calibrated_scale()
+        return scales if scale is None else torch.full_like(scales, scale)
 
     @property
     def e4m3(self) -> bool:
@@ -113,11 +124,11 @@ class ActivationFormat:
         raise NotImplementedError
 
     def round_trip(self, x: Tensor) -> Tensor:
-        """Return what a multiplication sees of ``x [R, K]`` in this format, float32."""
+        """Return ``x [R, K]`` quantised to this format and back, float32."""
         return self.dequantize(self.quantize(x))
 
-    def wide(self, columns: int, order: int) -> int:
-        """Return how many columns rows of codes have in ``order``; ``InputError`` for one they cannot have."""
+    def padded_columns(self, columns: int, order: int) -> int:
+        """Return the columns of rows of codes in ``order``; raises InputError where the format lacks it."""
         if order == AS_IS:
             return columns
         allowed = f"{AS_IS} (as they are); only operands of FP8 tensor cores have others"
@@ -125,11 +136,11 @@ class ActivationFormat:
         return -(-columns // 128) * 128
 
     def buffers(self, rows: int, columns: int) -> Buffers:
-        """Return what the kernel writes, by the names of ``QuantizedRows``; ``InputError`` where there is no kernel."""
+        """Return the buffers of the kernel, by the names of ``QuantizedRows``; InputError if there is no kernel."""
         raise _no_kernel(self)
 
-    def write(self, given: GivenRows, made: QuantizedRows) -> None:
-        """Launch the kernel that does ``quantize``, for one row or more; ``InputError`` where there is none."""
+    def write(self, source: SourceRows, out: QuantizedRows) -> None:
+        """Launch the kernel of ``quantize`` for one row or more; raises InputError if there is none."""
         raise _no_kernel(self)
 
 
@@ -150,17 +161,22 @@ class _Cast(ActivationFormat):
         return rows.codes.to(torch.float32)
 
     def buffers(self, rows: int, columns: int) -> Buffers:
-        return {"codes": ((columns, across_rows(rows)) if self.across else (rows, columns), self.dtype)}
+        return {
+            "codes": (
+                (columns, transposed_scale_stride(rows)) if self.transposed_scales else (rows, columns),
+                self.dtype,
+            )
+        }
 
-    def write(self, given: GivenRows, made: QuantizedRows) -> None:
-        # Imported here: Triton exists for Linux alone, and everything but a launch works without it.
+    def write(self, source: SourceRows, out: QuantizedRows) -> None:
+        # Imported here: Triton exists for Linux only, and everything except launches works without it.
         from ..kernels.quantize import cast_kernel
 
-        rows, columns = given.shape
+        rows, columns = source.shape
         block_r, block_c = block_of(rows, columns)
         grid = (-(-rows // block_r), -(-columns // block_c))
-        constants = {"BLOCK_R": block_r, "BLOCK_C": block_c, **given.constants()}
-        args = (*given.arguments(made.codes), made.codes.stride(0) if self.across else None)
+        constants = {"BLOCK_R": block_r, "BLOCK_C": block_c, **source.constants()}
+        args = (*source.arguments(out.codes), out.codes.stride(0) if self.transposed_scales else None)
         launch(cast_kernel, grid, args, constants, num_warps=warps_of(block_r * block_c))
 
 
@@ -180,13 +196,13 @@ class _Fp8(ActivationFormat):
 
     def quantize(self, x: Tensor) -> QuantizedRows:
         check_rows(self.name, x)
-        parts = in_groups(x.to(torch.float32), self.group or x.shape[1])
-        amax = parts.abs().amax(dim=2)
+        groups = in_groups(x.to(torch.float32), self.group or x.shape[1])
+        amax = groups.abs().amax(dim=2)
         finite = amax.isfinite()
         amax = torch.where(finite, amax, 0.0)
-        found = power(amax) if self.power else quotient(amax, E4M3_MAX).clamp(min=SMALLEST_SCALE)
-        scale = self.given_or(found)
-        scaled = torch.where(finite.unsqueeze(2), parts * scale.reciprocal().unsqueeze(2), 0.0)
+        dynamic = power(amax) if self.power else quotient(amax, E4M3_MAX).clamp(min=SMALLEST_SCALE)
+        scale = self.calibrated_or(dynamic)
+        scaled = torch.where(finite.unsqueeze(2), groups * scale.reciprocal().unsqueeze(2), 0.0)
         codes = e4m3_codes(scaled).flatten(1)
         scales = scale.masked_fill(~finite, torch.nan)
         if self.e8m0:
@@ -195,28 +211,42 @@ class _Fp8(ActivationFormat):
         return QuantizedRows(codes=codes[:, : x.shape[1]].contiguous(), shape=(x.shape[0], x.shape[1]), scales=scales)
 
     def dequantize(self, rows: QuantizedRows) -> Tensor:
-        scales = present(self.name, rows.scales)
+        scales = require_scales(self.name, rows.scales)
         scales = e8m0_numbers(scales) if self.e8m0 else scales
         return rows.codes.to(torch.float32) * spread(scales, self.group, rows.shape[1])
 
     def buffers(self, rows: int, columns: int) -> Buffers:
         groups = -(-columns // (self.group or columns))
-        scales = (groups, across_rows(rows)) if self.across else (rows, groups)
+        scales = (groups, transposed_scale_stride(rows)) if self.transposed_scales else (rows, groups)
         dtype = torch.uint8 if self.e8m0 else torch.float32
         return {"codes": ((rows, columns), torch.float8_e4m3fn), "scales": (scales, dtype)}
 
-    def write(self, given: GivenRows, made: QuantizedRows) -> None:
+    def write(self, source: SourceRows, out: QuantizedRows) -> None:
         from ..kernels.quantize import e4m3_kernel
 
-        (rows, columns), wide = given.shape, made.codes.shape[1]
-        scales, groups = present(self.name, made.scales), -(-wide // (self.group or wide))
-        block_r, block_c = block_of(rows, columns) if self.group else whole_rows(rows, wide)
-        grid = (-(-rows // block_r), -(-wide // block_c))
-        given_scale, step = self.given_scale(), scales.stride(0) if self.across else None
-        args = (*given.arguments(made.codes, scales), groups, wide, int(given.x_ready), given_scale, step)
-        constants = {"BLOCK_R": block_r, "BLOCK_C": block_c, **given.constants()}
-        constants |= {"GROUP": self.group or block_c, "POWER": self.power, "BYTE": self.e8m0}
-        constants |= {"ROUND": not given.x.is_cuda, "REORDER": given.order == REORDERED}
+        rows, columns = source.shape
+        padded_cols = out.codes.shape[1]
+        scales = require_scales(self.name, out.scales)
+        block_r, block_c = block_of(rows, columns) if self.group else whole_rows(rows, padded_cols)
+        grid = (-(-rows // block_r), -(-padded_cols // block_c))
+        args = (
+            *source.arguments(out.codes, scales),
+            -(-padded_cols // (self.group or padded_cols)),
+            padded_cols,
+            int(source.x_ready),
+            self.calibrated_scale(),
+            scales.stride(0) if self.transposed_scales else None,
+        )
+        constants = {
+            "BLOCK_R": block_r,
+            "BLOCK_C": block_c,
+            **source.constants(),
+            "GROUP": self.group or block_c,
+            "POWER": self.power,
+            "BYTE": self.e8m0,
+            "ROUND": not source.x.is_cuda,
+            "REORDER": source.order == REORDERED,
+        }
         launch(e4m3_kernel, grid, args, constants, num_warps=warps_of(block_c * (block_r if self.group else 1)))
 
 
@@ -227,26 +257,26 @@ class _NvFp4(ActivationFormat):
 
     The published recipe has one global scale for the tensor. Taken from the batch, it would let every row
     change the bits of all others; here it is ``amax(row) / (6 * 448)``, so a row depends on nothing but
-    itself. Static, it is the calibrated one of the published recipe; groups have their own scales.
+    itself. Static, it is the calibrated one of the published recipe; groups have separate scales.
     """
 
-    most: ClassVar[float] = E2M1_MAX * E4M3_MAX
-    least: ClassVar[float] = _GLOBAL_FLOOR
+    max_value: ClassVar[float] = E2M1_MAX * E4M3_MAX
+    min_scale: ClassVar[float] = _GLOBAL_FLOOR
 
     def quantize(self, x: Tensor) -> QuantizedRows:
         check_rows(self.name, x)
-        parts = in_groups(x.to(torch.float32), self.group)
+        groups = in_groups(x.to(torch.float32), self.group)
         rows, columns = x.shape
-        amax = parts.abs().amax(dim=2)
+        amax = groups.abs().amax(dim=2)
         row_amax = amax.amax(dim=1, keepdim=True)
         finite = row_amax.isfinite()
         amax = torch.where(finite, amax, 0.0)
         row_amax = torch.where(finite, row_amax, 0.0)
-        global_scale = self.given_or(quotient(row_amax, self.most).clamp(min=self.least))
+        global_scale = self.calibrated_or(quotient(row_amax, self.max_value).clamp(min=self.min_scale))
         # Group scales are E4M3 numbers from the smallest, 2^-9, to the largest: never zero, never NaN here.
         scales = (amax / (global_scale * E2M1_MAX)).clamp(2.0**-9, E4M3_MAX).to(torch.float8_e4m3fn)
         multiplier = (scales.to(torch.float32) * global_scale).reciprocal()
-        scaled = torch.where(finite.unsqueeze(2), parts * multiplier.unsqueeze(2), 0.0)
+        scaled = torch.where(finite.unsqueeze(2), groups * multiplier.unsqueeze(2), 0.0)
         nibbles = e2m1_codes(scaled).flatten(1)[:, :columns]
         codes = pack_nibbles(functional.pad(nibbles, (0, columns % 2)))
         return QuantizedRows(
@@ -254,7 +284,7 @@ class _NvFp4(ActivationFormat):
         )
 
     def dequantize(self, rows: QuantizedRows) -> Tensor:
-        scales = present(self.name, rows.scales).to(torch.float32) * present(self.name, rows.global_scale)
+        scales = require_scales(self.name, rows.scales).to(torch.float32) * require_scales(self.name, rows.global_scale)
         return e2m1_numbers(rows.codes)[:, : rows.shape[1]] * spread(scales, self.group, rows.shape[1])
 
     def buffers(self, rows: int, columns: int) -> Buffers:
@@ -264,14 +294,14 @@ class _NvFp4(ActivationFormat):
             "global_scale": ((rows, 1), torch.float32),
         }
 
-    def write(self, given: GivenRows, made: QuantizedRows) -> None:
+    def write(self, source: SourceRows, out: QuantizedRows) -> None:
         from ..kernels.quantize import nvfp4_kernel
 
-        rows, columns = given.shape
-        scales, block = present(self.name, made.scales), power_at_least(columns, 32)
-        written = (made.codes, scales, present(self.name, made.global_scale))
-        constants = {"BLOCK_C": block, **given.constants(), "ROUND": not given.x.is_cuda}
-        args = (*given.arguments(*written), scales.shape[1], self.given_scale())
+        rows, columns = source.shape
+        scales, block = require_scales(self.name, out.scales), power_at_least(columns, 32)
+        written = (out.codes, scales, require_scales(self.name, out.global_scale))
+        constants = {"BLOCK_C": block, **source.constants(), "ROUND": not source.x.is_cuda}
+        args = (*source.arguments(*written), scales.shape[1], self.calibrated_scale())
         launch(nvfp4_kernel, (rows,), args, constants, num_warps=warps_of(block))
 
 
@@ -296,21 +326,21 @@ ACTIVATION_FORMATS: tuple[ActivationFormat, ...] = (
 
 
 def activation_format(name: str | ActivationFormat) -> ActivationFormat:
-    """Return the format called ``name``, or the one given; raises ``InputError`` naming the allowed ones."""
+    """Return the format called ``name``, or ``name`` if it is a format; InputError lists the allowed names."""
     if isinstance(name, ActivationFormat):
         return name
     return named(ACTIVATION_FORMATS, name, f"activation format: found {name!r}, allowed: ", InputError)
 
 
 def formats_within(name: str, reach: tuple[float, float] | None) -> tuple[ActivationFormat, ActivationFormat]:
-    """Return what rows are before each of two products: the format ``name``, with the scales of ``reach`` if static.
+    """Return the formats of the rows of two products: the format ``name``, with the scales of ``reach`` if static.
 
-    reach: as ``ExpertWeights`` says. Raises InputError for a static format without it.
+    reach: as in ``ExpertWeights``. Raises InputError for a static format without it.
     """
     form = activation_format(name)
     if form.static and reach is not None:
         return form.within(reach[0]), form.within(reach[1])
-    form.given_scale()
+    form.calibrated_scale()
     return form, form
 
 
@@ -326,7 +356,7 @@ def cast_name(dtype: torch.dtype) -> str:
 def quantize_regions(rows: int, columns: int, name: str | ActivationFormat, *, order: int = AS_IS) -> Regions:
     """Return the most bytes ``quantize_rows`` takes for any count of rows up to ``rows``."""
     form = activation_format(name)
-    return sizes(form.buffers(rows, form.wide(columns, order)))
+    return sizes(form.buffers(rows, form.padded_columns(columns, order)))
 
 
 def quantize_rows(
@@ -343,32 +373,49 @@ def quantize_rows(
     """Quantise rows of ``x [T, K]`` (floating) to a format, or to the one called ``name``.
 
     source: ``[R]`` int64, row r is ``x[source[r]]``; without it rows are those of x. weights: ``[R]`` float32 that
-    multiply the rows first, rounded to x's dtype. order, x_ready and used: as ``operand`` says. On a GPU all of it is
+    multiply the rows first, rounded to x's dtype. order, x_ready and used: as in ``operand``. On a GPU all of it is
     one kernel, with the bits of ``ActivationFormat.quantize``. memory: where that kernel takes "codes", "scales" and
     "global_scale".
     Raises ``InputError`` for wrong shapes or dtypes.
     """
     form = activation_format(name)
     check_rows(form.name, x)
-    wide = form.wide(x.shape[1], order)
-    laid = "scales" if form.group else "codes"
-    if not on_device(x, form.capability):
-        made = form.quantize(weighted(x, source, weights))
-        rows = made.shape[0]
-        made = replace(made, codes=ordered(made.codes, order), shape=(rows, wide))
-        if form.across:
-            made = replace(made, **{laid: functional.pad(getattr(made, laid).t(), (0, across_rows(rows) - rows))})
+    padded_cols = form.padded_columns(x.shape[1], order)
+    on_kernel = on_device(x, form.capability)
+    if on_kernel:
+        rows = SourceRows(row_contiguous(x), source, weights, order, x_ready, used)
+        quantized = _run_kernel(form, rows, padded_cols, memory)
     else:
-        given = GivenRows(row_contiguous(x), source, weights, order, x_ready, used)
-        rows = given.shape[0]
-        made = QuantizedRows(shape=(rows, wide), **taken(memory, form.buffers(rows, wide), x.device))
-        if rows:
-            form.write(given, made)
-    return replace(made, **{laid: getattr(made, laid)[:, :rows].t()}) if form.across else made
+        quantized = form.quantize(gather_rows(x, source, weights))
+        codes = reorder_codes(quantized.codes, order)
+        quantized = replace(quantized, codes=codes, shape=(codes.shape[0], padded_cols))
+    return _view_by_row(form, quantized, stored=on_kernel) if form.transposed_scales else quantized
 
 
-def ordered(codes: Tensor, order: int) -> Tensor:
-    """Return E4M3 codes ``[R, K]`` in ``order``; zeros beyond K.
+def _run_kernel(form: ActivationFormat, rows: SourceRows, padded_cols: int, memory: Memory | None) -> QuantizedRows:
+    count = rows.shape[0]
+    buffers = allocate(memory, form.buffers(count, padded_cols), rows.x.device)
+    quantized = QuantizedRows(shape=(count, padded_cols), **buffers)
+    if count:
+        form.write(rows, quantized)
+    return quantized
+
+
+def _view_by_row(form: ActivationFormat, rows: QuantizedRows, *, stored: bool) -> QuantizedRows:
+    """Return a view ``[R, G]`` of transposed scales, or of codes without scales.
+
+    stored: they are transposed in memory; otherwise they are copied to that layout first.
+    """
+    name = "scales" if form.group else "codes"
+    values: Tensor = getattr(rows, name)
+    count = rows.shape[0]
+    if not stored:
+        values = functional.pad(values.t(), (0, transposed_scale_stride(count) - count))
+    return replace(rows, **{name: values[:, :count].t()})
+
+
+def reorder_codes(codes: Tensor, order: int) -> Tensor:
+    """Return E4M3 codes ``[R, K]`` in ``order``, with zeros beyond K.
 
     REORDERED is for four-bit weights: within 128 columns, column 32 t + 8 s + 4 h + i (t, s < 4, h < 2, i < 4) goes to
     place 64 h + 16 s + 4 t + i, so a thread of the tensor core needs 32 neighbours of a row of weights.
@@ -384,8 +431,9 @@ def ordered(codes: Tensor, order: int) -> Tensor:
 
 
 def _no_kernel(form: ActivationFormat) -> InputError:
-    kinds = ", ".join(known.name for known in ACTIVATION_FORMATS if type(known).write is not ActivationFormat.write)
+    written = (known for known in ACTIVATION_FORMATS if type(known).write is not ActivationFormat.write)
+    allowed = ", ".join(known.name for known in written)
     return InputError(
-        f"activation format {form.name}: found {type(form).__name__}, which no kernel writes, allowed: {kinds}; write "
-        "one, and give the class its buffers and its launch (buffers, write)"
+        f"activation format {form.name}: found {type(form).__name__}, which no kernel writes, allowed: {allowed}; "
+        "write one, and give the class its buffers and its launch (buffers, write)"
     )

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from ..runtime.launch import launch, on_device, overlaps, power_at_least, row_contiguous
 from ..runtime.memory import Memory, Regions
-from .buffers import Buffers, sizes, taken
+from .buffers import Buffers, allocate, sizes
 from .checks import require_input
 
 __all__ = ["rms_norm", "rms_norm_regions"]
@@ -31,20 +31,25 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, memory: Memory | N
     require_input(x.dim() == 2 and x.is_floating_point(), "x", x, "[T, C] of a floating dtype")
     tokens, columns = x.shape
     if weight is not None:
-        fits = tuple(weight.shape) == (columns,) and weight.dtype == torch.float32
-        require_input(fits, "weight", weight, f"float32 ({columns},)")
+        valid = tuple(weight.shape) == (columns,) and weight.dtype == torch.float32
+        require_input(valid, "weight", weight, f"float32 ({columns},)")
     if not on_device(x):
         return functional.rms_norm(x.float(), (columns,), weight, eps)
-    # Imported here: Triton exists for Linux alone, and everything but a launch works without it.
+    # Imported here: Triton exists for Linux only, and everything except launches works without it.
     from ..kernels.rms_norm import rms_norm_kernel
 
-    out = taken(memory, _buffers(tokens, columns), x.device)["norm"]
+    out = allocate(memory, _buffers(tokens, columns), x.device)["norm"]
     if tokens == 0:
         return out
     x = row_contiguous(x)
     block = min(power_at_least(columns, 32), _BLOCK)
     args = (x, out if weight is None else weight.contiguous(), out, columns, x.stride(0), float(columns), float(eps))
-    constants = {"BLOCK": block, "STEPS": -(-columns // block), "WEIGHT": weight is not None, "PDL": overlaps(x)}
+    constants = {
+        "BLOCK": block,
+        "STEPS": -(-columns // block),
+        "WEIGHT": weight is not None,
+        "PDL": overlaps(x),
+    }
     warps = max(1, min(8, block // 256))
     launch(rms_norm_kernel, (tokens,), args, constants, num_warps=warps, enable_fp_fusion=False)
     return out

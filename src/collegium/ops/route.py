@@ -17,7 +17,7 @@ from ..runtime.launch import on_device
 from ..runtime.memory import Memory
 from ..runtime.packed_module import refuse_gradient
 from ..types import Routing, RoutingSpec, ScoreFunction
-from .checks import described, require_input
+from .checks import describe, require_input
 from .route_device import ID_DTYPES, route_on_device, route_regions
 
 __all__ = ["given_routing", "route", "route_custom", "route_regions"]
@@ -63,30 +63,29 @@ def route(
     else:
         _check_ranking(logits, spec, bias, hash_table)
     experts = logits.shape[1]
-    if (None if expert_scale is None else tuple(expert_scale.shape)) != ((experts,) if spec.expert_scale else None):
-        found = f"expert_scale is {described(expert_scale)}"
-        raise InputError(f"route: {found}, spec.expert_scale={spec.expert_scale} needs ({experts},)")
-    if expert_scale is not None:
-        _check_device("expert_scale", expert_scale, logits)
+    _check_expert_scale(logits, spec, expert_scale)
     if not checked and on_device(logits):
-        parts = {"bias": bias, "token_ids": token_ids, "hash_table": hash_table, "expert_scale": expert_scale}
-        return route_on_device(logits, spec, **parts, memory=memory)
+        tensors = {"bias": bias, "token_ids": token_ids, "hash_table": hash_table, "expert_scale": expert_scale}
+        return route_on_device(logits, spec, **tensors, memory=memory)
     raw = logits.to(torch.float32)
     scores = _scores(raw, spec.score)
     if spec.hash_routing and token_ids is not None and hash_table is not None:
-        judged, ids = scores, _look_up(token_ids, hash_table, checked=checked)
+        ids = _look_up(token_ids, hash_table, checked=checked)
+        ranked = scores
         if checked:
             _refuse_bad_ids(ids, experts)
         ids = ids.masked_fill((ids < -1) | (ids >= experts), _NO_EXPERT)
     else:
         choice = _choice(raw, scores, bias, checked=checked)
-        judged, ids = scores if bias is None else choice, _select(choice, scores, spec)
-    ids = ids.masked_fill(judged.isnan().any(dim=1, keepdim=True), _NO_EXPERT)
+        ids = _select(choice, scores, spec)
+        ranked = scores if bias is None else choice
+    ids = ids.masked_fill(ranked.isnan().any(dim=1, keepdim=True), _NO_EXPERT)
     weights = _weights(raw, scores, ids, spec)
-    chosen = _scaled(Routing(topk_ids=ids.to(ID_DTYPES[spec.id_dtype]), topk_weights=weights), expert_scale)
+    routing = Routing(topk_ids=ids.to(ID_DTYPES[spec.id_dtype]), topk_weights=weights)
+    routing = _apply_expert_scale(routing, expert_scale)
     if checked:
-        _refuse_bad_rows(~chosen.topk_weights.isfinite().all(dim=1))
-    return chosen
+        _refuse_bad_rows(~routing.topk_weights.isfinite().all(dim=1))
+    return routing
 
 
 def route_custom(
@@ -110,19 +109,21 @@ def route_custom(
         num_experts = logits.shape[1]
     rows = x.shape[0] if logits is None else logits.shape[0]
     if x.dim() != 2 or x.shape[0] != rows:
-        raise InputError(f"route_custom: x is {described(x)}, allowed: [{rows}, D], a row for each token")
+        raise InputError(f"route_custom: x is {describe(x)}, allowed: [{rows}, D], a row for each token")
     ids, weights = _pair(cast("Any", fn(x, logits, spec.top_k)))
     if ids.is_floating_point() and not weights.is_floating_point():
         raise InputError(
-            f"route_custom: the callable, choose returned ({described(ids)}, {described(weights)}), weights first; "
+            f"route_custom: the callable, choose returned ({describe(ids)}, {describe(weights)}), weights first; "
             "it must return (topk_ids, topk_weights) in this order, integers first"
         )
-    source, what = (x, "the tokens") if logits is None else (logits, "the logits")
-    _check_device("topk_ids that choose returned", ids, source, what)
-    want = (rows, spec.top_k)
-    if tuple(ids.shape) != want:
+    if logits is None:
+        _check_device("topk_ids that choose returned", ids, x, "the tokens")
+    else:
+        _check_device("topk_ids that choose returned", ids, logits, "the logits")
+    shape = (rows, spec.top_k)
+    if tuple(ids.shape) != shape:
         raise InputError(
-            f"route_custom: the callable returned topk_ids {described(ids)}, allowed: shape {want} "
+            f"route_custom: the callable returned topk_ids {describe(ids)}, allowed: shape {shape} "
             "(T, top_k); it must return (topk_ids, topk_weights) in this order"
         )
     refuse_gradient(topk_weights=weights)
@@ -130,16 +131,16 @@ def route_custom(
 
 
 def _pair(chosen: Any) -> tuple[Tensor, Tensor]:
-    """Return ids and weights of what a callable returned; raises InputError for anything but two tensors."""
+    """Return the ids and weights that a callable returned; raises InputError for anything but two tensors."""
     if isinstance(chosen, Routing):
         return chosen.topk_ids, chosen.topk_weights
-    listed: Any = chosen if isinstance(chosen, tuple | list) else ()
-    if len(listed) != 2 or not all(isinstance(tensor, Tensor) for tensor in listed):
+    results: Any = chosen if isinstance(chosen, tuple | list) else ()
+    if len(results) != 2 or not all(isinstance(tensor, Tensor) for tensor in results):
         raise InputError(
             f"route_custom: the callable, choose returned a {type(chosen).__name__}; allowed: two tensors, "
             "(topk_ids, topk_weights), or a Routing"
         )
-    return listed[0], listed[1]
+    return results[0], results[1]
 
 
 def given_routing(topk_ids: Tensor, topk_weights: Tensor, num_experts: int, *, checked: bool = False) -> Routing:
@@ -153,14 +154,14 @@ def given_routing(topk_ids: Tensor, topk_weights: Tensor, num_experts: int, *, c
     """
     if topk_ids.is_floating_point() and not topk_weights.is_floating_point():
         raise InputError(
-            f"topk_ids is {described(topk_ids)} and topk_weights {described(topk_weights)}: they are swapped; the "
+            f"topk_ids is {describe(topk_ids)} and topk_weights {describe(topk_weights)}: they are swapped; the "
             "order is (topk_ids, topk_weights) everywhere, integers first"
         )
     _check_ids("topk_ids", topk_ids, 2)
     _check_device("topk_weights", topk_weights, topk_ids, "topk_ids")
-    fits = topk_weights.shape == topk_ids.shape and topk_weights.is_floating_point()
+    valid = topk_weights.shape == topk_ids.shape and topk_weights.is_floating_point()
     allowed = f"a floating dtype and the shape of topk_ids {tuple(topk_ids.shape)}"
-    require_input(fits, "topk_weights", topk_weights, allowed)
+    require_input(valid, "topk_weights", topk_weights, allowed)
     require_input(num_experts >= 1, "num_experts", num_experts, "at least 1")
     if checked:
         ids = topk_ids.to(torch.int64)
@@ -170,7 +171,7 @@ def given_routing(topk_ids: Tensor, topk_weights: Tensor, num_experts: int, *, c
     return Routing(topk_ids=topk_ids, topk_weights=topk_weights)
 
 
-def _scaled(chosen: Routing, expert_scale: Tensor | None) -> Routing:
+def _apply_expert_scale(chosen: Routing, expert_scale: Tensor | None) -> Routing:
     """Multiply each weight by the factor of its expert, in place."""
     if expert_scale is not None:
         chosen.topk_weights.mul_(expert_scale.to(torch.float32)[chosen.topk_ids.clamp(min=0)])
@@ -181,13 +182,13 @@ def _scores(logits: Tensor, score: ScoreFunction) -> Tensor:
     """Score every expert, ``[T, E]`` float32; for topk_softmax the logits, normalised after top-k."""
     if score in ("topk_softmax", "sparsemixer"):
         return logits
-    wide = logits.to(torch.float64)
+    exact = logits.to(torch.float64)
     if score == "softmax":
-        return torch.softmax(wide, dim=1).to(torch.float32)
+        return torch.softmax(exact, dim=1).to(torch.float32)
     if score == "sigmoid":
-        return torch.sigmoid(wide).to(torch.float32)
+        return torch.sigmoid(exact).to(torch.float32)
     # softplus written so that neither exp nor log1p overflows or cancels for any finite x.
-    softplus = wide.clamp(min=0.0) + torch.log1p(torch.exp(-wide.abs()))
+    softplus = exact.clamp(min=0.0) + torch.log1p(torch.exp(-exact.abs()))
     return softplus.sqrt().to(torch.float32)
 
 
@@ -200,19 +201,19 @@ def _choice(logits: Tensor, scores: Tensor, bias: Tensor | None, *, checked: boo
     # The clamp keeps -inf above the -inf of a masked group.
     if bias is None:
         return logits.clamp(-_LARGEST, _LARGEST)
-    wide = bias.to(torch.float32)
-    if checked and bool(wide.isnan().any()):
-        first = int(wide.isnan().nonzero()[0, 0])
+    correction = bias.to(torch.float32)
+    if checked and bool(correction.isnan().any()):
+        first = int(correction.isnan().nonzero()[0, 0])
         experts = logits.shape[1]
         raise RoutingError(f"correction bias: expert {first} of {experts} is NaN, allowed: numbers; reload the router")
-    return (scores + wide).clamp(-_LARGEST, _LARGEST)
+    return (scores + correction).clamp(-_LARGEST, _LARGEST)
 
 
 def _check_ranking(logits: Tensor, spec: RoutingSpec, bias: Tensor | None, hash_table: Tensor | None) -> None:
-    for name, given, option in (("hash_table", hash_table, "hash_routing"), ("bias", bias, "correction_bias")):
-        if given is not None and not getattr(spec, option):
+    for name, tensor, option in (("hash_table", hash_table, "hash_routing"), ("bias", bias, "correction_bias")):
+        if tensor is not None and not getattr(spec, option):
             raise InputError(
-                f"route: found a {name} {described(given)}, but spec.{option} is False; pass {name}=None or a "
+                f"route: found a {name} {describe(tensor)}, but spec.{option} is False; pass {name}=None or a "
                 f"RoutingSpec with {option}=True"
             )
     if not spec.correction_bias:
@@ -220,7 +221,7 @@ def _check_ranking(logits: Tensor, spec: RoutingSpec, bias: Tensor | None, hash_
     experts = logits.shape[1]
     if bias is None or tuple(bias.shape) != (experts,) or not bias.is_floating_point():
         raise InputError(
-            f"route: spec.correction_bias needs a floating bias of shape ({experts},) [E], found {described(bias)}; "
+            f"route: spec.correction_bias needs a floating bias of shape ({experts},) [E], found {describe(bias)}; "
             "pass the router's correction bias"
         )
     _check_device("bias", bias, logits)
@@ -236,8 +237,8 @@ def _select(choice: Tensor, scores: Tensor, spec: RoutingSpec) -> Tensor:
         basis = scores if summed and not spec.correction_bias else choice
         grouped = basis.view(tokens, spec.groups, size)
         best = grouped.topk(min(2, size) if summed else 1, dim=2).values.sum(dim=2)
-        kept = _top(best, spec.topk_groups)
-        masked = torch.ones_like(best, dtype=torch.bool).scatter(1, kept, False)
+        best_groups = _top(best, spec.topk_groups)
+        masked = torch.ones_like(best, dtype=torch.bool).scatter(1, best_groups, False)
         choice = choice.view(tokens, spec.groups, size).masked_fill(masked.unsqueeze(2), -torch.inf)
         choice = choice.view(tokens, experts)
     return _top(choice, spec.top_k)
@@ -297,12 +298,23 @@ def _sparsemixer(logits: Tensor, ids: Tensor, jitter: float) -> Tensor:
     return torch.cat(weights, dim=1).to(torch.float32)
 
 
+def _check_expert_scale(logits: Tensor, spec: RoutingSpec, expert_scale: Tensor | None) -> None:
+    shape = None if expert_scale is None else tuple(expert_scale.shape)
+    needed = (logits.shape[1],)
+    if shape != (needed if spec.expert_scale else None):
+        raise InputError(
+            f"route: expert_scale is {describe(expert_scale)}, spec.expert_scale={spec.expert_scale} needs {needed}"
+        )
+    if expert_scale is not None:
+        _check_device("expert_scale", expert_scale, logits)
+
+
 def _check_look_up(
     logits: Tensor, spec: RoutingSpec, bias: Tensor | None, token_ids: Tensor | None, hash_table: Tensor | None
 ) -> None:
     if bias is not None:
         raise InputError(
-            f"route: found a bias {described(bias)} with hash routing, which looks experts up and ranks "
+            f"route: found a bias {describe(bias)} with hash routing, which looks experts up and ranks "
             "nothing; pass bias=None"
         )
     if token_ids is None or hash_table is None:
@@ -313,10 +325,10 @@ def _check_look_up(
     tokens = logits.shape[0]
     _check_ids("token_ids", token_ids, 1)
     _check_ids("hash_table", hash_table, 2)
-    fits = token_ids.shape[0] == tokens
-    require_input(fits, "token_ids", token_ids, f"shape ({tokens},), one for each logits row")
-    fits = hash_table.shape[1] == spec.top_k and hash_table.shape[0] >= 1
-    require_input(fits, "hash_table", hash_table, f"[vocabulary >= 1, top_k={spec.top_k}]")
+    valid = token_ids.shape[0] == tokens
+    require_input(valid, "token_ids", token_ids, f"shape ({tokens},), one for each logits row")
+    valid = hash_table.shape[1] == spec.top_k and hash_table.shape[0] >= 1
+    require_input(valid, "hash_table", hash_table, f"[vocabulary >= 1, top_k={spec.top_k}]")
     _check_device("token_ids", token_ids, logits)
     _check_device("hash_table", hash_table, logits)
 
@@ -324,17 +336,17 @@ def _check_look_up(
 def _look_up(token_ids: Tensor, hash_table: Tensor, *, checked: bool) -> Tensor:
     """Return ``hash_table[token_ids]``, ``[T, K]`` int64, with -2 for token ids outside the table."""
     vocabulary = hash_table.shape[0]
-    wanted = token_ids.to(torch.int64)
-    outside = (wanted < 0) | (wanted >= vocabulary)
+    ids = token_ids.to(torch.int64)
+    outside = (ids < 0) | (ids >= vocabulary)
     if checked and bool(outside.any()):
         row = int(outside.nonzero()[0, 0])
         raise RoutingError(
-            f"token_ids: token {row} is {int(wanted[row])}, allowed: 0 to {vocabulary - 1} (rows of the hash "
+            f"token_ids: token {row} is {int(ids[row])}, allowed: 0 to {vocabulary - 1} (rows of the hash "
             "table); pass the ids of the tokens the logits were computed for"
         )
-    # torch has few operations for the wide unsigned dtypes, index_select is not among them.
+    # torch has few operations for uint16 and uint32, index_select is not among them.
     table = hash_table.to(torch.int64) if hash_table.dtype in (torch.uint16, torch.uint32) else hash_table
-    rows = table.index_select(0, wanted.clamp(0, vocabulary - 1)).to(torch.int64)
+    rows = table.index_select(0, ids.clamp(0, vocabulary - 1)).to(torch.int64)
     return rows.masked_fill(outside.unsqueeze(1), _NO_EXPERT)
 
 
@@ -352,8 +364,8 @@ def _refuse_bad_rows(bad: Tensor) -> None:
         rows = bad.nonzero()
         raise RoutingError(
             f"router logits: token {int(rows[0, 0])} is the first of {rows.shape[0]} of {bad.shape[0]} "
-            "whose row holds NaN, or infinities or an expert_scale that no finite weight comes of, allowed: numbers; "
-            "find the layer that made it, or make the output of such rows NaN with checked=False"
+            "whose row holds NaN, or infinities or an expert_scale that give no finite weight, allowed: numbers; "
+            "find the layer that produced it, or make the output of such rows NaN with checked=False"
         )
 
 
@@ -367,22 +379,22 @@ def _refuse_slots(bad: Tensor, values: Tensor, what: str, allowed: str) -> None:
 
 
 def _check_logits(logits: Tensor, spec: RoutingSpec) -> None:
-    fits = logits.dim() == 2 and logits.is_floating_point()
-    require_input(fits, "router logits", logits, "[T, E] of a floating dtype")
+    valid = logits.dim() == 2 and logits.is_floating_point()
+    require_input(valid, "router logits", logits, "[T, E] of a floating dtype")
     experts = logits.shape[1]
     if not spec.top_k <= experts < 1 << _ID_BITS:
-        most = (1 << _ID_BITS) - 1
-        raise InputError(f"router logits: found {experts} experts, allowed: top_k={spec.top_k} to {most}")
+        max_experts = (1 << _ID_BITS) - 1
+        raise InputError(f"router logits: found {experts} experts, allowed: top_k={spec.top_k} to {max_experts}")
     if experts % spec.groups or spec.top_k > spec.topk_groups * (experts // spec.groups):
         raise InputError(
             f"router logits: found {experts} experts, allowed: a multiple of groups={spec.groups} whose "
-            f"{spec.topk_groups} kept groups hold at least top_k={spec.top_k} experts"
+            f"{spec.topk_groups} selected groups hold at least top_k={spec.top_k} experts"
         )
 
 
 def _check_ids(name: str, ids: Tensor, dims: int) -> None:
-    fits = ids.dim() == dims and ids.dtype in _ID_DTYPES
-    require_input(fits, name, ids, f"{dims} dimensions of int8 to int64 or uint8 to uint32")
+    valid = ids.dim() == dims and ids.dtype in _ID_DTYPES
+    require_input(valid, name, ids, f"{dims} dimensions of int8 to int64 or uint8 to uint32")
 
 
 def _check_device(name: str, tensor: Tensor, other: Tensor, what: str = "the logits") -> None:

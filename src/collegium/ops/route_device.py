@@ -9,7 +9,7 @@ from torch import Tensor
 from ..runtime.launch import align_rows, launch, overlaps, power_at_least
 from ..runtime.memory import Memory, Regions
 from ..types import SCORE_FUNCTIONS, Routing, RoutingSpec
-from .buffers import Buffers, sizes, taken
+from .buffers import Buffers, allocate, sizes
 
 __all__ = ["ID_DTYPES", "route_on_device", "route_regions"]
 
@@ -32,35 +32,47 @@ def route_on_device(
     memory: Memory | None = None,
 ) -> Routing:
     """Do ``route`` unchecked, in one kernel; the arguments must be those ``route`` accepts."""
-    # Imported here: Triton exists for Linux alone, and everything but a launch works without it.
+    # Imported here: Triton exists for Linux only, and everything except launches works without it.
     from ..kernels.route import route_kernel
 
     tokens, experts = logits.shape
-    made = Routing(**taken(memory, _buffers(tokens, spec.top_k, ID_DTYPES[spec.id_dtype]), logits.device))
+    buffers = _buffers(tokens, spec.top_k, ID_DTYPES[spec.id_dtype])
+    routing = Routing(**allocate(memory, buffers, logits.device))
     if tokens == 0:
-        return made
+        return routing
     logits = align_rows(logits)
     groups = spec.groups if spec.groups > 1 and not spec.hash_routing else 1
     block_g, block_s = power_at_least(groups), power_at_least(experts // groups)
     block_s = max(block_s, 32 // block_g)
-    seen = token_ids if spec.hash_routing else None  # given all the same, they would make another kernel of it
+    # Token ids that are not needed would select another variant of the kernel.
+    token_ids = token_ids if spec.hash_routing else None
     table = None if hash_table is None else hash_table.contiguous()
-    given = [logits if each is None else each for each in (bias, seen, table, expert_scale)]
-    bias_stride, token_stride, scale_stride = (
-        1 if each is None else each.stride(0) for each in (bias, seen, expert_scale)
+    args = (
+        logits,
+        *(logits if tensor is None else tensor for tensor in (bias, token_ids, table, expert_scale)),
+        *(routing.topk_ids, routing.topk_weights),
+        *(experts, groups, experts // groups, 1 if table is None else table.shape[0]),
+        logits.stride(0),
+        *(1 if tensor is None else tensor.stride(0) for tensor in (bias, token_ids, expert_scale)),
+        *map(float, (spec.renormalize_eps, spec.renormalize_floor, spec.scale, spec.jitter)),
     )
-    numbers = (experts, groups, experts // groups, 1 if table is None else table.shape[0])
-    strides = (logits.stride(0), bias_stride, token_stride, scale_stride)
-    factors = tuple(map(float, (spec.renormalize_eps, spec.renormalize_floor, spec.scale, spec.jitter)))
-    args = (logits, *given, made.topk_ids, made.topk_weights, *numbers, *strides, *factors)
-    constants = {"SCORE": SCORE_FUNCTIONS.index(spec.score), "TOP_K": spec.top_k, "RENORM": spec.renormalize}
-    constants |= {"KEPT": spec.topk_groups if groups > 1 else 0, "TOP2": spec.group_score == "top2_sum"}
-    constants |= {"BLOCK_K": power_at_least(spec.top_k), "BLOCK_G": block_g, "BLOCK_S": block_s}
-    constants |= {"BIAS": bias is not None, "HASH": spec.hash_routing}
-    constants |= {"EXPERT_SCALE": expert_scale is not None, "PDL": overlaps(logits)}
+    constants = {
+        "SCORE": SCORE_FUNCTIONS.index(spec.score),
+        "TOP_K": spec.top_k,
+        "RENORM": spec.renormalize,
+        "KEPT": spec.topk_groups if groups > 1 else 0,
+        "TOP2": spec.group_score == "top2_sum",
+        "BLOCK_K": power_at_least(spec.top_k),
+        "BLOCK_G": block_g,
+        "BLOCK_S": block_s,
+        "BIAS": bias is not None,
+        "HASH": spec.hash_routing,
+        "EXPERT_SCALE": expert_scale is not None,
+        "PDL": overlaps(logits),
+    }
     warps = max(1, min(4, block_g * block_s // 256))
     launch(route_kernel, (tokens,), args, constants, num_warps=warps, enable_fp_fusion=False)
-    return made
+    return routing
 
 
 def _buffers(tokens: int, top_k: int, ids: torch.dtype) -> Buffers:

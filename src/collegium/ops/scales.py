@@ -1,4 +1,4 @@
-"""Float32 arithmetic that formats of activations share: scales, and numbers from codes.
+"""Float32 arithmetic that activation formats share: scales, and numbers from codes.
 
 Shape letters: R rows, K columns, G groups of columns in a row.
 """

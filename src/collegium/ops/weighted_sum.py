@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..runtime.launch import launch, on_device, overlaps, power_at_least, row_contiguous
 from ..runtime.memory import Memory, Regions
-from .buffers import Buffers, sizes, taken
+from .buffers import Buffers, allocate, sizes
 from .checks import require_input
 
 __all__ = ["weighted_sum", "weighted_sum_regions"]
@@ -46,33 +46,42 @@ def weighted_sum(
     _check(rows, slots, weights, out_dtype, experts)
     _check_like((slots.shape[0], rows.shape[1]), out_dtype, shared, out)
     if not on_device(rows):
-        total = _summed(rows, slots, weights, experts)
+        total = _reference(rows, slots, weights, experts)
         if shared is not None:
             total.add_(shared)
         return total.to(out_dtype) if out is None else out.copy_(total)
-    # Imported here: Triton exists for Linux alone, and everything but a launch works without it.
+    # Imported here: Triton exists for Linux only, and everything except launches works without it.
     from ..kernels.weighted_sum import weighted_sum_kernel
 
-    (count, width), (tokens, top_k) = rows.shape, slots.shape
+    count, width = rows.shape
+    tokens, top_k = slots.shape
     rows, slots = row_contiguous(rows), slots.contiguous()
     factors = slots if weights is None else row_contiguous(weights)
-    made = taken(memory, _buffers(tokens, width, out_dtype), rows.device)["sum"] if out is None else out
+    result = out
+    if result is None:
+        result = allocate(memory, _buffers(tokens, width, out_dtype), rows.device)["sum"]
     if tokens == 0:
-        return made
+        return result
     # Small batches spread a token over more programs.
     block = min(power_at_least(width, 32), 1024 if tokens >= 64 else 256)
     added = rows if shared is None else row_contiguous(shared)
     strides = (rows.stride(0), factors.stride(0), 0 if shared is None else added.stride(0))
-    args = (rows, slots, factors, added, made, count, width, *strides, experts)
-    constants = {"TOP_K": top_k, "BLOCK": block, "WEIGHTS": weights is not None, "SHARED": shared is not None}
-    constants |= {"IDS": experts > 0, "PDL": overlaps(rows)}
+    args = (rows, slots, factors, added, result, count, width, *strides, experts)
+    constants = {
+        "TOP_K": top_k,
+        "BLOCK": block,
+        "WEIGHTS": weights is not None,
+        "SHARED": shared is not None,
+        "IDS": experts > 0,
+        "PDL": overlaps(rows),
+    }
     warps = max(1, min(4, block // 256))
     launch(weighted_sum_kernel, (-(-width // block), tokens), args, constants, num_warps=warps, enable_fp_fusion=False)
-    return made
+    return result
 
 
-def _summed(rows: Tensor, slots: Tensor, weights: Tensor | None, experts: int) -> Tensor:
-    """Return the float32 sum that the kernel makes too, ``[T, H]``."""
+def _reference(rows: Tensor, slots: Tensor, weights: Tensor | None, experts: int) -> Tensor:
+    """Return the float32 sum ``[T, H]``, with the bits of the kernel."""
     count, width = rows.shape
     slots = slots.to(torch.int64)
     dropped = (slots < 0) | (slots >= (experts or count))
@@ -97,8 +106,8 @@ def _summed(rows: Tensor, slots: Tensor, weights: Tensor | None, experts: int) -
             torch.mul(gathered, 1.0 if weights is None else weights.float().t()[span].reshape(-1, 1), out=product)
             # The sum is never -0: adding +0 leaves its bits alone.
             product.masked_fill_(dropped.t()[span].reshape(-1, 1), 0.0)
-            for own in product.view(step, *total.shape).unbind():
-                total.add_(own)
+            for slot_product in product.view(step, *total.shape).unbind():
+                total.add_(slot_product)
     return total
 
 
@@ -111,8 +120,8 @@ def _check(rows: Tensor, slots: Tensor, weights: Tensor | None, out_dtype: torch
     if experts:
         fits = slots.numel() == rows.shape[0] and not slots.is_floating_point()
         require_input(fits, "slots", slots, "an expert id for each of the rows")
-    made = slots.dim() == 2 and (experts > 0 or slots.dtype == torch.int64)
-    require_input(made, "slots", slots, "[T, K] int64, as permute() makes")
+    valid = slots.dim() == 2 and (experts > 0 or slots.dtype == torch.int64)
+    require_input(valid, "slots", slots, "[T, K] int64, as permute() returns")
     if weights is not None:
         fits = weights.shape == slots.shape and weights.is_floating_point()
         require_input(fits, "weights", weights, f"floating of shape {tuple(slots.shape)}, one for each slot")

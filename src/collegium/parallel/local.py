@@ -73,8 +73,8 @@ class Local:
             memory=memory,
         )
         remote = None
-        if owners is not None and order.places is not None:
-            remote = RemoteOutput(rows=owners.rows, offsets=order.places)
+        if owners is not None and order.row_offsets is not None:
+            remote = RemoteOutput(rows=owners.rows, offsets=order.row_offsets)
         batch = ContiguousBatch(
             x=x,
             source=order.source,

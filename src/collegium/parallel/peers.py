@@ -15,7 +15,7 @@ import torch
 
 from ..kernels.enums import HEAD_BYTES, MAX_PEERS
 from ..ops.quantize import REORDERED
-from ..ops.rows import GivenRows, QuantizedRows
+from ..ops.rows import QuantizedRows, SourceRows
 from ..runtime.launch import launch, overlaps, power_at_least, row_contiguous
 from . import peers_in_torch
 
@@ -155,7 +155,7 @@ def send(
             shape=(tokens, padded_cols),
             scales=None if sent.scale is None else sent.scale[:tokens],
         )
-        activation_format.write(GivenRows(row_contiguous(x), None, None, order), target)
+        activation_format.write(SourceRows(row_contiguous(x), None, None, order), target)
         post(peers, sent, routing, table)
         return
     from ..kernels.peer import send_kernel

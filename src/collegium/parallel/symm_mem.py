@@ -137,7 +137,9 @@ class SymmMem:
         # All ranks allocate the maximum number of tokens, since a rank computes peers' addresses from its own.
         buffers = {
             name: alloc(sent_memory, name, shape, dtype, x.device)
-            for name, (shape, dtype) in row_format.buffers(peers.bound, row_format.wide(x.shape[1], order)).items()
+            for name, (shape, dtype) in row_format.buffers(
+                peers.bound, row_format.padded_columns(x.shape[1], order)
+            ).items()
         }
         weights = None
         if weight_on_input or self.reduced is not None:
@@ -365,7 +367,7 @@ class SymmMemKind:
             max(1, placement.width if placement else 1),
             block_t=(16, 16) if lists else (),
             weights=routing.weight_on_input,
-            places=reduced is None and problem.device.kind == "cuda",
+            row_offsets=reduced is None and problem.device.kind == "cuda",
         )
         for name, size in order.items():
             regions[name] = max(size, regions.get(name, 0))

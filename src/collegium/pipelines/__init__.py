@@ -1,4 +1,4 @@
-"""What runs a batch through the routed experts, one file each; the first row that serves a batch runs it."""
+"""Pipelines run a batch through the routed experts; the first row of the table that serves a batch runs it."""
 
 from .base import Pipeline, PipelineKind, PipelineParts, PipelineQuery
 from .direct import DirectKind

@@ -1,8 +1,8 @@
-"""What a pipeline is: what runs a batch through the routed experts, from chosen experts to weighted sums.
+"""Pipelines run a batch through the routed experts: from chosen experts to weighted sums.
 
-A plan names pipelines for numbers of tokens. A row of ``PIPELINES`` refuses problems, says up to how many tokens it
-serves and what memory that takes, and is built from the parts of a layer. A kernel that fuses several steps is a
-pipeline of its own.
+A plan names one pipeline for each range of token counts. A row of ``PIPELINES`` (a ``PipelineKind``) refuses problems,
+reports the largest batch it serves and the memory it needs, and builds a ``Pipeline`` from the parts of a layer. A
+kernel that fuses several steps is a separate pipeline.
 """
 
 from collections.abc import Callable, Hashable
@@ -23,9 +23,9 @@ __all__ = ["Pipeline", "PipelineKind", "PipelineParts", "PipelineQuery"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineQuery:
-    """What a plan has chosen when it comes to pipelines.
+    """What a plan has chosen before it chooses pipelines.
 
-    experts: with as many rows as the dispatcher may bring. pipeline: the one that was asked for by name, or None.
+    experts: with as many rows as the dispatcher may bring. pipeline: the pipeline that the caller forced, or None.
     """
 
     problem: Problem
@@ -60,34 +60,38 @@ class Pipeline(Protocol):
         shared: Callable[[], Tensor] | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return the routed experts' weighted sum ``[T, H]`` for ``x [T, H]``, plus ``shared()``, rounded once."""
+        """Return the routed experts' weighted sums ``[T, H]`` for ``x [T, H]``, plus ``shared()``, rounded once.
+
+        memory: where buffers are taken from; None: fresh memory. dtype: of the result. shared: computes the shared
+        expert's output ``[T, H]``. out: written and returned instead of a new tensor.
+        """
         ...
 
     def variants(self, tokens: int) -> frozenset[Hashable]:
-        """Return what has to be compiled for a batch of ``tokens`` tokens; equal members are compiled once."""
+        """Return what a batch of ``tokens`` tokens needs compiled; equal members are compiled once."""
         ...
 
 
 class PipelineKind(Protocol):
-    """One row of ``PIPELINES``; does: what it does with a batch, in a few words."""
+    """One row of ``PIPELINES``. description: how it runs a batch, in a few words."""
 
     name: str
-    does: str
+    description: str
 
-    def refuse(self, asked: PipelineQuery) -> str | None:
-        """Return why it cannot run what was asked, with numbers, or None; kernel and dispatcher were asked before."""
+    def refuse(self, query: PipelineQuery) -> str | None:
+        """Return why it cannot run ``query``, with numbers, or None. Kernel and dispatcher have accepted it before."""
         return None
 
     def max_tokens(self, tiling: Tiling, top_k: int) -> int | None:
-        """Return the most tokens it serves, or None for any number."""
+        """Return the largest number of tokens it serves, or None for any number."""
         return None
 
     def family(self, tiling: Tiling, rows: int) -> str:
-        """Return the name of the tiles that ``rows`` rows run with here, for people; empty without tiles."""
+        """Return the name of the tiles for ``rows`` rows, as printed in plans; empty without tiles."""
         return tiling.family(rows)
 
-    def regions(self, asked: PipelineQuery) -> Regions:
-        """Return the memory of a pass at most, by name."""
+    def regions(self, query: PipelineQuery) -> Regions:
+        """Return the maximum memory of a pass, by name."""
         ...
 
     def build(self, parts: PipelineParts) -> Pipeline:

@@ -1,7 +1,7 @@
 """Experts split over GPUs that read each other's memory, from tokens to weighted sums in one kernel.
 
 The bits are those of ``split`` with the dispatcher ``symm_mem``: the steps are the same functions, and no bit of a row
-depends on the rows beside it. Shape letters: T tokens of this rank, B the most of a rank, W ranks, K experts per token,
+depends on other rows. Shape letters: T tokens of this rank, B the most of a rank, W ranks, K experts per token,
 H width, I intermediate size.
 """
 
@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..errors import InputError
-from ..experts.triton.grouped import bounds_of, kind_of
+from ..experts.triton.grouped import activation_bounds, activation_kind
 from ..experts.triton.packed import PackedExperts
 from ..formats.unquantised import DTYPES
 from ..kernels.enums import E2M1_E4M3, E2M1_E8M0, E4M3_E4M3
-from ..ops.buffers import sizes, taken
+from ..ops.buffers import allocate, sizes
 from ..ops.permute import tile_count
 from ..ops.quantize import AS_IS, REORDERED, activation_format
 from ..ops.weighted_sum import weighted_sum_regions
@@ -94,16 +94,16 @@ QUANTISED = 2048  # values between the products that a program quantises togethe
 
 
 class _Shape(NamedTuple):
-    """Sizes of a pass. wide, groups: of a token's codes and scales; inner_...: of those between the products."""
+    """Sizes of a pass. columns, groups: of a token's codes and scales; inner_...: of those between the products."""
 
     world: int
     bound: int
     top_k: int
     slots: int
-    wide: int
+    columns: int
     groups: int
     inner: int
-    inner_wide: int
+    inner_columns: int
     inner_groups: int
     width: int
 
@@ -121,15 +121,15 @@ class _Shape(NamedTuple):
         tokens, rows = self.world * self.bound, self.rows
         codes = torch.float8_e4m3fn
         return {
-            "sent/codes": ((self.bound, self.wide), codes),
+            "sent/codes": ((self.bound, self.columns), codes),
             "sent/scales": ((self.bound, self.groups), torch.float32),
             "sent/ids": ((self.bound, self.top_k), torch.int32),
-            "x": ((tokens, self.wide), codes),
+            "x": ((tokens, self.columns), codes),
             "scale": ((tokens, self.groups), torch.float32),
             "counters": ((self.counters(block_t),), torch.int32),
             "lists": ((self.slots, rows), torch.int32),
             "experts/middle": ((rows, self.inner), dtype),
-            "experts/h/codes": ((rows, self.inner_wide), codes),
+            "experts/h/codes": ((rows, self.inner_columns), codes),
             "experts/h/scales": ((rows, self.inner_groups), torch.float32),
             "experts/rows": ((self.bound * self.top_k, self.width), dtype),
         }
@@ -137,15 +137,15 @@ class _Shape(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mega:
-    """One launch a pass, beside that of the shared expert, which comes before it."""
+    """One launch a pass, after the launches of the shared expert."""
 
     parts: PipelineParts
 
     def __post_init__(self) -> None:
         if self.parts.after_expert is not None:
             raise InputError(
-                "pipeline mega: found after_expert, which sees rows between two steps; in one kernel there is "
-                "nothing between, take Overrides(pipeline='split')"
+                "pipeline mega: found after_expert, which reads rows between two steps, and one kernel has no such "
+                "point; use Overrides(pipeline='split')"
             )
 
     def __call__(
@@ -158,12 +158,12 @@ class Mega:
         shared: Callable[[], Tensor] | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return what ``Pipeline`` says."""
-        added = shared() if shared else None
+        """Return the weighted sums ``[T, H]``; see ``Pipeline``."""
+        shared_rows = None if shared is None else shared()
         if out is None:
             out = alloc(memory, "sum", tuple(x.shape), dtype, x.device)
         with step("mega", x.device):
-            self.run(x, routing, memory or FreshMemory(x.device), out, added)
+            self.run(x, routing, memory or FreshMemory(x.device), out, shared_rows)
         return out
 
     def run(
@@ -176,37 +176,37 @@ class Mega:
         *,
         phases: tuple[int, int] = (PUBLISH, COMBINE),
     ) -> None:
-        """Do the first to the last of ``phases`` of a pass and write ``out [T, H]``.
+        """Run ``phases``, from the first to the last, of a pass and write ``out [T, H]``.
 
-        Several ranks of one process that run one after the other, as in Triton's interpreter, go through a phase each
-        before the next one.
+        Ranks in one process that run one after the other, as in Triton's interpreter, each run one phase before the
+        next phase begins.
         """
-        experts, reach = self._experts, self._reach
+        experts, dispatcher = self._experts, self._dispatcher
         ids, weights = row_contiguous(routing.topk_ids), row_contiguous(routing.topk_weights)
-        peers = reach.peers_of(memory, ids.shape[0], x.device)
+        peers = dispatcher.peers_of(memory, ids.shape[0], x.device)
         if not peers.bound:
             return
         shape, on_gpu = self._shape(peers.bound, ids.shape[1]), x.is_cuda
         block_t, block_n = self._block_t(shape), self._block_n(shape)
         cut = CUTS[self.weight, block_t, block_n]
         _, rows_dtype = experts.output_spec(x.dtype)
-        own = taken(memory, shape.buffers(block_t, rows_dtype), x.device)
+        buf = allocate(memory, shape.buffers(block_t, rows_dtype), x.device)
         x, added = row_contiguous(x), out if shared is None else row_contiguous(shared)
-        words = (own["sent/codes"].view(torch.int32), own["x"].view(torch.int32))
-        up, down, act, table = experts.gate_up, experts.down, experts.activation, reach.expert_map
+        words = (buf["sent/codes"].view(torch.int32), buf["x"].view(torch.int32))
+        up, down, act, table = experts.gate_up, experts.down, experts.activation, dispatcher.expert_map
         programs = cut.programs * experts.machine.sms if on_gpu else 1
         args = (
             peers.head, peers.deltas, ids, weights, table.physical_ids, table.replica_counts, table.load, table.recording,
-            x, own["sent/codes"], words[0], own["sent/scales"], own["sent/ids"], own["x"], words[1], own["scale"],
-            own["counters"], own["lists"], own["experts/middle"], own["experts/h/codes"], own["experts/h/scales"],
-            *up.pointers, *down.pointers, own["experts/rows"], added, out,
+            x, buf["sent/codes"], words[0], buf["sent/scales"], buf["sent/ids"], buf["x"], words[1], buf["scale"],
+            buf["counters"], buf["lists"], buf["experts/middle"], buf["experts/h/codes"], buf["experts/h/scales"],
+            *up.pointers, *down.pointers, buf["experts/rows"], added, out,
             ids.numel(), peers.bound, ids.stride(0), weights.stride(0), table.num_experts, table.physical_ids.shape[1],
             peers.layer, peers.timeout_us, peers.rank, peers.flag_offset, peers.flag_stride, peers.world,
             shape.slots, shape.counters(block_t),
-            x.shape[1], x.stride(0), shape.wide, shape.groups, shape.inner, shape.inner_wide, shape.inner_groups,
-            shape.width, *(_bands(each.layout, block_n) for each in (up, down)),
-            *(_bands(each.layout, 64) for each in (up, down)), added.stride(0),
-            *bounds_of(act),
+            x.shape[1], x.stride(0), shape.columns, shape.groups, shape.inner, shape.inner_columns, shape.inner_groups,
+            shape.width, *(_bands(product.layout, block_n) for product in (up, down)),
+            *(_bands(product.layout, 64) for product in (up, down)), added.stride(0),
+            *activation_bounds(act),
         )  # fmt: skip
         constants = {"FIRST": phases[0], "LAST": phases[1]} | self._constants(shape, (block_t, block_n, cut), peers)
         constants |= {"SHARED": shared is not None, "ASM": on_gpu}
@@ -219,10 +219,10 @@ class Mega:
         launch(mega_kernel, (programs,), args, constants, num_warps=WARPS, **options)
 
     def variants(self, tokens: int) -> frozenset[Hashable]:
-        """Return the rows of a unit, the weight rows of a piece, and whether tokens are pulled without asking."""
+        """Return the rows of a unit, the weight rows of a piece, and whether all tokens are pulled."""
         shape = self._shape(tokens, self.parts.top_k)
-        asked = prefetch_all(shape.world, shape.top_k, tokens)
-        return frozenset({("mega", self._block_t(shape), self._block_n(shape), asked)})
+        prefetch = prefetch_all(shape.world, shape.top_k, tokens)
+        return frozenset({("mega", self._block_t(shape), self._block_n(shape), prefetch)})
 
     @property
     def weight(self) -> int:
@@ -235,39 +235,43 @@ class Mega:
         return self.parts.experts
 
     @property
-    def _reach(self) -> SymmMem:
+    def _dispatcher(self) -> SymmMem:
         assert isinstance(self.parts.dispatcher, SymmMem)
         return self.parts.dispatcher
 
     def _shape(self, bound: int, top_k: int) -> _Shape:
-        experts, table = self._experts, self._reach.expert_map
+        experts, table = self._experts, self._dispatcher.expert_map
         assert experts.activations is not None
         _, _, inner, hidden = experts.gate_up.layout.shape
         form, order = experts.activations, experts.gate_up.layout.row_order
         return _shape_of(form, order, (table.world_size, bound, top_k, table.width), hidden, inner)
 
-    def _each(self, shape: _Shape) -> float:
-        """Return the rows that an expert of this rank is likely to have."""
-        return self._reach.rows(shape.bound, shape.top_k) / max(1, self._experts.gate_up.layout.shape[0])
+    def _rows_per_expert(self, shape: _Shape) -> float:
+        """Return the expected number of rows of an expert of this rank."""
+        return self._dispatcher.rows(shape.bound, shape.top_k) / max(1, self._experts.gate_up.layout.shape[0])
 
     def _block_t(self, shape: _Shape) -> int:
-        each = self._each(shape)
-        return 16 if each <= 14 else 32 if each <= 40 or (self.weight, 64, 64) not in CUTS else 64
+        rows_per_expert = self._rows_per_expert(shape)
+        if rows_per_expert <= 14:
+            return 16
+        if rows_per_expert <= 40 or (self.weight, 64, 64) not in CUTS:
+            return 32
+        return 64
 
     def _block_n(self, shape: _Shape) -> int:
         """Return the weight rows of a task: fewer where there would be hardly a task for every program."""
         slots = self._experts.gate_up.layout.shape[0]
-        hit = slots * (1 - (1 - 1 / max(1, slots)) ** self._reach.rows(shape.bound, shape.top_k))
-        wide = hit * _bands(self._experts.gate_up.layout, 128)
-        return 128 if wide >= WIDE * self._experts.machine.sms else 64
+        active_experts = slots * (1 - (1 - 1 / max(1, slots)) ** self._dispatcher.rows(shape.bound, shape.top_k))
+        pieces = active_experts * _bands(self._experts.gate_up.layout, 128)
+        return 128 if pieces >= WIDE * self._experts.machine.sms else 64
 
     def _constants(self, shape: _Shape, blocks: tuple[int, int, _Cut], peers: PeerBuffers) -> dict[str, Any]:
         block_t, block_n, cut = blocks
         experts = self._experts
         form, up, down, act = experts.activations, experts.gate_up, experts.down, experts.activation
         assert form is not None
-        block_x, block_i = power_at_least(shape.wide, 128), power_at_least(shape.inner_wide, 128)
-        words, block_c = shape.wide // 4, min(COLUMNS, power_at_least(shape.width, 32))
+        block_x, block_i = power_at_least(shape.columns, 128), power_at_least(shape.inner_columns, 128)
+        words, block_c = shape.columns // 4, min(COLUMNS, power_at_least(shape.width, 32))
         block_w = min(2048, power_at_least(words, 32))
         block_k = up.layout.block_k
         return {
@@ -277,7 +281,7 @@ class Mega:
             "AT_ONCE": max(1, min(block_t, QUANTISED // block_i)), "X_GROUP": form.group or block_x,
             "INNER_GROUP": form.group or block_i, "POWER": form.power, "REORDER": up.layout.row_order == REORDERED,
             "WEIGHT": up.layout.weight, "X_SCALE": _scales(shape.groups), "INNER_SCALE": _scales(shape.inner_groups),
-            "BIAS": up.bias is not None, "PARTS": up.layout.shape[1], "KIND": kind_of(act),
+            "BIAS": up.bias is not None, "PARTS": up.layout.shape[1], "KIND": activation_kind(act),
             "HAS_LIMIT": act.limit is not None, "UP_BLOCKS": up.layout.k_blocks, "DOWN_BLOCKS": down.layout.k_blocks,
             "UP_EVEN": shape.width % block_k == 0, "DOWN_EVEN": shape.inner % block_k == 0,
             "WARPS": WARPS, "BLOCK_N": block_n, "BLOCK_T": block_t, "BLOCK": block_k,
@@ -303,94 +307,96 @@ def _bands(layout: Layout, block_n: int) -> int:
 def _shape_of(form: ActivationFormat, order: int, counts: tuple[int, int, int, int], hidden: int, inner: int) -> _Shape:
     """Return the sizes of a pass; counts: W, B, K and slots. order: of the columns of codes."""
 
-    def wide(columns: int) -> tuple[int, int]:
-        most = form.wide(columns, order)
-        return most, -(-most // (form.group or most))
+    def columns_and_groups(columns: int) -> tuple[int, int]:
+        padded = form.padded_columns(columns, order)
+        return padded, -(-padded // (form.group or padded))
 
-    return _Shape(*counts, *wide(hidden), inner, *wide(inner), hidden)
+    return _Shape(*counts, *columns_and_groups(hidden), inner, *columns_and_groups(inner), hidden)
 
 
-def _words(asked: PipelineQuery) -> bool:
-    return asked.problem.spec.weight_format in ("mxfp4", "nvfp4")
+def _has_4bit_weights(query: PipelineQuery) -> bool:
+    return query.problem.spec.weight_format in ("mxfp4", "nvfp4")
 
 
 def _slower(problem: Problem) -> str | None:
-    """Return why ``split`` is taken where nobody asked, or None; all ranks say the same, whatever tokens they bring."""
-    width, tokens, placed = problem.spec.expert_hidden_size, problem.limits.max_tokens, problem.placement
-    spec, world = problem.spec, problem.world_size
-    found = FASTER.get((spec.weight_format, world >= 4))
-    if found is None:
+    """Return why ``split`` runs unless this pipeline is forced, or None; all ranks get the same answer."""
+    spec, world, placement = problem.spec, problem.world_size, problem.placement
+    hidden, tokens = spec.expert_hidden_size, problem.limits.max_tokens
+    measured = FASTER.get((spec.weight_format, world >= 4))
+    if measured is None:
         return f"measured too little with {spec.weight_format} weights; Overrides(pipeline='mega') takes it"
-    least, most, rows = found
-    most = min(most, rows * spec.num_experts // (spec.routing.top_k * world))
-    if width < least or tokens > most:
+    min_hidden, max_tokens, max_rows = measured
+    max_tokens = min(max_tokens, max_rows * spec.num_experts // (spec.routing.top_k * world))
+    if hidden < min_hidden or tokens > max_tokens:
         return (
-            f"measured to be faster only for tokens from {least} wide and up to {most} of them on each of {world} "
-            f"ranks with {spec.weight_format} weights; found {width} and {tokens}; Overrides(pipeline='mega') takes it"
+            f"measured to be faster only for a hidden size from {min_hidden} and up to {max_tokens} tokens on each of "
+            f"{world} ranks with {spec.weight_format} weights; found {hidden} and {tokens}; "
+            "Overrides(pipeline='mega') takes it"
         )
-    if placed is not None and placed.spare:
+    if placement is not None and placement.spare:
         return (
-            f"found {placed.spare} spare slots, so experts may move, which its kernel does not expect; "
+            f"found {placement.spare} spare slots, so experts may move, which its kernel does not support; "
             "Overrides(pipeline='mega') takes it"
         )
     return None
 
 
 class MegaKind:
-    """The row of the table: experts in MXFP4, NVFP4 or FP8 split over Hopper GPUs of one host."""
+    """Experts in MXFP4, NVFP4 or FP8, split over Hopper GPUs of one host."""
 
     name = "mega"
-    does = "one kernel over all ranks"
+    description = "one kernel over all ranks"
 
-    def refuse(self, asked: PipelineQuery) -> str | None:
-        """Refuse other dispatchers, formats and GPUs, what its kernel lacks, and who did not ask."""
-        problem, device = asked.problem, asked.problem.device
-        rule, formats = problem.spec.routing, (problem.spec.weight_format, problem.activation_format)
+    def refuse(self, query: PipelineQuery) -> str | None:
+        """Refuse other dispatchers, formats and GPUs, what the kernel lacks, and where it is slower unless forced."""
+        problem, device = query.problem, query.problem.device
+        rule = problem.spec.routing
+        weights, activations = problem.spec.weight_format, problem.activation_format
         if device.kind != "cuda":
-            return f"asked for {device.kind}; it is one kernel for CUDA GPUs"
-        if asked.dispatcher.name != "symm_mem":
-            return (
-                f"asked for the dispatcher {asked.dispatcher.name}; it does what symm_mem does, and nothing around it"
-            )
+            return f"the device is {device.kind}; it is one kernel for CUDA GPUs"
+        if query.dispatcher.name != "symm_mem":
+            return f"the dispatcher is {query.dispatcher.name}; it replaces symm_mem, without a wrapper"
         if problem.routed.mixed:
-            return f"asked for weights in {format_names(problem.spec.formats)}; its kernel takes one format for both"
-        if formats not in FORMATS or not asked.kernel.name.startswith("triton"):
-            taken = ", ".join(f"{weights} with {activations}" for weights, activations in FORMATS)
-            return f"asked for {formats[0]} weights with {formats[1]} activations; it takes {taken}"
-        if not _words(asked) and problem.spec.expert_hidden_size % 16:
-            return f"asked for tokens of {problem.spec.expert_hidden_size}; their codes are copied by sixteen"
+            return f"the weights are {format_names(problem.spec.formats)}; its kernel takes one format for both"
+        if (weights, activations) not in FORMATS or not query.kernel.name.startswith("triton"):
+            supported = ", ".join(f"{first} with {second}" for first, second in FORMATS)
+            return f"the weights are {weights} with {activations} activations; it takes {supported}"
+        if not _has_4bit_weights(query) and problem.spec.expert_hidden_size % 16:
+            return f"the hidden size is {problem.spec.expert_hidden_size}; its codes are copied by sixteen"
         if device.capability != (9, 0):
-            found = "an unknown GPU" if device.capability is None else "sm_{}{}".format(*device.capability)
-            return f"found {found}; its programs are counted for sm_90, where all of them run at once"
+            gpu = "an unknown GPU" if device.capability is None else "sm_{}{}".format(*device.capability)
+            return f"found {gpu}; its grid is sized for sm_90, where all programs run at once"
         if rule.weight_on_input:
-            return "asked for router weights on the input; it weights rows after the experts"
+            return "router weights are on the input; it weights rows after the experts"
         if problem.combine != "exact":
-            return f"asked for the combine {problem.combine}; each row goes back as it is"
+            return f"the combine is {problem.combine}; it returns each row unchanged"
         if problem.limits.max_tokens > MOST_TOKENS:
-            return f"asked for {problem.limits.max_tokens:,} tokens of a rank; it has lists for {MOST_TOKENS:,}"
-        return None if asked.pipeline == self.name else _slower(problem)
+            return f"a rank may have {problem.limits.max_tokens:,} tokens; its lists hold {MOST_TOKENS:,}"
+        return None if query.pipeline == self.name else _slower(problem)
 
     def max_tokens(self, tiling: Tiling, top_k: int) -> int | None:
-        """Return None: ranks that bring different numbers of tokens run the same kernel."""
+        """Return None: ranks with different numbers of tokens run the same kernel."""
         return None
 
     def family(self, tiling: Tiling, rows: int) -> str:
-        """Return nothing: units are chosen for the rank that brings the most tokens."""
+        """Return nothing: units are chosen for the rank with the most tokens."""
         return ""
 
-    def regions(self, asked: PipelineQuery) -> Regions:
-        """Return those of a pass of ``max_tokens`` tokens on every rank."""
-        problem, spec = asked.problem, asked.problem.spec
-        placed, tokens = problem.placement, problem.limits.max_tokens
-        assert placed is not None
+    def regions(self, query: PipelineQuery) -> Regions:
+        """Return the regions of a pass of ``max_tokens`` tokens on every rank."""
+        problem, spec = query.problem, query.problem.spec
+        tokens = problem.limits.max_tokens
+        assert problem.placement is not None
         assert problem.activation_format is not None
-        form, order = activation_format(problem.activation_format), REORDERED if _words(asked) else AS_IS
-        counts = problem.world_size, tokens, spec.routing.top_k, placed.width
-        shape = _shape_of(form, order, counts, spec.expert_hidden_size, asked.experts.intermediate)
+        form = activation_format(problem.activation_format)
+        order = REORDERED if _has_4bit_weights(query) else AS_IS
+        counts = problem.world_size, tokens, spec.routing.top_k, problem.placement.width
+        shape = _shape_of(form, order, counts, spec.expert_hidden_size, query.experts.intermediate)
         dtype = torch.bfloat16 if DTYPES[problem.dtype] == torch.bfloat16 else torch.float32
-        inside = spec.latent_size is not None
-        own = weighted_sum_regions(tokens, spec.expert_hidden_size, torch.float32) if inside else {}
-        return own | sizes(shape.buffers(16, dtype))
+        regions: Regions = {}
+        if spec.latent_size is not None:
+            regions |= weighted_sum_regions(tokens, spec.expert_hidden_size, torch.float32)
+        return regions | sizes(shape.buffers(16, dtype))
 
     def build(self, parts: PipelineParts) -> Mega:
         """Return the pipeline. Raises InputError for ``after_expert``."""

@@ -1,31 +1,40 @@
 """Dispatch, run, combine: three replaceable steps, for any number of tokens."""
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ..experts import PackedWeights
 from ..parallel import SymmetricDispatcher
 from ..runtime.memory import Memory, Regions, part, with_prefix
 from ..runtime.profiler_ranges import step
-from ..types import Routing
-from .base import PipelineKind, PipelineParts, PipelineQuery
+from ..types import ContiguousBatch, Routing
+from .base import Pipeline, PipelineKind, PipelineParts, PipelineQuery
 
-__all__ = ["Split", "SplitKind"]
+__all__ = ["OverlappedSplit", "Split", "SplitKind"]
+
+
+def _block_t(experts: PackedWeights, rows: int, x: Tensor) -> tuple[int, ...]:
+    """Return the tile heights whose token tile lists the launch that sorts the rows writes too."""
+    return experts.tiling.block_t(rows) if x.is_cuda else ()
+
+
+def _run_experts(parts: PipelineParts, batch: ContiguousBatch, memory: Memory | None) -> Tensor:
+    """Return the experts' rows ``[R, H]``, after ``after_expert``."""
+    rows = parts.experts.run(batch, part(memory, "experts"))
+    return rows if parts.after_expert is None else parts.after_expert(rows)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
-    """The router weight is applied in ``combine`` (or on the input) and nowhere else."""
+    """Dispatch, experts, shared expert, combine.
+
+    The router weight is applied in ``combine``, or on the experts' input, and nowhere else.
+    """
 
     parts: PipelineParts
-    _reaching: SymmetricDispatcher | None = field(init=False, compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        # Asked once: it takes some 40 microseconds.
-        found = self.parts.dispatcher
-        object.__setattr__(self, "_reaching", found if isinstance(found, SymmetricDispatcher) else None)
 
     def __call__(
         self,
@@ -37,53 +46,77 @@ class Split:
         shared: Callable[[], Tensor] | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return what ``Pipeline`` says."""
-        parts, dispatcher, reaching, added = self.parts, self.parts.dispatcher, self._reaching, None
-        if reaching is not None:
-            with step("dispatch: send", x.device):
-                posted = reaching.send(x, routing, memory, codes=parts.experts.input_codes)
-            # Beside the tokens on their way, and beside ranks that are late.
-            added = shared() if shared else None
-            # A user's function sees the rows before they go back.
-            storing = parts.experts.output_spec(x.dtype) if parts.after_expert is None else None
-            block_t = self._block_t(reaching.expected_rows(posted), x)
-            with step("dispatch: receive", x.device):
-                batch, handle = reaching.receive(posted, memory, block_t=block_t, storing=storing)
-        else:
-            with step("dispatch", x.device):
-                batch, handle = dispatcher.dispatch(
-                    x, routing, memory, block_t=self._block_t(dispatcher.rows(*routing.topk_ids.shape), x)
-                )
+        """Return the weighted sums ``[T, H]``; see ``Pipeline``."""
+        dispatcher = self.parts.dispatcher
+        with step("dispatch", x.device):
+            block_t = _block_t(self.parts.experts, dispatcher.rows(*routing.topk_ids.shape), x)
+            batch, handle = dispatcher.dispatch(x, routing, memory, block_t=block_t)
         with step("experts", x.device):
-            made = parts.experts.run(batch, part(memory, "experts"))
-            if parts.after_expert is not None:
-                made = parts.after_expert(made)
-        if reaching is None and shared is not None:
-            added = shared()
+            rows = _run_experts(self.parts, batch, memory)
+        shared_rows = None if shared is None else shared()
         with step("combine", x.device):
-            return dispatcher.combine(made, handle, memory, dtype=dtype, shared=added, out=out)
-
-    def _block_t(self, rows: int, x: Tensor) -> tuple[int, ...]:
-        # Kernels that walk token tiles get their lists from the launch that orders the rows.
-        return self.parts.experts.tiling.block_t(rows) if x.is_cuda else ()
+            return dispatcher.combine(rows, handle, memory, dtype=dtype, shared=shared_rows, out=out)
 
     def variants(self, tokens: int) -> frozenset[Hashable]:
-        """Return those of the experts' kernel for the rows of ``tokens`` tokens."""
+        """Return the variants of the experts' kernel for the rows of ``tokens`` tokens."""
         rows = self.parts.dispatcher.rows(tokens, self.parts.top_k)
         return self.parts.experts.tiling.variants(rows, unsorted=False)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OverlappedSplit:
+    """Send, shared expert, receive, experts, combine: for ranks that read each other's memory.
+
+    The shared expert runs while tokens are on their way, and while other ranks are late.
+    """
+
+    parts: PipelineParts
+    dispatcher: SymmetricDispatcher
+
+    def __call__(
+        self,
+        x: Tensor,
+        routing: Routing,
+        memory: Memory | None = None,
+        *,
+        dtype: torch.dtype,
+        shared: Callable[[], Tensor] | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Return the weighted sums ``[T, H]``; see ``Pipeline``."""
+        experts = self.parts.experts
+        with step("dispatch: send", x.device):
+            posted = self.dispatcher.send(x, routing, memory, codes=experts.input_codes)
+        shared_rows = None if shared is None else shared()
+        # ``after_expert`` has to see the rows before other ranks do.
+        storing = experts.output_spec(x.dtype) if self.parts.after_expert is None else None
+        with step("dispatch: receive", x.device):
+            block_t = _block_t(experts, self.dispatcher.expected_rows(posted), x)
+            batch, handle = self.dispatcher.receive(posted, memory, block_t=block_t, storing=storing)
+        with step("experts", x.device):
+            rows = _run_experts(self.parts, batch, memory)
+        with step("combine", x.device):
+            return self.dispatcher.combine(rows, handle, memory, dtype=dtype, shared=shared_rows, out=out)
+
+    def variants(self, tokens: int) -> frozenset[Hashable]:
+        """Return the variants of the experts' kernel for the rows of ``tokens`` tokens on every rank."""
+        rows = self.dispatcher.rows(tokens, self.parts.top_k)
+        return self.parts.experts.tiling.variants(rows, unsorted=False)
+
+
 class SplitKind(PipelineKind):
-    """The row of the table: it refuses nothing and serves any number of tokens."""
+    """Refuses nothing and serves any number of tokens."""
 
     name = "split"
-    does = "sorted by expert"
+    description = "sorted by expert"
 
-    def regions(self, asked: PipelineQuery) -> Regions:
-        """Return those of the dispatcher and of the experts' kernel."""
-        own = asked.dispatcher.regions(asked.problem, lists=bool(asked.tiling.block_t(1)))
-        return own | with_prefix("experts", asked.kernel.regions(asked.experts))
+    def regions(self, query: PipelineQuery) -> Regions:
+        """Return the regions of the dispatcher and of the experts' kernel."""
+        regions = query.dispatcher.regions(query.problem, lists=bool(query.tiling.block_t(1)))
+        return regions | with_prefix("experts", query.kernel.regions(query.experts))
 
-    def build(self, parts: PipelineParts) -> Split:
-        """Return the pipeline."""
+    def build(self, parts: PipelineParts) -> Pipeline:
+        """Return the pipeline for the dispatcher of ``parts``."""
+        if isinstance(parts.dispatcher, SymmetricDispatcher):
+            return OverlappedSplit(parts=parts, dispatcher=parts.dispatcher)
         return Split(parts=parts)

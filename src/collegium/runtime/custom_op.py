@@ -5,6 +5,8 @@ layer's handle, a tensor: the compiler treats it like any other input, so code t
 handle of each. Its address names the layer, in one process and as long as the layer lives.
 """
 
+import operator
+import sys
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from ..errors import InputError
 
-__all__ = ["announce", "moe_layer"]
+__all__ = ["announce", "moe_layer", "uncompiled_call"]
 
 
 _layers: WeakValueDictionary[int, Any] = WeakValueDictionary()  # by the address of the handle
@@ -47,9 +49,25 @@ def moe_layer(
     out: Tensor,
 ) -> None:
     """Write ``out [T, D]``, the output for ``x [T, D]`` of the layer that has ``handle``."""
-    _layer_of(handle).compute(x, router_logits, topk_ids, topk_weights, token_ids, router_input, out)
+    _layer_of(handle).compute((x, router_logits, topk_ids, topk_weights, token_ids, router_input, out))
 
 
 @moe_layer.register_fake
 def _moe_layer_fake(*_: object) -> None:
     return None
+
+
+_uncompiled: list[Any] = []  # ``operator.call`` wrapped by torch.compiler.disable, created when it is first needed
+
+
+def uncompiled_call() -> Any:
+    """Return ``operator.call``, wrapped in a process that compiles so that torch does not compile the called function.
+
+    Once a compiled call has raised, torch no longer compiles any layer's ``forward``, and would compile the functions
+    that it calls. The compiler takes a second to import; a process that has not imported it compiles nothing.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return operator.call
+    if not _uncompiled:
+        _uncompiled.append(torch.compiler.disable(operator.call))
+    return _uncompiled[0]

@@ -38,15 +38,15 @@ class Replay:
         return Replay, ()
 
     def __call__(
-        self, compute: Callable[..., None], inputs: tuple[Tensor, *tuple[Tensor | None, ...]], memory: Hashable = 0
+        self, compute: Callable[[Any], None], inputs: tuple[Tensor, *tuple[Tensor | None, ...]], memory: Hashable = 0
     ) -> None:
-        """Do what ``compute(*inputs)`` does.
+        """Do what ``compute(inputs)`` does. inputs: may be a named tuple.
 
         Inputs of one kind agree in dtype, device, shape, strides and in their addresses modulo 16. memory: what
         tells apart the workspaces that ``compute`` takes buffers from; what was recorded in one is no good in another.
         """
         if watched() or shown():
-            compute(*inputs)
+            compute(inputs)
             return
         kind: list[Any] = [memory]
         addresses: list[int] = []
@@ -62,7 +62,7 @@ class Replay:
         elif found:
             self._kinds[key] = _record(compute, inputs) or False
         else:
-            compute(*inputs)
+            compute(inputs)
             if found is None:
                 if len(self._kinds) >= _KEPT:
                     # Another thread may have been faster.
@@ -108,10 +108,10 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _record(compute: Callable[..., None], inputs: tuple[Tensor | None, ...]) -> tuple[_Launch, ...]:
-    """Do ``compute(*inputs)`` and return its launches, none where they are not all there is to it."""
+def _record(compute: Callable[[Any], None], inputs: tuple[Tensor | None, ...]) -> tuple[_Launch, ...]:
+    """Do ``compute(inputs)`` and return its launches, none where they are not all there is to it."""
     with recorded() as steps, _StorageTracker() as witness:
-        compute(*inputs)
+        compute(inputs)
     launches = [None if step is None else _open(step, inputs) for step in steps]
     found = tuple([launch for launch in launches if launch is not None])
     return found if witness.only_views and len(found) == len(steps) else ()

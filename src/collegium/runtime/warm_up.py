@@ -64,7 +64,7 @@ def run_all_paths(layer: Any, tokens: int) -> None:
     out = torch.empty_like(x)
     for asked in _ways_to_ask(layer, x):
         # Batches run side by side, and this is the memory of as many passes only while they are compiled.
-        layer.compute(x, *asked, out, FreshMemory(x.device))
+        layer.compute((x, *asked, out), FreshMemory(x.device))
 
 
 Asked = tuple[torch.Tensor | None, ...]

@@ -1,1 +1,1 @@
-"""What is around a pipeline in a layer: choosing experts, the shared expert, the latent width, and checks of input."""
+"""The steps of a layer around its pipeline: input checks, routing, the shared expert, the latent width."""

@@ -1,4 +1,4 @@
-"""The projections around routed experts that work in a width of their own (latent MoE)."""
+"""Projections around routed experts that have a separate, latent width (latent MoE)."""
 
 from dataclasses import dataclass
 
@@ -15,21 +15,21 @@ __all__ = ["Latent", "latent_of"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Latent(LatentWeights):
-    """Those of a layer: down in the dtype of x, up and norm in float32."""
+    """The projections of a layer: ``down`` in the dtype of x, ``up`` and ``norm`` in float32."""
 
     def enter(self, x: Tensor, memory: Memory | None) -> Tensor:
         """Return ``[T, H]`` for ``x [T, D]``."""
         return linear(x, self.down, memory=part(memory, "enter"))
 
     def leave(self, rows: Tensor, shared: Tensor | None, out: Tensor, memory: Memory | None) -> None:
-        """Write ``out [T, D]`` for the experts' sums ``[T, H]`` float32, and add ``shared [T, D]``."""
+        """Write ``out [T, D]`` for the experts' sums ``[T, H]`` in float32, and add ``shared [T, D]``."""
         if self.norm is not None:
             rows = rms_norm(rows, self.norm, self.norm_eps, memory=memory)
         linear(rows, self.up, shared, out=out, memory=part(memory, "leave"))
 
 
 def latent_of(latent: LatentWeights, dtype: torch.dtype) -> Latent:
-    """Return the projections of a layer whose input has ``dtype``, each in the dtype it computes in."""
+    """Return the projections of a layer with inputs of ``dtype``, each in the dtype it is computed in."""
     return Latent(
         down=latent.down.detach().to(dtype),
         up=latent.up.detach().float(),

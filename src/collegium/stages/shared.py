@@ -1,7 +1,7 @@
-"""The shared expert: to its kernel one expert that every token goes to, with a sigmoid gate where the model has one.
+"""The shared expert: for its kernel one expert that every token goes to, with a sigmoid gate if the model has one.
 
-Where the plan merges it with the routed experts it is cut by its intermediate width into experts as wide as theirs,
-which are packed behind them; nothing of it is then run here.
+A plan may instead merge it with the routed experts: it is then split by intermediate width into experts as wide as the
+routed ones, which are packed after them.
 """
 
 from collections.abc import Hashable, Sequence
@@ -11,19 +11,20 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..encoding import as_payloads
 from ..errors import InputError
 from ..experts import ExpertKernel, PackedWeights
 from ..formats.payload import Payload
-from ..ops.linear import gated
+from ..ops.linear import sigmoid_gate
 from ..ops.quantize import activation_format
-from ..planning import Plan, plan
+from ..planning import Plan
 from ..problem import Problem
 from ..runtime.memory import Memory, part
-from ..sharing import forced_in_vain
-from ..types import ContiguousBatch, ExpertWeights, SharedWeights
-from .checks import check_weights
+from ..sharing import forced_shared_error
+from ..types import ContiguousBatch, ExpertWeights, SharedWeights, format_names
+from .checks import check_presence, check_tensor, check_weights
 
-__all__ = ["SharedExpert", "check_shared_unchanged", "pack_shared", "resolve_shared"]
+__all__ = ["SharedExpert", "check_shared", "check_shared_unchanged", "merge_shared", "pack_shared"]
 
 P = TypeVar("P", bound=Payload)
 
@@ -32,8 +33,8 @@ P = TypeVar("P", bound=Payload)
 class SharedExpert:
     """The packed shared expert of a layer.
 
-    rows: ``[max_tokens + 1]`` int64, every batch is the first rows in order; bounds: ``[max_tokens + 1, 2]``, row T is
-    (0, T). gate: ``[1, D]`` float32 or None.
+    rows: ``[max_tokens + 1]`` int64; the source rows of every batch are the first T of them. bounds:
+    ``[max_tokens + 1, 2]``; row T is (0, T), the expert offsets of T tokens. gate: ``[1, D]`` float32 or None.
     """
 
     experts: PackedWeights
@@ -42,105 +43,145 @@ class SharedExpert:
     gate: Tensor | None
 
     def __call__(self, x: Tensor, memory: Memory | None = None) -> Tensor:
-        """Return ``[T, D]``, what is added to the routed experts' sum for ``x [T, D]``."""
+        """Return ``[T, D]``, which is added to the routed experts' sum for ``x [T, D]``."""
         tokens = x.shape[0]
         batch = ContiguousBatch(x=x, source=self.rows[:tokens], expert_offsets=self.bounds[tokens])
         out = self.experts.run(batch, part(memory, "shared"))
         if self.gate is None:
             return out
-        return gated(x, self.gate, out, memory=part(memory, "gate"))
+        return sigmoid_gate(x, self.gate, out, memory=part(memory, "gate"))
 
     def variants(self, tokens: int) -> frozenset[Hashable]:
-        """Return what has to be compiled for a batch of ``tokens`` tokens."""
+        """Return what a batch of ``tokens`` tokens needs compiled."""
         return self.experts.tiling.variants(tokens, unsorted=False)
 
 
 def pack_shared(shared: SharedWeights[Payload], problem: Problem, kernel: ExpertKernel) -> SharedExpert:
     """Pack the shared expert for ``kernel``."""
-    asked = problem.shared()
     rows = torch.arange(problem.limits.max_tokens + 1, device=shared.experts.down.device)
     return SharedExpert(
-        experts=kernel.pack(shared.experts, asked),
+        experts=kernel.pack(shared.experts, problem.shared()),
         rows=rows,
         bounds=torch.stack((torch.zeros_like(rows), rows), dim=1),
         gate=None if shared.gate is None else shared.gate.detach().float(),
     )
 
 
-def resolve_shared(
-    made: Plan, weights: ExpertWeights[Payload], shared: SharedWeights[Payload], after_expert: object
-) -> tuple[Plan, ExpertWeights[Payload], SharedWeights[Payload] | None]:
-    """Return the plan for the shared expert as it is stored, what is packed as routed experts, and what is apart.
+def merge_shared(
+    plan: Plan,
+    weights: ExpertWeights[Payload] | ExpertWeights[Tensor],
+    shared: SharedWeights[Payload] | SharedWeights[Tensor],
+) -> ExpertWeights[Payload]:
+    """Return the experts that a layer of ``plan`` packs: the routed ones, then the shared expert, split to their width.
 
-    after_expert: what else is done to the rows of routed experts. Raises PlanError where no kernel runs it, or where it
-    was to be merged and cannot be, and InputError when weights and spec disagree.
+    Call it where ``plan.merged_shared_experts`` is not 0, and build the layer without ``shared``. Raises InputError
+    where weights and plan disagree, and PlanError where the stored weights cannot be joined.
     """
-    spec, found = made.problem.spec, shared.experts.formats
-    wanted = made.problem.shared() if spec.shared is not None else None
-    if wanted is not None and spec.shared is not None and wanted.formats != replace(wanted, **found).formats:
-        spec = replace(spec, shared=replace(spec.shared, **found))
-        made = plan(replace(made.problem, spec=spec), made.overrides)
-    check_weights(shared.experts, made.problem.shared())
-    if not made.merged:
-        return made, weights, shared
-    if after_expert is not None:
-        raise forced_in_vain("merged", "after_expert is for the rows of the routed experts alone")
-    own, routed = shared.experts.input_reach, weights.input_reach
-    if activation_format(made.activation_format).static and own != routed:
-        reason = f"found static activation scales for inputs up to {own}, those of the routed experts go up to {routed}"
-        raise forced_in_vain("merged", reason)
+    count = plan.merged_shared_experts
+    if not count:
+        raise InputError(
+            "merge_shared: the plan runs the shared expert separately; pass it to MoELayer as shared=, or plan with "
+            "Overrides(shared='merged')"
+        )
+    routed, shared_expert = as_payloads(weights), as_payloads(shared.experts)
+    check_weights(routed, plan.problem.routed)
+    check_weights(shared_expert, plan.problem.shared())
+    if activation_format(plan.activation_format).static and shared_expert.input_reach != routed.input_reach:
+        raise forced_shared_error(
+            "merged",
+            f"found static activation scales for inputs up to {shared_expert.input_reach}, those of the routed experts "
+            f"go up to {routed.input_reach}",
+        )
     try:
-        return made, _behind(weights, _cut(shared.experts, made.merged)), None
+        pieces = [routed, *_split_by_width(shared_expert, count)]
+        gate_up = _concatenated([piece.gate_up for piece in pieces])
+        down = _concatenated([piece.down for piece in pieces])
     except InputError as error:
-        raise forced_in_vain("merged", str(error)) from error
+        raise forced_shared_error("merged", str(error)) from error
+    return replace(routed, gate_up=gate_up, down=down)
 
 
-def check_shared_unchanged(before: Plan, made: Plan) -> None:
-    """Raise InputError where the shared expert packed for the plan ``before`` cannot stay as it is in ``made``."""
-    if before.merged or made.merged:
-        raise InputError(
-            f"swap: the shared expert is merged, as {before.merged} of the routed experts, and was to be "
-            f"{made.merged} of the new ones; which happens when a layer is built. Load with Overrides(shared='beside')"
-        )
-    if before.problem.spec.shared is None:
+def check_shared(plan: Plan, shared: SharedWeights[Payload] | None, after_expert: object) -> None:
+    """Compare the shared expert that a layer is built from with its plan; raises InputError.
+
+    Raises PlanError where ``after_expert`` would be applied to a merged shared expert.
+    """
+    spec = plan.problem.spec
+    if plan.merged_shared_experts:
+        if shared is not None:
+            raise InputError(
+                "shared: the plan merges the shared expert with the routed experts; pass "
+                "MoELayer(collegium.merge_shared(plan, weights, shared), plan) without shared="
+            )
+        if after_expert is not None:
+            raise forced_shared_error("merged", "after_expert is for the rows of the routed experts alone")
         return
-    found, needed = ((own.shared_kernel, own.problem.shared()) for own in (before, made))
-    if found != needed:
+    check_presence("shared", required=spec.shared is not None, present=shared is not None)
+    if spec.shared is None or shared is None:
+        return
+    gate_shape = (1, spec.hidden_size) if spec.shared.gated else None
+    check_tensor("shared", "gate", shared.gate, gate_shape, f"gated={spec.shared.gated}")
+    planned = plan.problem.shared()
+    gate_up, down = shared.experts.gate_up.name, shared.experts.down.name
+    if (gate_up, down) != planned.formats:
         raise InputError(
-            f"swap: the shared expert is packed for {before.shared_kernel} and {before.activation_format} activations, "
-            f"beside these weights it would need {made.shared_kernel} and {made.activation_format}; force what it has, "
-            "or load another layer"
+            f"shared: the payloads are {format_names((gate_up, down))}, the plan is for "
+            f"{format_names(planned.formats)}; plan with SharedSpec(weight_format={gate_up!r}, down_format={down!r})"
+        )
+    check_weights(shared.experts, planned)
+
+
+def check_shared_unchanged(old: Plan, new: Plan) -> None:
+    """Raise InputError unless the shared expert that was packed for ``old`` also serves ``new``."""
+    if old.merged_shared_experts or new.merged_shared_experts:
+        raise InputError(
+            f"swap: the old and the new plan merge the shared expert into {old.merged_shared_experts} and "
+            f"{new.merged_shared_experts} routed experts, and only a layer that is built anew can do that. Load the "
+            "layer with Overrides(shared='beside')"
+        )
+    if old.problem.spec.shared is None:
+        return
+    if (old.shared_kernel, old.problem.shared()) != (new.shared_kernel, new.problem.shared()):
+        raise InputError(
+            f"swap: the shared expert is packed for {old.shared_kernel} and {old.activation_format} activations, with "
+            f"the new weights it would need {new.shared_kernel} and {new.activation_format}; force the old choices, or "
+            "load another layer"
         )
 
 
-def _cut(shared: ExpertWeights[Payload], count: int) -> list[ExpertWeights[Payload]]:
-    """Return the shared expert as ``count`` experts; raises InputError where its width is cut inside a group."""
+def _split_by_width(shared: ExpertWeights[Payload], count: int) -> list[ExpertWeights[Payload]]:
+    """Return the shared expert as ``count`` experts; raises InputError where that would split a group."""
     if count == 1:
         return [shared]
-    wide = shared.down.shape[-1] // count
-    cuts = [(start, start + wide) for start in range(0, count * wide, wide)]
-    return [ExpertWeights(gate_up=shared.gate_up.rows(*own), down=shared.down.columns(*own)) for own in cuts]
+    width = shared.down.shape[-1] // count
+    slices = [(start, start + width) for start in range(0, count * width, width)]
+    return [
+        ExpertWeights(gate_up=shared.gate_up.rows(start, stop), down=shared.down.columns(start, stop))
+        for start, stop in slices
+    ]
 
 
-def _behind(weights: ExpertWeights[Payload], more: Sequence[ExpertWeights[Payload]]) -> ExpertWeights[Payload]:
-    every = weights, *more
-    return replace(weights, gate_up=_joined([own.gate_up for own in every]), down=_joined([own.down for own in every]))
+def _concatenated(payloads: Sequence[P]) -> P:
+    """Return all experts of ``payloads`` in one payload; raises InputError where they are stored differently."""
+    routed, *others = payloads
+    routed_storage = _storage(routed)
+    for other in others:
+        storage = _storage(other)
+        if storage != routed_storage:
+            differences = [
+                f"{key} {value}, not {routed_storage.get(key)}"
+                for key, value in storage.items()
+                if value != routed_storage.get(key)
+            ]
+            raise InputError(f"the shared expert is stored with {'; '.join(differences)} as the routed ones")
+    tensors = [payload.tensors() for payload in payloads]
+    joined = {key: torch.cat([parts[key] for parts in tensors]) for key in tensors[0]}
+    experts = sum(payload.shape[0] for payload in payloads)
+    return replace(routed, shape=(experts, *routed.shape[1:]), **joined)
 
 
-def _joined(payloads: Sequence[P]) -> P:
-    """Return all experts of ``payloads`` in one; raises InputError where they are stored in different ways."""
-    kinds = [_stored(each) for each in payloads]
-    for kind in kinds[1:]:
-        if kind != kinds[0]:
-            apart = [f"{k} {own} beside {kinds[0].get(k)}" for k, own in kind.items() if own != kinds[0].get(k)]
-            raise InputError(f"the shared expert is stored as {', '.join(apart)} of the routed ones")
-    count, tensors = sum(each.shape[0] for each in payloads), [each.tensors() for each in payloads]
-    made = {key: torch.cat([each[key] for each in tensors]) for key in tensors[0]}
-    return replace(payloads[0], shape=(count, *payloads[0].shape[1:]), **made)
-
-
-def _stored(payload: Payload) -> dict[str, Any]:
-    """Return everything about one expert of ``payload`` but its numbers."""
-    named = {field.name: getattr(payload, field.name) for field in fields(payload)}
-    kinds = {k: (tuple(t.shape[1:]), t.dtype) for k, t in payload.tensors().items()}
-    return {k: kinds.get(k, own) for k, own in named.items() if k != "shape"}
+def _storage(payload: Payload) -> dict[str, Any]:
+    """Return how one expert of ``payload`` is stored: every field but the shape, and of tensors shape and dtype."""
+    layouts = {key: (tuple(tensor.shape[1:]), tensor.dtype) for key, tensor in payload.tensors().items()}
+    values = {field.name: getattr(payload, field.name) for field in fields(payload) if field.name != "shape"}
+    return {**values, **layouts}

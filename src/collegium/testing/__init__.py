@@ -1,1 +1,1 @@
-"""Shipped helpers for tests and benchmarks: inputs, truth, comparison, toy checkpoints."""
+"""Helpers for tests and benchmarks: random inputs, independent activations, error measure."""

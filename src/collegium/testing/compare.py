@@ -1,4 +1,4 @@
-"""Inputs that hide nothing, activations that share no code with the library, and one error measure."""
+"""Test inputs that expose swapped operands, activations that share no code with the library, and an error measure."""
 
 import math
 
@@ -8,29 +8,32 @@ from torch import Tensor
 from ..formats.unquantised import Fp32
 from ..types import ActivationSpec, ExpertWeights
 
-__all__ = ["between", "heavy_tailed", "random_experts", "relative_error", "uneven_ids"]
+__all__ = ["activate_float64", "heavy_tailed", "random_experts", "relative_error", "uneven_ids"]
 
 
 def heavy_tailed(*shape: int, seed: int, channels: bool = True) -> Tensor:
-    """Return float32 numbers of unit root mean square with heavy tails (Student t, 4 degrees of freedom).
+    """Return float32 values of unit root mean square with heavy tails (Student t, 4 degrees of freedom).
 
-    channels: one column in sixteen is eight times larger, as in the hidden states of real models. Unit scale matters:
-    near zero silu(a) * b is almost silu(b) * a, and a test could not tell gate from up.
+    channels: scale one column in sixteen by eight, as in the hidden states of trained models. The unit scale matters:
+    near zero, silu(a) * b is almost silu(b) * a, and a test could not distinguish gate from up.
     """
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(*shape, generator=generator)
     chi = torch.randn(4, *shape, generator=generator).square().mean(0)
-    out = normal / torch.sqrt(chi)
+    values = normal / torch.sqrt(chi)
     if channels and shape[-1] >= 16:
-        out[..., ::16] *= 8
-    return out / out.square().mean().sqrt().clamp(min=1e-30) if out.numel() else out
+        values[..., ::16] *= 8
+    if not values.numel():
+        return values
+    return values / values.square().mean().sqrt().clamp(min=1e-30)
 
 
 def uneven_ids(tokens: int, top_k: int, experts: int, *, seed: int) -> Tensor:
-    """Return ``[T, K]`` distinct ids a token with one hot expert (in every token) and a third of the experts empty."""
+    """Return ids ``[T, K]``, distinct per token, with one expert in every token and a third of the experts unused."""
     generator = torch.Generator().manual_seed(seed)
     used = torch.randperm(experts, generator=generator)[: max(top_k, experts - experts // 3)]
-    hot, others = used[0], used[1:]
+    hot = used[0]
+    others = used[1:]
     rows = [others[torch.randperm(len(others), generator=generator)[: top_k - 1]] for _ in range(tokens)]
     if not rows:
         return torch.empty(0, top_k, dtype=torch.int64)
@@ -39,41 +42,44 @@ def uneven_ids(tokens: int, top_k: int, experts: int, *, seed: int) -> Tensor:
 
 
 def random_experts(
-    experts: int, parts: int, wide: int, hidden: int, *, seed: int, bias: bool = False
+    experts: int, parts: int, intermediate_size: int, hidden: int, *, seed: int, bias: bool = False
 ) -> ExpertWeights[Fp32]:
-    """Return heavy-tailed float32 experts scaled so that every intermediate value keeps unit size.
+    """Return heavy-tailed float32 experts, scaled so that intermediate values have unit size.
 
-    gate_up ``[experts, parts, wide, hidden]``, down ``[experts, hidden, wide]``; biases of unit size when asked for.
-    Scales of static activations fit such values and their outliers.
+    gate_up ``[experts, parts, intermediate_size, hidden]``, down ``[experts, hidden, intermediate_size]``; bias: add
+    biases of unit size. The input reach of static activations covers such values and their outliers.
     """
-    down = heavy_tailed(experts, hidden, wide, seed=seed + 1, channels=False) * wide**-0.5
-    gate_up = heavy_tailed(experts, parts, wide, hidden, seed=seed, channels=False) * hidden**-0.5
-    biases = (heavy_tailed(experts, parts, wide, seed=seed + 2), heavy_tailed(experts, hidden, seed=seed + 3))
+    down = heavy_tailed(experts, hidden, intermediate_size, seed=seed + 1, channels=False) * intermediate_size**-0.5
+    gate_up = heavy_tailed(experts, parts, intermediate_size, hidden, seed=seed, channels=False) * hidden**-0.5
+    gate_up_bias = heavy_tailed(experts, parts, intermediate_size, seed=seed + 2)
+    down_bias = heavy_tailed(experts, hidden, seed=seed + 3)
     return ExpertWeights(
         gate_up=Fp32(values=gate_up, shape=tuple(gate_up.shape)),
         down=Fp32(values=down, shape=tuple(down.shape)),
-        gate_up_bias=biases[0] if bias else None,
-        down_bias=biases[1] if bias else None,
+        gate_up_bias=gate_up_bias if bias else None,
+        down_bias=down_bias if bias else None,
         input_reach=(256.0, 256.0),
     )
 
 
-def relative_error(found: Tensor, truth: Tensor) -> float:
-    """Return the relative L2 distance in float64; infinity when ``found`` holds anything not finite."""
-    a, b = found.double(), truth.double()
-    if not bool(torch.isfinite(a).all()):
+def relative_error(output: Tensor, truth: Tensor) -> float:
+    """Return the relative L2 error in float64; infinity if ``output`` has NaN or infinity."""
+    output = output.double()
+    truth = truth.double()
+    if not bool(torch.isfinite(output).all()):
         return math.inf
-    return float((a - b).norm() / b.norm().clamp(min=1e-300))
+    return float((output - truth).norm() / truth.norm().clamp(min=1e-300))
 
 
-def between(both: Tensor, spec: ActivationSpec) -> Tensor:
-    """Return the activation of float64 ``both [P, ...]``, gate first, written out from the formulas."""
-    gate, up = both[0], both[-1]
+def activate_float64(projected: Tensor, spec: ActivationSpec) -> Tensor:
+    """Return the activation of float64 ``projected [P, ...]``, gate first, written directly from its formula."""
+    gate, up = projected[0], projected[-1]
     if spec.kind == "swiglu_step":
         step = gate / (1 + torch.exp(-gate))
         return step.clamp(max=spec.limit) * up.clamp(-spec.limit, spec.limit) if spec.limit else step * up
     if spec.limit is not None:
-        gate, up = gate.clamp(max=spec.limit), up.clamp(-spec.limit, spec.limit)
+        gate = gate.clamp(max=spec.limit)
+        up = up.clamp(-spec.limit, spec.limit)
     sigmoid = 1 / (1 + torch.exp(-gate))
     cube = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
     return {

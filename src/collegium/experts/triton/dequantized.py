@@ -6,6 +6,8 @@ Shape letters: E experts, P parts (2: gate and up; 1), N outputs of a part, K in
 from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
+from operator import itemgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,46 +17,67 @@ from ...runtime.memory import Memory
 from .grouped import TileList, tile_list
 from .matrix import PackedMatrix
 
-__all__ = ["dequantize_experts", "dequantized_groups"]
+__all__ = ["ExpertGroup", "dequantize_experts", "dequantized_groups"]
 
 _TILE = 64  # weight rows of a program
 
 
-def dequantized_groups(
-    matrix: PackedMatrix, *, offsets: Tensor, tiles: TileList, rows: int, room: Tensor | None, memory: Memory | None
-) -> Iterator[tuple[PackedMatrix, Tensor, TileList]]:
-    """Yield a matrix to multiply, where its experts' rows begin, and their tiles, until all experts have been there.
+class ExpertGroup(NamedTuple):
+    """Consecutive experts to multiply: their weights, where their rows begin ``[experts + 1]``, and their tiles."""
 
-    Weights that are decoded appear some experts at a time in ``room``, int8 of ``Layout.expanded_bytes``, where each
-    turn overwrites the one before on the current stream; others (None) as they are. offsets ``[E+1]``, tiles: of all
-    experts. rows: in all. memory: where the tile lists of some experts come from.
+    matrix: PackedMatrix
+    offsets: Tensor
+    tiles: TileList
+
+
+def dequantized_groups(
+    matrix: PackedMatrix, buffer: Tensor | None, *, offsets: Tensor, tiles: TileList, rows: int, memory: Memory | None
+) -> Iterator[ExpertGroup]:
+    """Yield all experts of ``matrix``, some at a time.
+
+    buffer: int8, of at least ``Layout.dequantized_bytes`` bytes, where decoded weights appear; each group overwrites
+    the previous one on the current stream. Weights that are operands as they are (0 bytes) are one group. offsets
+    ``[E+1]``, tiles: of all experts. rows: in all. memory: where the tile lists of groups come from.
     """
     layout, experts = matrix.layout, matrix.layout.shape[0]
-    turn = experts if room is None else layout.turn
-    for start in range(0, experts, turn):
-        here = slice(start, min(start + turn, experts))
-        own = offsets[start : here.stop + 1]
-        listed = tiles if turn == experts else tile_list(own, rows, tiles.tile, memory)
-        made = matrix if room is None else dequantize_experts(matrix.each(lambda tensor, at=here: tensor[at]), room)
-        yield made, own, listed
+    if buffer is None or not layout.dequantized_bytes:
+        yield ExpertGroup(matrix, offsets, tiles)
+        return
+    size = layout.experts_per_group
+    for start in range(0, experts, size):
+        stop = min(start + size, experts)
+        group_offsets = offsets[start : stop + 1]
+        group_tiles = tiles if size == experts else tile_list(group_offsets, rows, tiles.tile, memory)
+        group = matrix.map_tensors(itemgetter(slice(start, stop)))
+        yield ExpertGroup(dequantize_experts(group, buffer), group_offsets, group_tiles)
 
 
-def dequantize_experts(matrix: PackedMatrix, room: Tensor) -> PackedMatrix:
-    """Return ``matrix`` with its numbers and factors in ``room``."""
+def dequantize_experts(matrix: PackedMatrix, buffer: Tensor) -> PackedMatrix:
+    """Return ``matrix`` with its numbers and factors in ``buffer``."""
     from ...kernels.dequantize import expand_kernel
 
-    layout, made = matrix.layout, matrix.layout.expanded
+    layout = matrix.layout
+    dequantized = layout.dequantized
     experts, parts, n_out, k_in = layout.shape
-    constants = {"WEIGHT": layout.weight, "SCALE": layout.scale_kind, "WORDS": max(1, layout.words)}
-    constants |= {"K_BLOCKS": layout.k_blocks, "BLOCK_K": layout.block_k, "BLOCK_N": _TILE}
-    constants |= {"HALF": layout.row_dtype == torch.float16, "ASM": room.is_cuda}
-    room_of_numbers = experts * layout.expanded_sizes[0]
-    values = room[:room_of_numbers].view(made.stored).view(made.values_shape)
-    shape = experts, parts, made.k_blocks, made.words, n_out
-    factors = room[room_of_numbers:][: 4 * prod(shape)].view(torch.float32).view(shape)
+    values_bytes = experts * layout.dequantized_sizes[0]
+    values = buffer[:values_bytes].view(dequantized.stored).view(dequantized.values_shape)
+    shape = (experts, parts, dequantized.k_blocks, dequantized.words, n_out)
+    factors = buffer[values_bytes:][: 4 * prod(shape)].view(torch.float32).view(shape)
     row_tiles = -(-n_out // _TILE)
     args = (
-        matrix.values, *matrix.pointers[1:3], values, factors, n_out, k_in, made.k_blocks, row_tiles, layout.scale_rows,
-    )  # fmt: skip
+        *(matrix.values, *matrix.pointers[1:3]),
+        *(values, factors),
+        *(n_out, k_in, dequantized.k_blocks, row_tiles, layout.scale_rows),
+    )
+    constants = {
+        "WEIGHT": layout.weight,
+        "SCALE": layout.scale_kind,
+        "WORDS": max(1, layout.words),
+        "K_BLOCKS": layout.k_blocks,
+        "BLOCK_K": layout.block_k,
+        "BLOCK_N": _TILE,
+        "HALF": layout.row_dtype == torch.float16,
+        "ASM": buffer.is_cuda,
+    }
     launch(expand_kernel, (row_tiles * layout.k_blocks, experts * parts), args, constants, num_warps=4)
-    return replace(matrix, layout=made, values=values, scale=factors if made.words else None)
+    return replace(matrix, layout=dequantized, values=values, scale=factors if dequantized.words else None)

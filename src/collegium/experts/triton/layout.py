@@ -1,7 +1,7 @@
-"""How one matrix of all experts is laid out for a kernel: one row for each format, and sizes; no tensors.
+"""How one matrix of all experts is laid out for a kernel: a table by format, and sizes; no tensors.
 
 A layout follows from the sizes of a layer and the names of its formats, so tiles can be chosen before any weight is
-there. A layout with its tensors is a ``PackedMatrix`` (``matrix.py``).
+loaded. A layout with its tensors is a ``PackedMatrix`` (``matrix.py``).
 
 Shape letters: E experts, P parts (2: gate and up; 1), N outputs of a part, K inputs, B K blocks, R row tiles.
 """
@@ -17,26 +17,26 @@ import torch
 
 from ...kernels import enums
 from ...ops.quantize import AS_IS, PADDED, REORDERED
-from .tile_choice import TileProblem
+from .tiles.problem import TileProblem
 
 __all__ = ["LANES", "ROWS", "WORDS", "Lanes", "Layout", "Rows", "Words"]
 
 Shape = tuple[int, int, int, int]
 
 _E4M3 = torch.float8_e4m3fn
-_MOST = 1 << 30  # bytes decoded at a time, of one expert at least
-_SCALED = 128  # decoded numbers of a row that large tiles scale at once
+_MAX_DEQUANTIZED_BYTES = 1 << 30  # dequantised at a time, unless one expert has more
+_LARGE_GROUP = 128  # decoded numbers of a row that large tiles scale at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """One matrix ``shape``, (E, P, N, K), as a kernel reads it: as published, where a subclass says nothing else.
+    """One matrix ``shape``, (E, P, N, K), as a kernel reads it; as published, unless a subclass differs.
 
-    weight, scale_kind: the kernel's numbers (``kernels/enums.py``). code_bits: of a weight without scales. operand:
+    weight, scale_kind: see ``kernels/enums.py``. code_bits: of a weight without scales. operand:
     dtype of the rows that these weights multiply. stored: dtype of values. half: rows are float16 instead of operand;
-    halved: they become it here.
-    block_k: columns of a step of the K loop. scale_block: rows that share a scale, where it belongs to a block. words:
-    32-bit words of scales for a row and K block, where scales belong to groups. scaled_rows: rows of x have scales.
+    halved: they are converted here.
+    block_k: columns of a step of the K loop. scale_block: rows that share a scale of a block. words: 32-bit words of
+    group scales for a row and K block. scaled_rows: rows of x have scales.
     row_order: of their codes (``ops/quantize.py``). decoded, promoted, quartered, operands: see ``TileProblem``.
     """
 
@@ -80,7 +80,7 @@ class Layout:
 
     @property
     def running(self) -> bool:
-        """Whether sums are in units of a group's factor: integers."""
+        """Whether sums are in units of a group's factor, as those of integers are."""
         return self.weight in (enums.INT4_LANES, enums.INT8_LANES)
 
     @property
@@ -94,8 +94,8 @@ class Layout:
         return -(-self.shape[3] // self.block_k)
 
     @property
-    def expanded(self) -> Rows:
-        """What decoding makes of these weights: 16-bit rows, and where scales stay apart factors for each group."""
+    def dequantized(self) -> Rows:
+        """Layout of the decoded weights: 16-bit rows, and factors for each group where scales stay separate."""
         half = self.row_dtype == torch.float16
         plain = replace(ROWS["plain"].of(self.shape, half=half), stored=self.row_dtype)
         if self.scale_kind in (enums.NO_SCALE, enums.E8M0_SCALE, enums.E4M3_SCALE):
@@ -105,26 +105,28 @@ class Layout:
         return replace(plain, scale_kind=enums.GROUP_SCALE, words=1)
 
     @property
-    def expanded_sizes(self) -> tuple[int, int]:
+    def dequantized_sizes(self) -> tuple[int, int]:
         """Bytes of an expert's decoded numbers and, at most, of its factors: 8 in 128 columns in any kind of file."""
         _, parts, n_out, k_in = self.shape
         return 2 * self.operands * parts * n_out * k_in, 32 * parts * n_out * -(-k_in // 128)
 
     @property
-    def turn(self) -> int:
+    def experts_per_group(self) -> int:
         """How many experts are decoded at a time."""
-        return min(self.shape[0], max(1, _MOST // sum(self.expanded_sizes)))
+        return min(self.shape[0], max(1, _MAX_DEQUANTIZED_BYTES // sum(self.dequantized_sizes)))
 
     @property
-    def expanded_bytes(self) -> int:
-        """Memory that they take, 0 for weights that are operands as they are."""
-        return self.turn * sum(self.expanded_sizes) if self.decoded and self.expands else 0
+    def dequantized_bytes(self) -> int:
+        """Bytes of a group's decoded experts, 0 for weights that are operands as they are."""
+        return self.experts_per_group * sum(self.dequantized_sizes) if self.decoded and self.runs_large else 0
 
     @property
-    def expands(self) -> bool:
-        """Whether they become 16-bit numbers, decoded before products of large batches, and gain."""
-        made = self.expanded
-        return not self.running and (made.scale_kind != enums.GROUP_SCALE or made.block_k * made.operands == _SCALED)
+    def runs_large(self) -> bool:
+        """Whether products of large batches may run: on weights as they are, or decoded to 16 bits first."""
+        if self.running:
+            return False
+        rows = self.dequantized
+        return rows.scale_kind != enums.GROUP_SCALE or rows.block_k * rows.operands == _LARGE_GROUP
 
     @property
     def values_shape(self) -> tuple[int, ...]:
@@ -144,7 +146,7 @@ class Layout:
 
     @property
     def x_columns(self) -> int:
-        """Columns of x: rows in an order of their own have whole K blocks."""
+        """Columns of x: reordered rows have whole K blocks."""
         return self.shape[3] if self.row_order == AS_IS else self.k_blocks * self.block_k
 
     @property
@@ -158,9 +160,9 @@ class Layout:
         return self.shape[1], self.shape[2]
 
     def problem(self, rows: int, x_bits: int, x_groups: bool) -> TileProblem:
-        """Return what tile choice asks about a product of ``rows`` rows with these weights.
+        """Return the tile problem of ``rows`` rows with these weights.
 
-        x_bits: bits of an activation. x_groups: every 128 activations of a row have a scale of their own.
+        x_bits: bits of an activation. x_groups: every 128 activations of a row have a scale.
         """
         parts, n_out = self.operand_rows
         return TileProblem(
@@ -171,7 +173,7 @@ class Layout:
             parts=parts,
             block_k=self.block_k,
             weight_bits=self.bits,
-            x_bits=x_bits + 4 * self.minima,  # 32 halves of sums beside 128 columns
+            x_bits=x_bits + 4 * self.minima,  # 32 halves of sums for 128 columns
             decoded=self.decoded,
             promoted=x_groups or self.promoted,
             quartered=self.quartered,
@@ -194,9 +196,9 @@ class Rows(Layout):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lanes(Layout):
-    """values int16 ``[E, P, B, N, width]``, decoded to 16 bits, see ``lanes.py``.
+    """values int16 ``[E, P, B, N, width]``, decoded to 16 bits, see ``packing/interleave.py``.
 
-    scale: 32-bit ``[E, P, B, words, N]``, or as ``Rows`` says. row_scale: float32 ``[E, P, N]``, None for integers, and
+    scale: 32-bit ``[E, P, B, words, N]``, or as in ``Rows``. row_scale: float32 ``[E, P, N]``, None for integers, and
     int32 ``[E, P, 16]`` for codes that look numbers up: two operands, whose sum is the number.
     """
 
@@ -218,7 +220,7 @@ class Lanes(Layout):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Words(Layout):
-    """values uint8 ``[E, R, B, 64, 64]`` for E4M3 rows, see ``words.py``; gate and up take turns in a row tile.
+    """values uint8 ``[E, R, B, 64, 64]`` for E4M3 rows, see ``packing/w4a8.py``; gate and up alternate in a row tile.
 
     scale: 32-bit ``[E, R, B, words, 64]`` of scale_dtype. row_scale: float32 ``[E, R * 64]`` if row_scaled, or None.
     """
@@ -271,25 +273,31 @@ LANES = {
     "int4": Lanes(weight=enums.INT4_LANES, code_bits=4, scale_kind=enums.GROUP_SCALE, words=1),
     "int8": Lanes(weight=enums.INT8_LANES, code_bits=8, scale_kind=enums.GROUP_SCALE, words=1),
     "table": Lanes(
-        weight=enums.TABLE_LANES, code_bits=4, scale_kind=enums.GROUP_SCALE, words=2, promoted=True, quartered=True,
+        weight=enums.TABLE_LANES,
+        code_bits=4,
+        scale_kind=enums.GROUP_SCALE,
+        words=2,
+        promoted=True,
+        quartered=True,
         operands=2,
     ),
-}  # fmt: skip
+}
 
 _INT4 = Words(
-    weight=enums.INT4_FLOAT, scale_kind=enums.GROUP_SCALE, row_scaled=False, promoted=True,
+    weight=enums.INT4_FLOAT,
+    scale_kind=enums.GROUP_SCALE,
+    row_scaled=False,
+    promoted=True,
     scale_dtype=torch.float32,
-)  # fmt: skip
+)
 _INT4_QUARTERS = replace(_INT4, row_order=PADDED, quartered=True)
 # NVFP4: each weight is the sum of two operands. INT4 as in LANES, by words of a row and K block. Pairs: MXFP4 as
 # published, for tensor cores that decode it; scale uint8 ``[E, R, B, 64, 4]``.
 WORDS = {
     "mxfp4": Words(weight=enums.E2M1_E8M0),
-    "mxfp4_pairs": Words(
-        weight=enums.E2M1_SCALED, scale_dtype=torch.uint8, row_scaled=False, row_order=PADDED
-    ),
+    "mxfp4_pairs": Words(weight=enums.E2M1_SCALED, scale_dtype=torch.uint8, row_scaled=False, row_order=PADDED),
     "nvfp4": Words(weight=enums.E2M1_E4M3, words=2, operands=2),
     "int4_1": _INT4,
     "int4_2": replace(_INT4_QUARTERS, weight=enums.INT4_PAIRS, words=2, scale_dtype=torch.int32),
     "int4_4": replace(_INT4_QUARTERS, weight=enums.INT4_FLOATS, words=4),
-}  # fmt: skip
+}

@@ -15,7 +15,10 @@ __all__ = ["PackedMatrix", "RangeReport"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RangeReport:
-    """groups: group scales in all; beyond: groups too small for their row's base; changed: weights rounded for it."""
+    """What packing rounded.
+
+    groups: group scales in all. beyond: groups too small for their row's base. changed: weights rounded for that.
+    """
 
     groups: int
     beyond: int
@@ -38,12 +41,12 @@ class RangeReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedMatrix:
-    """Weights ``[E, P, N, K]`` as a kernel reads them; ``layout`` says which shapes and dtypes the tensors have.
+    """Weights ``[E, P, N, K]`` as a kernel reads them; ``layout`` has the shapes and dtypes of the tensors.
 
     scale: of groups or blocks, None where no scale is applied in the K loop. row_scale: float32 factors of whole rows,
-    or None; for some lanes the numbers of codes (``Lanes``). bias: ``[E, P, N]`` floating, or None. order: int32
-    ``[E, K]``, the column of x that each of the weights' columns multiplies, None where they are in order. report: what
-    packing made, or rounded, where a plan cannot know.
+    or None; for some lanes the table of numbers (``Lanes``). bias: ``[E, P, N]`` floating, or None. order: int32
+    ``[E, K]``, the column of x that each of the weights' columns multiplies, None where they are in order. report: how
+    packing stored weights, or what it rounded, where a plan cannot tell.
     """
 
     layout: Layout
@@ -56,12 +59,12 @@ class PackedMatrix:
 
     @property
     def pointers(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """values, scale, row_scale and bias; for what is missing, which is not read, values."""
-        scale, rows, bias = (self.values if t is None else t for t in (self.scale, self.row_scale, self.bias))
-        return self.values, scale, rows, bias
+        """values, scale, row_scale and bias; values in place of missing ones, which are not read."""
+        scale, row_scale, bias = (self.values if t is None else t for t in (self.scale, self.row_scale, self.bias))
+        return self.values, scale, row_scale, bias
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> PackedMatrix:
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> PackedMatrix:
         """Return the matrix with ``change(tensor)`` for each tensor, all of which have a row for each expert."""
-        made = map_tensors(self, change, "values", "scale", "row_scale", "bias", "order")
-        count = made.values.shape[0]
-        return replace(made, layout=replace(self.layout, shape=(count, *self.layout.shape[1:])))
+        matrix = map_tensors(self, change, "values", "scale", "row_scale", "bias", "order")
+        count = matrix.values.shape[0]
+        return replace(matrix, layout=replace(self.layout, shape=(count, *self.layout.shape[1:])))

@@ -1,4 +1,4 @@
-"""Both products of a batch: sorted, unsorted, or with the tiles of large batches.
+"""Both products of a batch with packed weights, and the flows that run them.
 
 Shape letters: T tokens, R rows, E experts, P parts (2: gate and up; 1), N outputs of a part, K inputs.
 """
@@ -8,41 +8,45 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...errors import InputError
-from ...formats.int_affine import Int4Ordered, Int8Ordered
-from ...ops.columns import ZeroPointCorrection, halves_and_sums, in_columns
-from ...ops.operand import Operand, across, arrived, operand
-from ...ops.quantize import AS_IS, ActivationFormat, formats_within, ordered
-from ...problem import ExpertsProblem
+from ...ops.columns import ZeroPointCorrection, gather_columns
+from ...ops.operand import Operand, gather_codes, operand, transpose_scales
+from ...ops.quantize import AS_IS, ActivationFormat, formats_within, reorder_codes
 from ...runtime.launch import align_rows
-from ...runtime.machine import Machine, machine_at
+from ...runtime.machine import Machine
 from ...runtime.memory import Memory, alloc, part
-from ...types import ActivationSpec, ContiguousBatch, ExpertWeights, RemoteOutput
+from ...types import ActivationSpec, ContiguousBatch, RemoteOutput
 from ..base import PackedWeights, refuse_codes
 from .dequantized import dequantized_groups
-from .grouped import TileList, grouped_gemm, tile_list
-from .lanes import add_projection_dim, column_order
-from .matrix import PackedMatrix, RangeReport
+from .grouped import TileList, grouped_gemm, rescale, tile_list
+from .matrix import PackedMatrix
 from .prefill import CodeScales, prefill_gemm
-from .tile_choice import TileChoice, TunedTiles
-from .tiles import BAND, candidates, choose, score
-from .tiling import ProductTiling, codes_of, inner_format, lies_across
+from .tiles.choice import LARGE_BLOCK_N
+from .tiles.problem import TileChoice, TunedTiles
+from .tiling import ProductTiling, TilePair, middle_format, reads_transposed_scales
+from .tuning import MeasuredProduct
 
-__all__ = ["PackedExperts", "pack_both"]
+__all__ = ["PackedExperts"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedExperts(PackedWeights):
     """Both matrices of all experts and what runs between them.
 
+    Three flows compute the same bits:
+
+    - sorted (``run``): rows in expert order, cut into token tiles; ``grouped_gemm`` gathers the tokens.
+    - large (``run`` with many rows): rows are gathered first, packed weights are dequantised once if that pays, and
+      ``prefill_gemm`` multiplies.
+    - unsorted (``run_unsorted``): few assignments in the order of their ids, each in a separate tile.
+
     activations: the format whose E4M3 codes are multiplied, or None to multiply in the dtype of x. input_reach: of a
-    static format. tiles, measured: as ``ProductTiling`` says. report: what packing made or rounded, where a plan cannot
-    know.
+    static format. tiles, measured: as in ``ProductTiling``. report: what packing rounded, or how it stores weights
+    whose size a plan cannot tell. forms: the format of each product's rows.
     """
 
     gate_up: PackedMatrix
@@ -51,14 +55,14 @@ class PackedExperts(PackedWeights):
     machine: Machine
     activations: ActivationFormat | None = None
     input_reach: tuple[float, float] | None = None
-    tiles: tuple[TileChoice, TileChoice] | None = None
+    tiles: TilePair | None = None
     measured: tuple[TunedTiles, TunedTiles] = ((), ())
     report: object | None = None
     _tiling: ProductTiling = field(init=False, compare=False, repr=False)
     forms: tuple[ActivationFormat | None, ...] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        name = self._codes
+        name = self._format_name
         forms = (None, None) if name is None else formats_within(name, self.input_reach)
         object.__setattr__(self, "forms", forms)
         tiling = ProductTiling(
@@ -79,7 +83,7 @@ class PackedExperts(PackedWeights):
 
     @property
     def key(self) -> Hashable:
-        """Return what decides which kernel variants these experts need."""
+        """Everything besides the tiling that selects kernel variants of these experts."""
         key: list[Hashable] = [self.activation, self.machine, self.activations, self.tiles, self.measured]
         for matrix in (self.gate_up, self.down):
             key.append(matrix.layout)
@@ -87,23 +91,33 @@ class PackedExperts(PackedWeights):
             key += [None if t is None else (t.dtype, t.shape, t.data_ptr() % 16) for t in tensors]
         return tuple(key)
 
+    @property
+    def input_codes(self) -> tuple[str, int] | None:
+        """Format and order of the first product's codes; None where it multiplies tokens, or scales are calibrated."""
+        form = self.activations
+        return None if form is None or form.static else (form.name, self.gate_up.layout.row_order)
+
+    @property
+    def _format_name(self) -> str | None:
+        return None if self.activations is None else self.activations.name
+
     def output_spec(self, dtype: torch.dtype) -> tuple[int, torch.dtype]:
-        """Return H, and the dtype of tokens that are multiplied as they are, or bfloat16; float32 for others."""
-        kept = self.activations is None or dtype == torch.bfloat16
-        return self.down.layout.shape[2], dtype if kept else torch.float32
+        """Return H and the dtype of stored rows: bfloat16 or the multiplied dtype of tokens; float32 for others."""
+        same_dtype = self.activations is None or dtype == torch.bfloat16
+        return self.down.layout.shape[2], dtype if same_dtype else torch.float32
 
     def run(self, batch: ContiguousBatch, memory: Memory | None = None) -> Tensor:
-        """Return ``[R, H]``: both products of every row, in the dtype that ``storing`` says.
+        """Return ``[R, H]``: both products of every row, in the dtype of ``output_spec``.
 
         Rounding a row to bfloat16 adds 0.17 % of its size at most to the layer's error, to float16 0.02 %, and halves
-        the largest traffic of a big batch. An output of an expert beyond float16 is infinite, whatever its weight would
-        make of it: so it is in transformers. Nothing waits for the device; rows from ``expert_offsets[E]`` on are
-        uninitialised. With ``batch.back`` the second product stores rows where it says, and ``back.rows`` is returned;
-        InputError where those are not what ``storing`` says.
+        the largest traffic of a big batch. An output beyond float16 is infinite before its weight multiplies it, as in
+        transformers. Nothing waits for the device; rows from ``expert_offsets[E]`` on are uninitialised. With
+        ``batch.remote`` the second product stores rows at its offsets, and ``remote.rows`` is returned; raises
+        InputError where those do not have the width and dtype of ``output_spec``.
         """
-        refuse_codes(batch, "experts in Triton", self._codes)
+        refuse_codes(batch, "experts in Triton", self._format_name)
         count = batch.source.numel()
-        out = self._target(batch.remote, count, batch.dtype or batch.x.dtype, batch.x.device, memory)
+        out = self._output(batch.remote, count, batch.dtype or batch.x.dtype, batch.x.device, memory)
         if count == 0:
             return out
         batch = replace(batch, x=align_rows(batch.x))
@@ -111,268 +125,206 @@ class PackedExperts(PackedWeights):
         large = self.tiling.large(rows)
         if large is not None:
             return self._run_large(batch, large, out, memory)
-        first, second = self.tiling.pair(rows)
-        tiles = _listed(batch, first, memory, "first")
-        same = second.block_t == first.block_t
-        pair = tiles, replace(tiles, tile=second) if same else _listed(batch, second, memory, "second")
-        # A weight belongs to a row, so weighted rows are gathered; others are gathered by the product.
-        gathered = batch.input_weights is not None
-        rows_in = self._rows_in(batch, memory, self.gate_up.layout.row_order, gathered=gathered)
-        source = None if gathered else batch.source
-        rows_in, source = self._in_order(rows_in, batch.expert_offsets, source, memory)
-        pair = pair[0], replace(pair[1], places=_places(batch))
-        return self._both(rows_in, batch.expert_offsets, pair, out, memory, source=source, used=_used(batch))
+        return self._run_sorted(batch, self.tiling.pair(rows), out, memory)
 
     def run_unsorted(self, x: Tensor, ids: Tensor, memory: Memory | None = None) -> Tensor:
-        """Return ``[T * K, H]``: what ``run`` returns for few assignments, in their own order and not sorted.
+        """Return ``[T * K, H]``: what ``run`` returns for few assignments, in the order of ``ids`` and not sorted.
 
         ids: contiguous ``[T, K]`` integers; rows of ids outside ``0..E-1`` are uninitialised.
         """
-        x, (tokens, top_k) = align_rows(x), ids.shape
-        out = self._target(None, tokens * top_k, x.dtype, x.device, memory)
-        first, second = (replace(tile, overlap=self.machine.pdl) for tile in self.tiling.pair(ids.numel()))
-        rows_in = operand(x, self.forms[0], order=self.gate_up.layout.row_order, memory=part(memory, "x"))
-        rows_in, source = self._in_order(rows_in, ids, ids, memory, top_k=top_k)
-        # Where the tokens were quantised, which waits for the routing, the ids were there before the product's turn.
-        listed = self.activations is not None
-        tiles = TileList(expert=ids, row=ids, count=ids.numel(), tile=first, top_k=top_k, early=listed)
-        pair = tiles, replace(tiles, tile=second)
-        return self._both(rows_in, ids, pair, out, memory, source=source)
+        x = align_rows(x)
+        count, top_k = ids.numel(), ids.shape[1]
+        out = self._output(None, count, x.dtype, x.device, memory)
+        # Where tokens were quantised, which waits for the routing, the ids were complete before the first product.
+        first = TileList(
+            expert=ids,
+            row=ids,
+            count=count,
+            tile=self._unsorted_tiles(count)[0],
+            top_k=top_k,
+            early=self.activations is not None,
+        )
+        second = replace(first, tile=self._unsorted_tiles(count)[1], early=True)
+        memory_x = part(memory, "x")
+        source: Tensor | None = ids
+        x, x_scale = operand(x, self.forms[0], order=self.gate_up.layout.row_order, memory=memory_x)
+        if self.gate_up.order is not None:
+            x = gather_columns(x, self.gate_up.order, ids, ids, top_k=top_k, memory=memory_x)
+            source = None
+        x, x_scale = rescale((x, x_scale), self.gate_up, None, memory_x)
+        if isinstance(x_scale, Tensor) and reads_transposed_scales(self.activations, self.gate_up.layout, first.tile):
+            # The product reads transposed scales by assignment. Only measured tiles are that tall for so few rows.
+            token = torch.arange(count, device=x.device) // top_k
+            x_scale = transpose_scales(x_scale, token, memory=memory_x)
+        middle = self._middle(count, out, memory)
+        grouped_gemm(x, self.gate_up, ids, first, middle, source=source, x_scale=x_scale, activation=self.activation)
+        h, h_scale = self._second_operand(middle, second.tile, None, memory)
+        return grouped_gemm(h, self.down, ids, second, out, x_scale=h_scale)
 
-    def products(self) -> tuple[_Product, ...]:
+    def products(self) -> tuple[MeasuredProduct, ...]:
         """Return gate_up and down."""
-        return tuple(_Product(packed=self, place=place, name=name) for place, name in enumerate(("gate_up", "down")))
+        gate_up = MeasuredProduct(
+            name="gate_up",
+            matrix=self.gate_up,
+            tiling=self.tiling,
+            activation=self.activation,
+            form=self.forms[0],
+            first=True,
+        )
+        return gate_up, replace(gate_up, name="down", matrix=self.down, form=self.forms[1], first=False)
 
     def with_measured(self, tables: Mapping[str, TunedTiles]) -> PackedExperts:
         """Return the same experts with measured tiles."""
         return replace(self, measured=(tables["gate_up"], tables["down"]))
 
     def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> PackedExperts:
-        return replace(self, gate_up=self.gate_up.each(change), down=self.down.each(change))
+        return replace(self, gate_up=self.gate_up.map_tensors(change), down=self.down.map_tensors(change))
 
-    @property
-    def input_codes(self) -> tuple[str, int] | None:
-        """Return the format and order of the first product's codes, None where it multiplies tokens, or calibrated."""
-        form = self.activations
-        return None if form is None or form.static else (form.name, self.gate_up.layout.row_order)
-
-    @property
-    def _codes(self) -> str | None:
-        return None if self.activations is None else self.activations.name
-
-    def _target(
-        self, back: RemoteOutput | None, count: int, dtype: torch.dtype, device: torch.device, memory: Memory | None
+    def _output(
+        self, remote: RemoteOutput | None, count: int, dtype: torch.dtype, device: torch.device, memory: Memory | None
     ) -> Tensor:
-        """Return what ``count`` rows of tokens of ``dtype`` are written to."""
-        width, narrow = self.output_spec(dtype)
-        if back is None:
-            return alloc(memory, "rows", (count, width), narrow, device)
-        if back.rows.shape[1:] != (width,) or back.rows.dtype != narrow:
+        """Return the tensor that ``count`` rows of tokens of ``dtype`` are written to."""
+        width, out_dtype = self.output_spec(dtype)
+        if remote is None:
+            return alloc(memory, "rows", (count, width), out_dtype, device)
+        if remote.rows.shape[1:] != (width,) or remote.rows.dtype != out_dtype:
             raise InputError(
-                f"back: rows of {back.rows.shape[1]} {back.rows.dtype}, these experts store rows of {width} {narrow}"
+                f"back: rows of {remote.rows.shape[1]} {remote.rows.dtype}, these experts store rows of {width} "
+                f"{out_dtype}"
             )
-        return back.rows
+        return remote.rows
 
-    def _rows_in(self, batch: ContiguousBatch, memory: Memory | None, order: int, *, gathered: bool) -> Operand:
-        """Return the first product's operand: codes and scales that arrived, or what the tokens become here."""
-        if batch.scale is not None:
-            codes, scale = batch.x, batch.scale
-            if gathered:
-                codes, scale = arrived(codes, scale, batch.source, _used(batch), part(memory, "x"))
-            if batch.order not in (AS_IS, order):
-                raise InputError(f"the batch is codes in order {batch.order}, this product reads order {order}")
-            return (codes if batch.order == order else ordered(codes, order)), scale
-        return operand(
-            batch.x,
-            self.forms[0],
-            source=batch.source if gathered else None,
-            weights=batch.input_weights,
-            order=order,
-            x_ready=batch.x_ready and not gathered,
-            used=_used(batch) if gathered else None,
-            memory=part(memory, "x"),
-        )
+    def _middle(self, count: int, out: Tensor, memory: Memory | None) -> Tensor:
+        """Return the tensor for rows between the products, in the dtype of ``out``."""
+        return alloc(memory, "middle", (count, self.gate_up.layout.shape[2]), out.dtype, out.device)
 
-    def _in_order(
-        self, rows_in: Operand, owner: Tensor, source: Tensor | None, memory: Memory | None, *, top_k: int = 0
-    ) -> tuple[Operand, Tensor | None]:
-        """Return the operand and what gathers its rows; rows in the order of their experts' columns are gathered."""
-        order = self.gate_up.order
-        if order is None:
-            return rows_in, source
-        return (in_columns(rows_in[0], order, owner, source, top_k=top_k, memory=part(memory, "x")), None), None
+    def _unsorted_tiles(self, count: int) -> TilePair:
+        """Return the tiles of ``count`` unsorted assignments, which always overlap the previous kernel."""
+        first, second = self.tiling.pair(count)
+        return replace(first, overlap=self.machine.pdl), replace(second, overlap=self.machine.pdl)
 
-    def _both(
-        self,
-        rows_in: Operand,
-        offsets: Tensor,
-        tiles: tuple[TileList, TileList],
-        out: Tensor,
-        memory: Memory | None,
-        *,
-        source: Tensor | None,
-        used: Tensor | None = None,
-    ) -> Tensor:
-        """Write ``out`` and return it: both products of ``rows_in``, which are codes and scales or rows and None."""
-        x, x_scale = _summed(rows_in, self.gate_up, None, part(memory, "x"))
-        if isinstance(x_scale, Tensor) and lies_across(self.activations, self.gate_up.layout, tiles[0].tile):
-            x_scale = across(x_scale, source, used=used, memory=part(memory, "x"))
-        places = tiles[1].places
-        count = out.shape[0] if places is None else places.shape[0]
-        middle = alloc(memory, "middle", (count, self.gate_up.layout.shape[2]), out.dtype, out.device)
-        grouped_gemm(
-            x, self.gate_up, offsets, tiles[0], middle, source=source, x_scale=x_scale, activation=self.activation
-        )
-        form = inner_format(self.forms[1], self.down.layout, tiles[1].tile)
-        made = operand(middle, form, order=self.down.layout.row_order, used=used, memory=part(memory, "h"))
-        codes, scale = _summed(made, self.down, used, part(memory, "h"))
+    def _run_sorted(self, batch: ContiguousBatch, tiles: TilePair, out: Tensor, memory: Memory | None) -> Tensor:
+        """Write both products to ``out``, with token tiles of rows in expert order."""
+        offsets, memory_x = batch.expert_offsets, part(memory, "x")
+        first = _tile_list(batch, tiles[0], memory, "first")
+        if tiles[1].block_t == tiles[0].block_t:
+            second = replace(first, tile=tiles[1])
+        else:
+            second = _tile_list(batch, tiles[1], memory, "second")
         # The tile lists were complete before the first product started.
-        return grouped_gemm(codes, self.down, offsets, replace(tiles[1], early=True), out, x_scale=scale)
+        second = replace(second, row_offsets=_row_offsets(batch), early=True)
+        source: Tensor | None = None
+        if batch.input_weights is None:
+            x, x_scale = self._token_operand(batch, memory_x)
+            source = batch.source
+        else:
+            # A weight belongs to a row, so weighted rows are gathered before the product.
+            x, x_scale = self._gathered_operand(batch, self.gate_up.layout.row_order, memory_x)
+        if self.gate_up.order is not None:
+            x = gather_columns(x, self.gate_up.order, offsets, source, memory=memory_x)
+            source = None
+        x, x_scale = rescale((x, x_scale), self.gate_up, None, memory_x)
+        if isinstance(x_scale, Tensor) and reads_transposed_scales(self.activations, self.gate_up.layout, first.tile):
+            x_scale = transpose_scales(x_scale, source, used=_used_rows(batch), memory=memory_x)
+        middle = self._middle(batch.source.numel(), out, memory)
+        grouped_gemm(
+            x, self.gate_up, offsets, first, middle, source=source, x_scale=x_scale, activation=self.activation
+        )
+        h, h_scale = self._second_operand(middle, second.tile, _used_rows(batch), memory)
+        return grouped_gemm(h, self.down, offsets, second, out, x_scale=h_scale)
 
     def _run_large(self, batch: ContiguousBatch, tile: TileChoice, out: Tensor, memory: Memory | None) -> Tensor:
-        """Write both products to ``out``, rows put in expert order first, with the bits of the small tiles."""
-        form, offsets, device, count = self.activations, batch.expert_offsets, out.device, batch.source.numel()
-        wide = self.gate_up.layout.shape[2]
-        rows_in = self._rows_in(batch, memory, AS_IS, gathered=True)
-        rows, x_scale = _summed(rows_in, self.gate_up, _used(batch), part(memory, "x"))
-        codes, dtype = None, out.dtype
-        if form is not None and form.group == BAND:
-            scale = alloc(memory, "scales", (count, -(-wide // BAND)), torch.float32, device)
-            codes = CodeScales(scale=scale, power=form.power, rounded=out.dtype == torch.bfloat16)
-            dtype = torch.float8_e4m3fn
-        middle = alloc(memory, "middle", (count, wide), dtype, device)
-        most = max(self.gate_up.layout.expanded_bytes, self.down.layout.expanded_bytes)
-        room = alloc(memory, "expanded", (most,), torch.int8, device) if most else None
-        tiles = tile_list(offsets, count, tile, part(memory, "first"))
-        turns = partial(dequantized_groups, offsets=offsets, tiles=tiles, rows=count, memory=part(memory, "second"))
-
-        def room_of(matrix: PackedMatrix) -> Tensor | None:
-            return room if matrix.layout.expanded_bytes else None  # the other product's weights may be operands as is
-
-        for matrix, own, listed in turns(self.gate_up, room=room_of(self.gate_up)):
-            prefill_gemm(rows, matrix, own, listed, middle, x_scale=x_scale, activation=self.activation, codes=codes)
+        """Write both products to ``out``, rows gathered into expert order first, with the bits of the small tiles."""
+        count, used = batch.source.numel(), _used_rows(batch)
+        rows = self._gathered_operand(batch, AS_IS, part(memory, "x"))
+        x, x_scale = rescale(rows, self.gate_up, used, part(memory, "x"))
+        codes = self._middle_codes(count, out, memory)
         if codes is None:
-            made = operand(middle, self.forms[1], used=_used(batch), memory=part(memory, "h"))
-            middle, scale = _summed(made, self.down, _used(batch), part(memory, "h"))
+            middle = self._middle(count, out, memory)
         else:
-            scale = codes.scale
-        for matrix, own, listed in turns(self.down, room=room_of(self.down)):
-            prefill_gemm(middle, matrix, own, replace(listed, places=_places(batch)), out, x_scale=scale)
+            shape = (count, self.gate_up.layout.shape[2])
+            middle = alloc(memory, "middle", shape, torch.float8_e4m3fn, out.device)
+        size = max(self.gate_up.layout.dequantized_bytes, self.down.layout.dequantized_bytes)
+        buffer = alloc(memory, "expanded", (size,), torch.int8, out.device) if size else None
+        groups = partial(
+            dequantized_groups,
+            buffer=buffer,
+            offsets=batch.expert_offsets,
+            tiles=tile_list(batch.expert_offsets, count, tile, part(memory, "first")),
+            rows=count,
+            memory=part(memory, "second"),
+        )
+        for matrix, offsets, tiles in groups(self.gate_up):
+            prefill_gemm(x, matrix, offsets, tiles, middle, x_scale=x_scale, activation=self.activation, codes=codes)
+        if codes is None:
+            rows = operand(middle, self.forms[1], used=used, memory=part(memory, "h"))
+            h, h_scale = rescale(rows, self.down, used, part(memory, "h"))
+        else:
+            h, h_scale = middle, codes.scale
+        for matrix, offsets, tiles in groups(self.down):
+            prefill_gemm(h, matrix, offsets, replace(tiles, row_offsets=_row_offsets(batch)), out, x_scale=h_scale)
         return out
 
+    def _middle_codes(self, count: int, out: Tensor, memory: Memory | None) -> CodeScales | None:
+        """Return where a large batch's first product stores scales, or None where it does not quantise its result."""
+        form = self.activations
+        if form is None or form.group != LARGE_BLOCK_N:
+            return None
+        groups = -(-self.gate_up.layout.shape[2] // LARGE_BLOCK_N)
+        scale = alloc(memory, "scales", (count, groups), torch.float32, out.device)
+        return CodeScales(scale=scale, power=form.power, rounded=out.dtype == torch.bfloat16)
 
-_Packer = Callable[[Any, Tensor | None], PackedMatrix]
+    def _token_operand(self, batch: ContiguousBatch, memory: Memory | None) -> Operand:
+        """Return the first product's operand, one row per token: received codes, or the tokens quantised here."""
+        order = self.gate_up.layout.row_order
+        if batch.scale is None:
+            return operand(batch.x, self.forms[0], order=order, x_ready=batch.x_ready, memory=memory)
+        return _in_order(batch.x, batch.order, order), batch.scale
 
+    def _gathered_operand(self, batch: ContiguousBatch, order: int, memory: Memory | None) -> Operand:
+        """Return the first product's operand in expert order, times the input weights where there are any."""
+        if batch.scale is None:
+            return operand(
+                batch.x,
+                self.forms[0],
+                source=batch.source,
+                weights=batch.input_weights,
+                order=order,
+                used=_used_rows(batch),
+                memory=memory,
+            )
+        codes, scale = gather_codes(batch.x, batch.scale, batch.source, _used_rows(batch), memory)
+        return _in_order(codes, batch.order, order), scale
 
-def pack_both(packers: tuple[_Packer, _Packer], weights: ExpertWeights[Any], problem: ExpertsProblem) -> PackedExperts:
-    """Return the experts of ``problem``; packers of gate_up and down: of a payload ``[E, P, N, K]`` and its bias."""
-    if isinstance(weights.gate_up, Int4Ordered | Int8Ordered):
-        weights = _rows_moved(weights)
-    half = problem.activation_format == "fp16"
-
-    def packed(packer: _Packer, payload: Any, bias: Tensor | None) -> PackedMatrix:
-        made = packer(payload, None if bias is None else bias.contiguous())
-        return replace(made, layout=replace(made.layout, half=half))
-
-    gate_up = packed(packers[0], weights.gate_up, weights.gate_up_bias)
-    down = packed(packers[1], add_projection_dim(weights.down), weights.down_bias)
-    form = codes_of(problem.activation_format)
-    return PackedExperts(
-        gate_up=gate_up,
-        down=replace(down, order=None),
-        activation=problem.activation,
-        machine=machine_at(weights.down.device),
-        activations=form,
-        input_reach=weights.input_reach if form is not None and form.static else None,
-        report=_reported(gate_up.report, down.report),
-    )
-
-
-def _rows_moved(weights: ExpertWeights[Any]) -> ExpertWeights[Any]:
-    """Return weights whose first product writes its columns in the order in which the second one reads them."""
-    order = column_order(add_projection_dim(weights.down))
-
-    def moved(tensor: Tensor) -> Tensor:
-        return torch.stack([own.index_select(1, at) for own, at in zip(tensor, order, strict=True)])
-
-    gate_up, bias = weights.gate_up, weights.gate_up_bias
-    gate_up = replace(gate_up, **{name: moved(getattr(gate_up, name)) for name in gate_up.by_row})
-    return replace(weights, gate_up=gate_up, gate_up_bias=None if bias is None else moved(bias))
-
-
-def _reported(first: RangeReport | str | None, second: RangeReport | str | None) -> RangeReport | str | None:
-    if isinstance(first, RangeReport) and isinstance(second, RangeReport):
-        return first + second
-    named = [f"{name} {report}" for name, report in (("gate_up", first), ("down", second)) if report is not None]
-    return ", ".join(named) or None
+    def _second_operand(
+        self, middle: Tensor, tile: TileChoice, used: Tensor | None, memory: Memory | None
+    ) -> tuple[Tensor, Tensor | ZeroPointCorrection | None]:
+        """Return rows between the products as the second product reads them with ``tile``."""
+        form = middle_format(self.forms[1], self.down.layout, tile)
+        memory_h = part(memory, "h")
+        rows = operand(middle, form, order=self.down.layout.row_order, used=used, memory=memory_h)
+        return rescale(rows, self.down, used, memory_h)
 
 
-def _summed(
-    rows: Operand, matrix: PackedMatrix, used: Tensor | None, memory: Memory | None
-) -> tuple[Tensor, Tensor | ZeroPointCorrection | None]:
-    """Return an operand as it is, or in float16 over powers of two, with sums of its columns, as the weights ask."""
-    return halves_and_sums(rows[0], used=used, memory=memory) if matrix.layout.rescaled else rows
+def _in_order(codes: Tensor, order: int, requested: int) -> Tensor:
+    """Return received codes in the requested order of columns."""
+    if order not in (AS_IS, requested):
+        raise InputError(f"the batch is codes in order {order}, this product reads order {requested}")
+    return codes if order == requested else reorder_codes(codes, requested)
 
 
-def _used(batch: ContiguousBatch) -> Tensor | None:
-    """Return how many rows are somebody's, on the device, of a batch with room for more than it is likely to hold."""
+def _used_rows(batch: ContiguousBatch) -> Tensor | None:
+    """Return how many rows have an expert, on the device, for a batch with room for more rows than expected."""
     return None if batch.rows is None else batch.expert_offsets[-1:]
 
 
-def _places(batch: ContiguousBatch) -> Tensor | None:
+def _row_offsets(batch: ContiguousBatch) -> Tensor | None:
     return None if batch.remote is None else batch.remote.offsets
 
 
-def _listed(batch: ContiguousBatch, tile: TileChoice, memory: Memory | None, name: str) -> TileList:
-    """Return the tile list that came with the batch, or make it."""
-    for made in batch.tiles:
-        if made.block_t == tile.block_t:
-            return TileList(expert=made.expert, row=made.row, count=made.row.numel(), tile=tile)
+def _tile_list(batch: ContiguousBatch, tile: TileChoice, memory: Memory | None, name: str) -> TileList:
+    """Return the tile list that came with the batch, or list the tiles."""
+    for rows in batch.tiles:
+        if rows.block_t == tile.block_t:
+            return TileList(expert=rows.expert, row=rows.row, count=rows.row.numel(), tile=tile)
     return tile_list(batch.expert_offsets, batch.source.numel(), tile, part(memory, name))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Product:
-    """One of the two products, alone, for ``collegium tune``."""
-
-    packed: PackedExperts
-    place: int
-    name: str
-
-    @property
-    def _matrix(self) -> PackedMatrix:
-        return self.packed.down if self.place else self.packed.gate_up
-
-    def chosen(self, rows: int) -> TileChoice:
-        """Return the tile chosen from the sizes alone."""
-        return choose(self.packed.tiling.problem_of(self._matrix.layout, rows), self.packed.machine)
-
-    def candidates(self, rows: int) -> tuple[TileChoice, ...]:
-        """Return every tile that fits, the fastest by the score first."""
-        asked, machine = self.packed.tiling.problem_of(self._matrix.layout, rows), self.packed.machine
-        return tuple(sorted(candidates(asked, machine), key=lambda tile: score(asked, tile, machine)))
-
-    def runner(self, batch: ContiguousBatch) -> Callable[[TileChoice], Tensor]:
-        """Return this product of ``batch`` as a function of its tile; the second product reads random rows."""
-        packed, matrix, first = self.packed, self._matrix, self.place == 0
-        count = batch.source.numel()
-        _, _, n_out, k_in = matrix.layout.shape
-        x = batch.x if first else torch.randn(count, k_in, device=batch.x.device).to(batch.x.dtype)
-        made = operand(x, packed.forms[self.place], order=matrix.layout.row_order)
-        codes, scale = _summed(made, matrix, None, None)
-        out = torch.empty(count, n_out, dtype=torch.bfloat16, device=x.device)
-        more: dict[str, Any] = {"source": batch.source, "activation": packed.activation} if first else {}
-        lists: dict[TileChoice, TileList] = {}
-        # What quantises the second product's rows writes their scales so, at no cost.
-        ever = not first and lies_across(packed.activations, matrix.layout)
-        beside = across(scale, None) if ever and isinstance(scale, Tensor) else None
-
-        def run(tile: TileChoice) -> Tensor:
-            if tile not in lists:
-                lists[tile] = tile_list(batch.expert_offsets, count, tile)
-            laid = scale
-            if isinstance(scale, Tensor) and lies_across(packed.activations, matrix.layout, tile):
-                laid = across(scale, batch.source) if first else beside
-            return grouped_gemm(codes, matrix, batch.expert_offsets, lists[tile], out, x_scale=laid, **more)
-
-        return run

@@ -1,32 +1,43 @@
-"""Which weights and tokens each kernel in Triton takes, how it lays the weights out, and what packs them: one table."""
+"""One table of the weights and tokens that each kernel in Triton takes, their layout, and what packs them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+from ...formats import by_name
 from ...formats.unquantised import DTYPES
 from ...kernels.enums import STEP_SCALE, ZERO_SCALE
 from ...problem import ExpertsProblem
 from ...runtime.machine import Machine, machine_at, machine_for
 from ...runtime.memory import Regions
 from ...types import ExpertWeights
-from .lanes import pack_bnb4, pack_fp8_block, pack_fp8_rows, pack_gguf, pack_int, pack_mx, pack_nvfp4, pack_plain
 from .layout import LANES, ROWS, WORDS, Layout
 from .matrix import PackedMatrix
-from .packed import PackedExperts, pack_both
-from .tiling import CODES, ProductTiling, codes_of, product_regions, refuse_machine
-from .words import pack_w4a8
+from .pack_experts import pack_both
+from .packed import PackedExperts
+from .packing import (
+    pack_bnb4,
+    pack_fp8_block,
+    pack_fp8_rows,
+    pack_gguf,
+    pack_int,
+    pack_mx,
+    pack_nvfp4,
+    pack_plain,
+    pack_w4a8,
+)
+from .tiling import CODES, ProductTiling, e4m3_format, product_regions, refuse_machine
 
 __all__ = ["TABLE", "TritonBf16", "TritonFp8", "TritonKernel", "TritonW4A8", "TritonW4A16", "TritonW8A16"]
 
 
-class _Row(NamedTuple):
+class Row(NamedTuple):
     """Weights of a format with tokens in one of some activation formats.
 
     layout: without sizes; integers are taken to have 16-bit scales of 128 columns and blocks of GGUF to be Q4_K, the
-    commonest, packing alone sees others. scaled: for tensor cores that decode the weights themselves. halves: pack asks
-    whether tokens are float16 (half).
+    most common ones; packing sees the actual ones. scaled: for tensor cores that decode the weights. passes_half: pack
+    takes ``half``, whether tokens are float16.
     """
 
     weights: str
@@ -34,80 +45,83 @@ class _Row(NamedTuple):
     layout: Layout
     pack: Callable[..., PackedMatrix]
     scaled: bool = False
-    halves: bool = False
+    passes_half: bool = False
 
 
-_EITHER = "bf16", "fp16"
+_EITHER = ("bf16", "fp16")
 _ZEROED = {name: replace(LANES[name], scale_kind=ZERO_SCALE) for name in ("int4", "int8")}
-
 _Q4_K = replace(LANES["int4"], scale_kind=STEP_SCALE, words=3)
 
 
-# By kernel; of the rows that take a pair of formats the first one runs it.
+# By kernel; the first row that takes a pair of formats runs it.
 TABLE = {
     "triton_bf16": (
-        _Row("bf16", _EITHER, ROWS["plain"], pack_plain, halves=True),
-        _Row("fp16", ("fp16",), ROWS["plain"], pack_plain, halves=True),
-        _Row("fp16", ("bf16",), replace(ROWS["plain"], halved=True), pack_plain),
+        Row("bf16", _EITHER, ROWS["plain"], pack_plain, passes_half=True),
+        Row("fp16", ("fp16",), ROWS["plain"], pack_plain, passes_half=True),
+        Row("fp16", ("bf16",), replace(ROWS["plain"], halved=True), pack_plain),
     ),
     "triton_fp8": (
-        _Row("fp8_block", CODES, ROWS["fp8_block"], partial(pack_fp8_block, native=True)),
-        _Row("fp8_tensor", CODES, ROWS["fp8_rows"], partial(pack_fp8_rows, native=True)),
-        _Row("fp8_channel", CODES, ROWS["fp8_rows"], partial(pack_fp8_rows, native=True)),
-        _Row("fp8_block", _EITHER, LANES["fp8_block"], partial(pack_fp8_block, native=False)),
-        _Row("fp8_tensor", _EITHER, LANES["fp8_rows"], partial(pack_fp8_rows, native=False)),
-        _Row("fp8_channel", _EITHER, LANES["fp8_rows"], partial(pack_fp8_rows, native=False)),
-        _Row("mxfp8", _EITHER, LANES["mxfp8"], pack_mx, halves=True),
+        Row("fp8_block", CODES, ROWS["fp8_block"], partial(pack_fp8_block, native=True)),
+        Row("fp8_tensor", CODES, ROWS["fp8_rows"], partial(pack_fp8_rows, native=True)),
+        Row("fp8_channel", CODES, ROWS["fp8_rows"], partial(pack_fp8_rows, native=True)),
+        Row("fp8_block", _EITHER, LANES["fp8_block"], partial(pack_fp8_block, native=False)),
+        Row("fp8_tensor", _EITHER, LANES["fp8_rows"], partial(pack_fp8_rows, native=False)),
+        Row("fp8_channel", _EITHER, LANES["fp8_rows"], partial(pack_fp8_rows, native=False)),
+        Row("mxfp8", _EITHER, LANES["mxfp8"], pack_mx, passes_half=True),
     ),
     "triton_w4a8": (
         # Triton 3.6 compiles no product that is scaled by the tensor core and again by the tokens' groups.
-        _Row("mxfp4", ("fp8_token",), WORDS["mxfp4_pairs"], partial(pack_w4a8, scaled=True), scaled=True),
-        _Row("mxfp4", CODES, WORDS["mxfp4"], pack_w4a8),
-        _Row("nvfp4", CODES, WORDS["nvfp4"], pack_w4a8),
-        _Row("int4_group", CODES, WORDS["int4_1"], pack_w4a8),
+        Row("mxfp4", ("fp8_token",), WORDS["mxfp4_pairs"], partial(pack_w4a8, scaled=True), scaled=True),
+        Row("mxfp4", CODES, WORDS["mxfp4"], pack_w4a8),
+        Row("nvfp4", CODES, WORDS["nvfp4"], pack_w4a8),
+        Row("int4_group", CODES, WORDS["int4_1"], pack_w4a8),
     ),
     "triton_w4a16": (
-        _Row("mxfp4", _EITHER, LANES["mxfp4"], pack_mx, halves=True),
-        _Row("nvfp4", _EITHER, LANES["nvfp4"], pack_nvfp4, halves=True),
-        _Row("int4_group", _EITHER, LANES["int4"], pack_int),
-        _Row("int4_affine", _EITHER, _ZEROED["int4"], pack_int),
-        _Row("int4_ordered", _EITHER, _ZEROED["int4"], pack_int),
-        _Row("bnb4", _EITHER, LANES["table"], pack_bnb4, halves=True),
-        _Row("gguf", _EITHER, _Q4_K, pack_gguf, halves=True),
+        Row("mxfp4", _EITHER, LANES["mxfp4"], pack_mx, passes_half=True),
+        Row("nvfp4", _EITHER, LANES["nvfp4"], pack_nvfp4, passes_half=True),
+        Row("int4_group", _EITHER, LANES["int4"], pack_int),
+        Row("int4_affine", _EITHER, _ZEROED["int4"], pack_int),
+        Row("int4_ordered", _EITHER, _ZEROED["int4"], pack_int),
+        Row("bnb4", _EITHER, LANES["table"], pack_bnb4, passes_half=True),
+        Row("gguf", _EITHER, _Q4_K, pack_gguf, passes_half=True),
     ),
     "triton_w8a16": (
-        _Row("int8_affine", _EITHER, _ZEROED["int8"], pack_int),
-        _Row("int8_ordered", _EITHER, _ZEROED["int8"], pack_int),
+        Row("int8_affine", _EITHER, _ZEROED["int8"], pack_int),
+        Row("int8_ordered", _EITHER, _ZEROED["int8"], pack_int),
     ),
 }
 
 
-def _either(names: list[str]) -> str:
-    return ", ".join(names[:-1]) + " or " * (len(names) > 1) + names[-1]
+def _either(names: Iterable[str]) -> str:
+    """Return ``a, b or c``."""
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 class TritonKernel:
-    """What the kernels share: they differ in their rows of the table."""
+    """The common part of the kernels, which differ in their rows of the table."""
 
     name: str
     capturable = True
     takes_codes = True
 
     def refuse(self, problem: ExpertsProblem) -> str | None:
-        """Refuse weights and tokens that no row has, and machines Triton cannot serve.
+        """Refuse weights and tokens that no row has, and machines Triton does not support.
 
         Tokens are E4M3 codes of any input, or the 16-bit input itself. Down may have weights of another format, which
         the kernel of that format multiplies.
         """
-        weights, asked, dtype = problem.weight_format, problem.activation_format, problem.dtype
-        known = dict.fromkeys(row.weights for row in TABLE[self.name])
-        if weights not in known:
-            return f"asked for {weights} weights; it takes {_either(list(known))}"
-        taken = dict.fromkeys(name for row in TABLE[self.name] if row.weights == weights for name in row.tokens)
-        if asked not in taken or (asked in DTYPES and asked != dtype):
-            same, codes = [name for name in taken if name in DTYPES], [name for name in taken if name not in DTYPES]
-            told = ([f"{_either(same)} for both"] if same else []) + codes
-            return f"asked for {asked} activations and {dtype} input; with {weights} it takes {_either(told)}"
+        weights, tokens = problem.weight_format, problem.activation_format
+        dtype = problem.dtype
+        known_weights = dict.fromkeys(row.weights for row in TABLE[self.name])
+        if weights not in known_weights:
+            return f"asked for {weights} weights; it takes {_either(known_weights)}"
+        known_tokens = dict.fromkeys(name for row in TABLE[self.name] if row.weights == weights for name in row.tokens)
+        if tokens not in known_tokens or (tokens in DTYPES and tokens != dtype):
+            same = [name for name in known_tokens if name in DTYPES]
+            allowed = [f"{_either(same)} for both"] if same else []
+            allowed += [name for name in known_tokens if name not in DTYPES]
+            return f"asked for {tokens} activations and {dtype} input; with {weights} it takes {_either(allowed)}"
         if problem.mixed and (reason := _refuse_down(problem)):
             return reason
         if "bnb4" in problem.formats and (problem.hidden % 32 or problem.intermediate % 32):
@@ -115,18 +129,19 @@ class TritonKernel:
         return refuse_machine(problem)
 
     def pack(self, weights: ExpertWeights[Any], problem: ExpertsProblem) -> PackedExperts:
-        """Keep weights that are multiplied as they are, re-lay others, a few rows at a time.
+        """Take weights that are multiplied as they are, re-lay others, a few rows at a time.
 
         Raises InputError for blocks, groups and scales that the kernel cannot take.
         """
         half = problem.activation_format == "fp16"
         rows = self._rows(problem, machine_at(weights.down.device))
-        first, second = (partial(row.pack, half=half) if row.halves else row.pack for row in rows)
+        first, second = (partial(row.pack, half=half) if row.passes_half else row.pack for row in rows)
         return pack_both((first, second), weights, problem)
 
     def layouts(self, problem: ExpertsProblem, machine: Machine) -> tuple[Layout, Layout]:
         """Return the layouts of gate_up and down that ``pack`` gives the weights of ``problem`` on ``machine``."""
-        (first, second), half = self._rows(problem, machine), problem.activation_format == "fp16"
+        first, second = self._rows(problem, machine)
+        half = problem.activation_format == "fp16"
         gate_up = first.layout.of((problem.experts, problem.parts, problem.intermediate, problem.hidden), half=half)
         return gate_up, second.layout.of((problem.experts, 1, problem.hidden, problem.intermediate), half=half)
 
@@ -138,52 +153,53 @@ class TritonKernel:
         """Return how batches of ``problem`` will be cut."""
         machine = machine_for(problem.device)
         gate_up, down = self.layouts(problem, machine)
-        activations = codes_of(problem.activation_format)
+        activations = e4m3_format(problem.activation_format)
         return ProductTiling(gate_up=gate_up, down=down, machine=machine, activations=activations)
 
     def regions(self, problem: ExpertsProblem) -> Regions:
         """Return the memory of both products of a batch at most."""
         return product_regions(problem, self.tiling(problem))
 
-    def _rows(self, problem: ExpertsProblem, machine: Machine) -> tuple[_Row, _Row]:
-        """Return the rows of gate_up and of down."""
-        pairs = zip(self.kernels(problem), problem.formats, strict=True)
-        first, second = (_row(name, form, problem.activation_format, machine) for name, form in pairs)
-        return first, second
+    def _rows(self, problem: ExpertsProblem, machine: Machine) -> tuple[Row, Row]:
+        """Return the table rows of gate_up and of down."""
+        kernels = self.kernels(problem)
+        tokens = problem.activation_format
+        gate_up, down = problem.formats
+        return _row(kernels[0], gate_up, tokens, machine), _row(kernels[1], down, tokens, machine)
 
 
-def _row(name: str, weights: str, tokens: str, machine: Machine) -> _Row:
-    fitting = (row for row in TABLE[name] if row.weights == weights and tokens in row.tokens)
+def _row(name: str, weights: str, tokens: str, machine: Machine) -> Row:
+    fitting = (row for row in TABLE[name] if _takes(row, weights, tokens))
     return next(row for row in fitting if machine.scaled or not row.scaled)
+
+
+def _takes(row: Row, weights: str, tokens: str) -> bool:
+    return row.weights == weights and tokens in row.tokens
 
 
 def _kernel_of_down(problem: ExpertsProblem) -> str | None:
     """Return the first kernel that takes the weights of down with the activations of ``problem``."""
-    asked = problem.formats[1], problem.activation_format
-    return next((name for name, rows in TABLE.items() for row in rows if _takes(row, asked)), None)
-
-
-def _takes(row: _Row, asked: tuple[str, str]) -> bool:
-    return row.weights == asked[0] and asked[1] in row.tokens
+    down, tokens = problem.formats[1], problem.activation_format
+    return next((name for name, rows in TABLE.items() if any(_takes(row, down, tokens) for row in rows)), None)
 
 
 def _refuse_down(problem: ExpertsProblem) -> str | None:
     """Return why no kernel in Triton runs down in a format that gate_up does not have, or None."""
-    ordered = next((form for form in problem.formats if form.endswith("_ordered")), None)
+    ordered = next((form for form in problem.formats if by_name(form).ordered_columns), None)
     if ordered is not None:
-        return f"asked for {ordered} in one product; columns in an order of their own need that format in both"
+        return f"asked for {ordered} in one product; an index of columns needs that format in both"
     if _kernel_of_down(problem) is not None:
         return None
     down = problem.formats[1]
-    taken = dict.fromkeys(
+    tokens = dict.fromkeys(
         token for rows in TABLE.values() for row in rows if row.weights == down for token in row.tokens
     )
-    can = f"it takes {_either(list(taken))}" if taken else "no kernel in Triton takes those weights"
-    return f"asked for {problem.activation_format} activations between the products; down is {down}: {can}"
+    allowed = f"it takes {_either(tokens)}" if tokens else "no kernel in Triton takes those weights"
+    return f"asked for {problem.activation_format} activations between the products; down is {down}: {allowed}"
 
 
 class TritonBf16(TritonKernel):
-    """Plain 16-bit weights and tokens, sums in float32; weights of the tokens' dtype are used where they lie."""
+    """Plain 16-bit weights and tokens, sums in float32; weights of the tokens' dtype are used in place."""
 
     name = "triton_bf16"
 
@@ -195,7 +211,7 @@ class TritonFp8(TritonKernel):
 
 
 class TritonW4A8(TritonKernel):
-    """Four-bit weights decoded to E4M3 in registers, where one of the E4M3 activation formats is asked for."""
+    """Four-bit weights decoded to E4M3 in registers, for the E4M3 activation formats."""
 
     name = "triton_w4a8"
 
@@ -203,13 +219,13 @@ class TritonW4A8(TritonKernel):
 class TritonW4A16(TritonKernel):
     """Weights of four bits, of GGUF up to eight, whose products with 16-bit tokens are exact before the float32 sum.
 
-    Those of bitsandbytes have 16 bits of each number in its table, 22 beside FP16 tokens.
+    Those of bitsandbytes have 16 bits of each number in its table, 22 with FP16 tokens.
     """
 
     name = "triton_w4a16"
 
 
 class TritonW8A16(TritonKernel):
-    """The same for integers of eight bits."""
+    """Integers of eight bits, whose products with 16-bit tokens are exact before the float32 sum."""
 
     name = "triton_w8a16"

@@ -6,49 +6,61 @@ from importlib.util import find_spec
 
 import torch
 
+from ...formats import by_name
 from ...formats.unquantised import DTYPES
 from ...ops.columns import SUMS
 from ...ops.operand import operand_regions
 from ...ops.permute import tile_count
 from ...ops.quantize import ACTIVATION_FORMATS, AS_IS, ActivationFormat, activation_format
-from ...ops.rows import across_rows
+from ...ops.rows import transposed_scale_stride
 from ...problem import ExpertsProblem
 from ...runtime.launch import power_at_least
 from ...runtime.machine import Machine
 from ...runtime.memory import Regions, elementwise_max, with_prefix
 from ..base import Tiling
-from .four_bit_tiles import TALL
 from .layout import Layout
-from .tile_choice import TileChoice, TileProblem, TunedTiles
-from .tiles import BAND, choose, nearest, prefill_tile
+from .tiles.candidates import TALL
+from .tiles.choice import LARGE_BLOCK_N, choose, nearest, prefill_tile
+from .tiles.problem import TileChoice, TileProblem, TunedTiles
 
-__all__ = ["CODES", "ProductTiling", "codes_of", "inner_format", "lies_across", "product_regions", "refuse_machine"]
+__all__ = [
+    "CODES",
+    "ProductTiling",
+    "TilePair",
+    "e4m3_format",
+    "middle_format",
+    "product_regions",
+    "reads_transposed_scales",
+    "refuse_machine",
+]
 
 CODES = tuple(form.name for form in ACTIVATION_FORMATS if form.e4m3)  # multiplied as E4M3 codes
 
 SMALL, LARGE = "small tiles", "large tiles"
-_FEW = 16  # most assignments that each take a tile of their own
-_ORDERED = 4.0  # microseconds that ordering a small batch takes
+_MAX_UNSORTED = 16  # assignments that may each take a separate tile
+_SORT_TIME = 4.0  # microseconds of ordering a small batch
+_MIN_BLOCK_T = 16  # tokens of the smallest tile, of which a batch needs the most
 
-Pair = tuple[TileChoice, TileChoice]
+TilePair = tuple[TileChoice, TileChoice]
 
 
-def codes_of(name: str) -> ActivationFormat | None:
+def e4m3_format(name: str) -> ActivationFormat | None:
     """Return the activation format whose E4M3 codes are multiplied, or None where rows keep their dtype."""
     form = activation_format(name)
     return form if form.e4m3 else None
 
 
 def refuse_machine(problem: ExpertsProblem) -> str | None:
-    """Return why Triton's grouped product cannot serve the device of ``problem``, or None."""
+    """Return why Triton's grouped product cannot run on the device of ``problem``, or None."""
     device = problem.device
     if device.kind != "cuda":
         return f"asked for {device.kind}; it needs a CUDA GPU"
-    if device.capability is not None and device.capability < (8, 0):
-        return f"found sm_{device.capability[0]}{device.capability[1]}; it needs sm_80 (Ampere) or later"
-    if problem.activation_format in CODES and device.capability is not None and device.capability < (8, 9):
-        found = f"sm_{device.capability[0]}{device.capability[1]}"
-        return f"asked for {problem.activation_format} activations on {found}; E4M3 products need sm_89 or later"
+    if device.capability is not None:
+        name = f"sm_{device.capability[0]}{device.capability[1]}"
+        if device.capability < (8, 0):
+            return f"found {name}; it needs sm_80 (Ampere) or later"
+        if problem.activation_format in CODES and device.capability < (8, 9):
+            return f"asked for {problem.activation_format} activations on {name}; E4M3 products need sm_89 or later"
     if find_spec("triton") is None:
         return "found no Triton; install the package triton to use it"
     return None
@@ -67,15 +79,15 @@ class ProductTiling(Tiling):
     down: Layout
     machine: Machine
     activations: ActivationFormat | None = None
-    tiles: Pair | None = None
+    tiles: TilePair | None = None
     measured: tuple[TunedTiles, TunedTiles] = ((), ())
     aligned: bool = True
-    _decided: dict[int, tuple[TileChoice | None, Pair]] = field(
+    _decided: dict[int, tuple[TileChoice | None, TilePair]] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
 
     def problem_of(self, layout: Layout, rows: int) -> TileProblem:
-        """Return what tile choice asks about ``rows`` rows of one of the two products."""
+        """Return the tile problem of ``rows`` rows of one of the two products."""
         form = self.activations
         return layout.problem(rows, 8 if form else 16, form is not None and form.group > 0)
 
@@ -83,7 +95,7 @@ class ProductTiling(Tiling):
         """Return the tile of both products of a large batch, or None where the small tiles run."""
         return self._decide(rows)[0]
 
-    def pair(self, rows: int) -> Pair:
+    def pair(self, rows: int) -> TilePair:
         """Return the small tiles of both products for a batch of ``rows`` rows."""
         return self._decide(rows)[1]
 
@@ -92,52 +104,54 @@ class ProductTiling(Tiling):
         return SMALL if self.large(rows) is None else LARGE
 
     def block_t(self, rows: int) -> tuple[int, ...]:
-        """Return the row counts whose token tile lists a batch of ``rows`` rows wants."""
+        """Return the row counts whose token tile lists a batch of ``rows`` rows needs."""
         if rows == 0 or self.large(rows) is not None:
             return ()
         return tuple(dict.fromkeys(tile.block_t for tile in self.pair(rows)))
 
     def unsorted_tokens(self, top_k: int) -> int:
-        """Return the most tokens of ``top_k`` assignments that run unsorted, each assignment in a tile of its own.
+        """Return the most tokens of ``top_k`` assignments that run unsorted, each assignment in a separate tile.
 
-        Assignments of one expert then read its weights each for itself. For random routings that must take less time
-        than ordering the rows would; one token never asks for an expert twice.
+        Each assignment of an expert then reads the weights again. For random routing that must take less time than
+        ordering the rows would; one token never selects an expert twice.
         """
         experts = self.gate_up.shape[0]
-        each = self.gate_up.nbytes + self.down.nbytes
-        most = 0
-        for tokens in range(1, _FEW // top_k + 1):
-            hit = experts * (1 - (1 - min(1.0, top_k / experts)) ** tokens)
-            if tokens > 1 and (tokens * top_k - hit) * each / experts > _ORDERED * self.machine.bandwidth:
+        weight_bytes = self.gate_up.nbytes + self.down.nbytes
+        max_tokens = 0
+        for tokens in range(1, _MAX_UNSORTED // top_k + 1):
+            active_experts = experts * (1 - (1 - min(1.0, top_k / experts)) ** tokens)
+            repeated_bytes = (tokens * top_k - active_experts) * weight_bytes / experts
+            if tokens > 1 and repeated_bytes > _SORT_TIME * self.machine.bandwidth:
                 break
-            most = tokens
-        return most
+            max_tokens = tokens
+        return max_tokens
 
     def variants(self, rows: int, *, unsorted: bool) -> frozenset[Hashable]:
-        """Return the tiles of both products, and what the kernel that orders rows and lists tiles is made for."""
+        """Return the tiles of both products, and the sizes that the kernel that orders rows is compiled for."""
         large = self.large(rows)
         tiles = self.pair(rows) if large is None else (large, large)
-        found: set[Hashable] = {(number, tile, unsorted) for number, tile in enumerate(tiles)}
-        found.add((unsorted, rows.bit_length(), power_at_least(rows), *self.block_t(rows)))
-        return frozenset(found)
+        variants: set[Hashable] = {(index, tile, unsorted) for index, tile in enumerate(tiles)}
+        variants.add((unsorted, rows.bit_length(), power_at_least(rows), *self.block_t(rows)))
+        return frozenset(variants)
 
-    def _decide(self, rows: int) -> tuple[TileChoice | None, Pair]:
-        """Return both decisions: a small batch ends sooner than they take."""
-        found = self._decided.get(rows)
-        if found is None:
+    def _decide(self, rows: int) -> tuple[TileChoice | None, TilePair]:
+        """Return both decisions, from a cache: a small batch takes less time than they do."""
+        decision = self._decided.get(rows)
+        if decision is None:
             first, second = self.problem_of(self.gate_up, rows), self.problem_of(self.down, rows)
-            large = prefill_tile(second, self.machine) and prefill_tile(first, self.machine)
+            large = None
+            if self.aligned and self.tiles is None and self.gate_up.runs_large and self.down.runs_large:
+                large = prefill_tile(second, self.machine) and prefill_tile(first, self.machine)
             tiles = self.tiles or (
                 nearest(self.measured[0], rows) or choose(first, self.machine),
                 nearest(self.measured[1], rows) or choose(second, self.machine),
             )
-            usable = self.aligned and self.tiles is None and self.gate_up.expands and self.down.expands
-            found = self._decided[rows] = (large if usable else None, tiles)
-        return found
+            decision = self._decided[rows] = (large, tiles)
+        return decision
 
 
-def lies_across(form: ActivationFormat | None, layout: Layout, tile: TileChoice | None = None) -> bool:
-    """Return whether a product reads the scales of its rows' groups as ``across`` lays them out: with ``tile``, or any.
+def reads_transposed_scales(form: ActivationFormat | None, layout: Layout, tile: TileChoice | None = None) -> bool:
+    """Return whether a product reads the scales of its rows' groups transposed: with ``tile``, or with any tile.
 
     Tall tiles of four-bit weights load them while those are decoded. Weights of eight bits would wait for them.
     """
@@ -145,38 +159,47 @@ def lies_across(form: ActivationFormat | None, layout: Layout, tile: TileChoice 
     return grouped and layout.decoded and (tile is None or tile.block_t >= TALL)
 
 
-def inner_format(
+def middle_format(
     form: ActivationFormat | None, down: Layout, tile: TileChoice | None = None
 ) -> ActivationFormat | None:
-    """Return the format of the second product's rows, with their scales where ``lies_across`` says."""
-    return replace(form, across=True) if form is not None and lies_across(form, down, tile) else form
+    """Return the format of the second product's rows, with transposed scales where the product reads those."""
+    if form is None or not reads_transposed_scales(form, down, tile):
+        return form
+    return replace(form, transposed_scales=True)
 
 
 def product_regions(problem: ExpertsProblem, tiling: ProductTiling) -> Regions:
     """Return the memory ``PackedExperts.run`` takes at most: operands, middle rows, result, tile lists."""
-    dtype, form, rows = DTYPES[problem.dtype], tiling.activations, problem.rows
+    rows, dtype = problem.rows, DTYPES[problem.dtype]
+    form = tiling.activations
     name = None if form is None else form.name
     result = dtype.itemsize if form is None or dtype == torch.bfloat16 else 4
-    wide, hidden = problem.intermediate, problem.hidden
-    order, second = tiling.gate_up.row_order, tiling.down.row_order
-    taken = rows if problem.weighted else problem.tokens
-    x = operand_regions(taken, hidden, name, order=order, gathered=problem.weighted, dtype=dtype)
-    h = operand_regions(rows, wide, inner_format(form, tiling.down), order=second, dtype=dtype)
-    if problem.weight_format.endswith("_ordered"):
+    intermediate, hidden = problem.intermediate, problem.hidden
+    large = tiling.large(rows) is not None
+    order, second_order = tiling.gate_up.row_order, tiling.down.row_order
+    x_rows = rows if problem.weighted else problem.tokens
+    x = operand_regions(x_rows, hidden, name, order=order, gathered=problem.weighted, dtype=dtype)
+    h = operand_regions(rows, intermediate, middle_format(form, tiling.down), order=second_order, dtype=dtype)
+    if by_name(problem.weight_format).ordered_columns:
         x["ordered"] = rows * hidden * dtype.itemsize
-    for own, layout, count, columns in ((x, tiling.gate_up, taken, hidden), (h, tiling.down, rows, wide)):
-        if layout.rescaled:
-            count = rows if tiling.large(rows) else count
-            own |= {"halves": 2 * count * columns, "scales": 4 * count, "sums": 2 * SUMS * count * -(-columns // 128)}
-    if form is not None and lies_across(form, tiling.gate_up):
-        x["across/codes"] = 4 * across_rows(rows) * -(-hidden // form.group)
-    regions: Regions = {"rows": rows * hidden * result, "middle": rows * wide * result}
-    count = tile_count(rows, problem.experts, 16)
+    x |= _rescaled_regions(tiling.gate_up, rows if large else x_rows, hidden)
+    h |= _rescaled_regions(tiling.down, rows, intermediate)
+    if form is not None and reads_transposed_scales(form, tiling.gate_up):
+        x["across/codes"] = 4 * transposed_scale_stride(rows) * -(-hidden // form.group)
+    regions: Regions = {"rows": rows * hidden * result, "middle": rows * intermediate * result}
+    count = tile_count(rows, problem.experts, _MIN_BLOCK_T)
     lists = {"expert": 4 * count, "row": 8 * count, "used": 12}
     regions |= with_prefix("first", lists) | with_prefix("second", lists)
-    if tiling.large(rows) is not None:
+    if large:
         # Rows are put in order first.
         x = elementwise_max(x, operand_regions(rows, hidden, name, order=AS_IS, gathered=True, dtype=dtype))
-        regions["scales"] = 4 * rows * -(-wide // BAND)
-        regions["expanded"] = max(tiling.gate_up.expanded_bytes, tiling.down.expanded_bytes)
+        regions["scales"] = 4 * rows * -(-intermediate // LARGE_BLOCK_N)
+        regions["expanded"] = max(tiling.gate_up.dequantized_bytes, tiling.down.dequantized_bytes)
     return regions | with_prefix("x", x) | with_prefix("h", h)
+
+
+def _rescaled_regions(layout: Layout, rows: int, columns: int) -> Regions:
+    """Return the memory of ``halves_and_sums``, where the weights need it."""
+    if not layout.rescaled:
+        return {}
+    return {"halves": 2 * rows * columns, "scales": 4 * rows, "sums": 2 * SUMS * rows * -(-columns // 128)}

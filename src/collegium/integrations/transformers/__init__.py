@@ -1,12 +1,15 @@
-"""transformers runs everything but the experts: ``experts_implementation="collegium"``.
+"""transformers integration: Collegium runs the experts, transformers all other modules.
 
-Two ways in::
+Two entry points. ``register`` adds an experts implementation, which packs the experts that transformers loaded::
 
-    register()                                     # then any AutoModel...from_pretrained(..., experts_implementation=
-    model.set_experts_implementation("collegium")  # "collegium"): the experts transformers loaded run here
+    register()
+    model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="collegium")
 
-    model = load_model("path/to/checkpoint")       # the experts never pass through transformers: Collegium reads,
-                                                   # audits and packs them in the format they were published in
+``load_model`` reads the experts itself, audits them and packs them in their published format::
+
+    model = load_model("path/to/checkpoint")
+
+What replaces or wraps code of transformers is in ``patches.py``.
 """
 
 from .decoding import Decoder

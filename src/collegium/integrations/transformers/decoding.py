@@ -1,14 +1,13 @@
-"""Write tokens with a transformers model: a cache of fixed size, and on a GPU one CUDA graph for a decode step.
+"""Generate tokens with a transformers model: a fixed-size cache, and on a GPU one CUDA graph per decode step.
 
-A step of a Mixture-of-Experts model launches thousands of small kernels; replayed as one graph, the GPU no longer
-waits for Python. The graph holds exactly the kernels that run without it, so the tokens are the same. Models with
-layers that keep another state than keys and values (Mamba, linear attention, compressed attention) get the growing
-cache that transformers itself gives them, and no graph.
+A decode step of a Mixture-of-Experts model launches thousands of small kernels; replayed as one graph, the GPU does
+not wait for Python. The graph contains the same kernels as an eager step, so the tokens are the same. Models with other
+state than keys and values (Mamba, linear attention, compressed attention) use transformers' growing cache and no graph.
 """
 
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,34 +16,35 @@ from torch import Tensor
 
 from ...errors import InputError
 from ...parallel.generation_sync import GenerationSync
+from ...placement import Placement
+from ...planning import Plan
 from ...runtime.devices import current_device, recording
-from ..extra import extra
+from ..extra import import_extra
 from .host_watch import HostWatch
 from .plugin import layers_of
 
 __all__ = ["Decoder", "Steps"]
 
 
-# Steps before the one that is captured: what the first does once is no longer seen in the second, which is watched.
-_BEFORE = 2
-# All threads capture on one stream, and after 32 new streams torch gives out the first one again: the stream of one
-# thread's preparation could be the one that another captures.
+# Eager steps before the capture. The second one is watched, when one-time work of the first is done.
+_STEPS_BEFORE_CAPTURE = 2
+# torch hands out 32 streams in rotation, and all threads capture on one stream: without the lock, one thread could
+# prepare on the stream that another thread captures.
 _capturing = threading.Lock()
-# Layers of a cache that hold keys and values alone; an index has keys of its own beside them.
-_FIXED = {"StaticLayer", "StaticSlidingWindowLayer", "StaticIndexedLayer"}
+# Cache layers whose only state is keys and values of fixed size; the indexed layer has additional index keys.
+_FIXED_SIZE_LAYERS = {"StaticLayer", "StaticSlidingWindowLayer", "StaticIndexedLayer"}
 
 
 class Decoder:
-    """A causal language model of transformers that continues token ids.
+    """Text generation with a causal language model of transformers.
 
-    capture: False never replays a decode step as a CUDA graph; otherwise it is done wherever it is possible: a step
-    that waits for the GPU in between, or copies from the host, is not captured.
-    ``captured`` says whether the last call of ``generate`` did.
+    capture: replay decode steps as a CUDA graph if possible; a step that synchronises with the GPU or copies from the
+    host is not captured. ``captured`` is whether the last call of ``generate`` used a graph.
     """
 
     def __init__(self, model: Any, *, capture: bool = True) -> None:
-        """Keep the model; raises MissingExtraError without transformers."""
-        self._caches = extra("transformers.cache_utils", "transformers")
+        """Create a decoder for ``model``; raises MissingExtraError without transformers."""
+        self._caches = import_extra("transformers.cache_utils", "transformers")
         self.model = model
         self.capture = capture
         self.captured = False
@@ -60,111 +60,121 @@ class Decoder:
         stop: tuple[int, ...] = (),
         written: Callable[[int], None] | None = None,
     ) -> Tensor:
-        """Return ``ids [B, T]`` (T >= 1, no padding) continued by ``tokens`` tokens at most.
+        """Return ``ids [B, T]`` (T >= 1, no padding) continued by at most ``tokens`` tokens.
 
-        temperature: 0 always takes the likeliest token, else one of the ``top_k`` likeliest is drawn. penalty: divides
-        positive and multiplies negative logits of tokens that were there before. stop: ids that end a sequence;
-        writing ends when each sequence has ended. written: called after each token with how many there are; the device
-        may not have computed it yet. Where several ranks share the experts, all call it with as many ``tokens`` and
-        the same ``stop``. Raises InputError for ids of another shape.
+        temperature: 0 is greedy; otherwise a token is sampled from the ``top_k`` most likely ones.
+        penalty: repetition penalty; divides positive and multiplies negative logits of earlier tokens.
+        stop: ids that end a sequence; generation ends when all sequences have ended.
+        written: called after each token with the number of generated tokens; the device may still be computing it.
+
+        If the experts are split over ranks, all ranks must call it with the same ``tokens`` and ``stop``. Raises
+        InputError for ids of another shape.
         """
         if ids.dim() != 2 or ids.shape[1] < 1 or tokens < 1:
             raise InputError(
                 f"generate: ids {tuple(ids.shape)} and {tokens} tokens; allowed: [B, T >= 1] and 1 or more"
             )
         with torch.inference_mode(), current_device(ids.device):
-            length = ids.shape[1]
-            step = Steps(self.model, self._caches, length + tokens, self.capture and ids.is_cuda)
-            out = torch.cat([ids, ids.new_zeros(ids.shape[0], tokens)], 1)
+            prompt_length = ids.shape[1]
+            max_length = prompt_length + tokens
+            steps = Steps(self.model, self._caches, max_length, self.capture and ids.is_cuda)
+            output = torch.cat([ids, ids.new_zeros(ids.shape[0], tokens)], 1)
             ended = torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
-            logits = step.first(ids)
-            # Known only now: layers are built by the first forward pass.
-            step.capture = step.capture and all(layer.plan.capturable for layer in layers_of(self.model))
-            plans = [layer.plan for layer in layers_of(self.model) if layer.plan.groups]
-            others = GenerationSync(plans[0].problem.placement if plans else None, (tokens, bool(stop)))
-            for place in range(length, length + tokens):
-                chosen = others.choice(_pick(_penalised(logits, out[:, :place], penalty), temperature, top_k))
-                out[:, place] = chosen
+            logits = steps.first(ids)
+            # Not before the first forward pass, which may build the layers.
+            layer_plans = [layer.plan for layer in layers_of(self.model)]
+            steps.capture = steps.capture and all(plan.capturable for plan in layer_plans)
+            sync = GenerationSync(_shared_placement(layer_plans), (tokens, bool(stop)))
+            for position in range(prompt_length, max_length):
+                scores = _penalised(logits, output[:, :position], penalty)
+                token = sync.choice(_pick(scores, temperature, top_k))
+                output[:, position] = token
                 if written is not None:
-                    written(place + 1 - length)
+                    written(position + 1 - prompt_length)
                 if stop:
-                    ended |= torch.isin(chosen, torch.tensor(stop, device=ids.device))
-                    if others.ended(ended):
-                        return out[:, : place + 1]
-                if place + 1 < length + tokens:
-                    logits = step.next(chosen, place)
-            self.captured = step.graph is not None
-            return out
+                    ended |= torch.isin(token, torch.tensor(stop, device=ids.device))
+                    if sync.ended(ended):
+                        return output[:, : position + 1]
+                if position + 1 < max_length:
+                    logits = steps.next(token, position)
+            self.captured = steps.graph is not None
+            return output
 
 
 class Steps:
-    """The forward passes of one text: the prompt, then one token at a time.
+    """The forward passes of one generation: the prompt, then one token at a time.
 
-    token ``[B, 1]``, position ``[1, 1]`` and mask, None where the model makes its own: what ``run`` reads.
+    Inputs of ``run``: token ``[B, 1]``, position ``[1, 1]`` and mask, which is None if the model builds its mask.
     """
 
     def __init__(self, model: Any, caches: Any, length: int, capture: bool) -> None:
-        """Make a cache of ``length`` positions; caches: transformers' module of them. capture: steps as a graph."""
+        """Create a cache of ``length`` positions.
+
+        caches: transformers' ``cache_utils`` module. capture: replay steps as a CUDA graph.
+        """
         self.model = model
-        # transformers 5.24 renamed past_key_values to cache; classes of a checkpoint's code may keep the old name.
+        # transformers 5.24 renamed past_key_values to cache; model code in a checkpoint may keep the old name.
         parameters = inspect.signature(model.forward).parameters
         self.cache_name = "cache" if "cache" in parameters else "past_key_values"
-        # Where there is none, the model makes the cache it needs in the first pass.
-        self.cache = fixed = _fixed_cache(caches, model.config, length)
-        # A sliding window's cache runs other Python code once it is full, which a graph cannot follow.
-        slides = fixed is not None and any(layer.is_sliding and layer.max_cache_len < length for layer in fixed.layers)
-        self.masked = fixed is not None and not slides
+        # If it is None, the model creates a cache in the first pass.
+        self.cache = _fixed_cache(caches, model.config, length)
+        # A sliding-window cache runs other Python code once it is full, which a graph cannot follow.
+        self.masked = self.cache is not None and not any(
+            layer.is_sliding and layer.max_cache_len < length for layer in self.cache.layers
+        )
         self.capture = capture and self.masked
         self.graph: torch.cuda.CUDAGraph | None = None
         self.done = 0
 
     def first(self, ids: Tensor) -> Tensor:
-        """Run the prompt ``[B, T]``; return the logits ``[B, V]`` of what follows."""
+        """Run the prompt ``[B, T]``; return the logits ``[B, V]`` of the next token."""
         self.token = ids.new_zeros(ids.shape[0], 1)
         self.position = ids.new_zeros(1, 1)
         logits = self._forward(ids, torch.arange(ids.shape[1], device=ids.device)[None], None)
-        # Ours for the steps: making one copies a number from the host, which no graph can hold.
+        # The steps pass a mask, because a model that builds one copies a number from the host, as no graph can.
         self.mask: Tensor | None = None
         if self.masked:
-            length, dtype = self.cache.layers[0].max_cache_len, self.model.dtype
-            hidden = torch.full((1, 1, 1, length), torch.finfo(dtype).min, dtype=dtype, device=ids.device)
-            self.mask = hidden.repeat(ids.shape[0], 1, 1, 1)
+            length = self.cache.layers[0].max_cache_len
+            dtype = self.model.dtype
+            masked = torch.full((1, 1, 1, length), torch.finfo(dtype).min, dtype=dtype, device=ids.device)
+            self.mask = masked.repeat(ids.shape[0], 1, 1, 1)
             self.mask[..., : ids.shape[1]] = 0
         return logits
 
     def next(self, token: Tensor, position: int) -> Tensor:
-        """Run ``token [B]`` at ``position``; the result is overwritten by the next call."""
+        """Run ``token [B]`` at ``position``; return logits that the next call overwrites."""
         self.token.copy_(token[:, None])
         self.position.fill_(position)
         if self.mask is not None:
             self.mask[..., position] = 0
         if not self.capture:
             return self.run()
-        if self.done < _BEFORE:
+        if self.done < _STEPS_BEFORE_CAPTURE:
             with _capturing:
                 return self._prepare()
         if self.graph is None:
             self.graph = torch.cuda.CUDAGraph()
-            # What other threads do meanwhile is none of the graph's.
+            # thread_local: other threads may use CUDA during the capture.
             with _capturing, recording(self.graph, self.token.device, errors="thread_local"):
                 self.logits = self.run()
         self.graph.replay()
         return self.logits
 
     def _prepare(self) -> Tensor:
-        """Make a real step on another stream: it compiles and allocates what a graph must not."""
-        stream, watch = torch.cuda.Stream(), HostWatch()
+        """Run an eager step on another stream, for compilation and allocations that a capture cannot contain."""
+        stream = torch.cuda.Stream()
+        watch = HostWatch()
         stream.wait_stream(torch.cuda.current_stream())
         self.done += 1
-        with torch.cuda.stream(stream), watch if self.done == _BEFORE else nullcontext():
+        with torch.cuda.stream(stream), watch if self.done == _STEPS_BEFORE_CAPTURE else nullcontext():
             out = self.run()
         torch.cuda.current_stream().wait_stream(stream)
-        if watch.seen is not None:
+        if watch.first_sync is not None:
             self.capture = False
         return out
 
     def run(self) -> Tensor:
-        """Run ``token`` at ``position``; return the logits ``[B, V]`` of what follows."""
+        """Run ``token`` at ``position``; return the logits ``[B, V]`` of the next token."""
         return self._forward(self.token, self.position, self.mask)
 
     def _forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
@@ -173,30 +183,35 @@ class Steps:
         self.cache = getattr(out, self.cache_name)
         if self.cache is None:
             raise InputError(
-                f"generate: {type(self.model).__name__} returns no cache ({self.cache_name}) to write with"
+                f"generate: {type(self.model).__name__} returns no cache ({self.cache_name}), so it cannot decode"
             )
         return out.logits[:, -1].float()
 
 
 def _fixed_cache(caches: Any, config: Any, length: int) -> Any:
-    """Return a cache of fixed size, or None where a layer keeps another state than keys and values."""
+    """Return a fixed-size cache, or None if a layer has other state than keys and values."""
     try:
         cache = caches.StaticCache(config=config, max_cache_len=length)
-    except KeyError:  # a kind of layer that transformers has a growing cache for only
+    except KeyError:  # transformers has only a growing cache for this type of layer
         return None
-    return cache if all(type(layer).__name__ in _FIXED for layer in cache.layers) else None
+    return cache if all(type(layer).__name__ in _FIXED_SIZE_LAYERS for layer in cache.layers) else None
+
+
+def _shared_placement(plans: Sequence[Plan]) -> Placement | None:
+    """Return the placement of experts that are split over ranks, None if all are local."""
+    return next((plan.problem.placement for plan in plans if plan.groups), None)
 
 
 def _penalised(logits: Tensor, before: Tensor, penalty: float) -> Tensor:
     if penalty == 1.0:
         return logits
-    seen = logits.gather(1, before)
-    return logits.scatter(1, before, torch.where(seen > 0, seen / penalty, seen * penalty))
+    scores = logits.gather(1, before)
+    return logits.scatter(1, before, torch.where(scores > 0, scores / penalty, scores * penalty))
 
 
 def _pick(logits: Tensor, temperature: float, top_k: int) -> Tensor:
     if temperature <= 0:
         return logits.argmax(-1)
-    best = logits.topk(min(top_k, logits.shape[-1]), -1)
-    drawn = torch.multinomial(torch.softmax(best.values / temperature, -1), 1)
-    return best.indices.gather(1, drawn)[:, 0]
+    candidates = logits.topk(min(top_k, logits.shape[-1]), -1)
+    index = torch.multinomial(torch.softmax(candidates.values / temperature, -1), 1)
+    return candidates.indices.gather(1, index)[:, 0]

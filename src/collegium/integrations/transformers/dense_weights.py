@@ -1,12 +1,11 @@
-"""Everything outside the experts, loaded by transformers itself from the tensors of a checkpoint.
+"""Load everything outside the experts with transformers, from the tensors of a checkpoint.
 
-transformers is offered every tensor of the checkpoint, each read only when it is asked for, and a model whose experts
-have no parameters. So the names, splits, ties, dtypes and buffers are its own, and no expert passes through it. A
-quantised matrix is offered as the plain weight it decodes to, so that none of its readers of quantised formats runs.
+transformers gets lazy readers for all tensors of the checkpoint and a model whose experts have no parameters. It
+decides names, splits, ties, dtypes and buffers, and never reads an expert. A quantised matrix is passed as a reader of
+the decoded weight, so that none of transformers' quantisers runs.
 """
 
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,80 +17,110 @@ from ...checkpoint.dense_weights import DenseWeight
 from ...checkpoint.reader import TORCH_DTYPES, Checkpoint
 from ...errors import CheckpointError, CollegiumError, ConfigError, MissingTensorError, TensorMismatchError
 from ...formats.unquantised import FLOAT_FORMATS
-from ..extra import extra
+from ..extra import import_extra
 from .blocks import replace_blocks
-from .gguf import offered
+from .gguf import transformers_tensor
 from .modules import experts_modules
+from .patches import progress_silenced, restore_class, temporary_subclass
 
-__all__ = ["load_outside"]
+__all__ = ["load_dense_weights"]
 
-_WHOLE_NUMBERS = (torch.int64, torch.int32, torch.bool)
+_INTEGER_DTYPES = (torch.int64, torch.int32, torch.bool)
 
 
-class _Stored:
+class _LazyTensor:
     """A tensor of a checkpoint that is read when it is indexed with ``...``, from any thread.
 
-    A tensor that is refused leaves its error in ``faults``: what transformers makes of an error is another one.
+    An error is also appended to ``errors``, because transformers replaces it by another one.
     """
 
-    def __init__(self, read: Callable[[], Tensor], faults: list[CollegiumError]) -> None:
-        self.read, self.faults = read, faults
+    def __init__(self, read: Callable[[], Tensor], errors: list[CollegiumError]) -> None:
+        self.read = read
+        self.errors = errors
 
     def __getitem__(self, index: object) -> Tensor:
         try:
             return self.read()
         except CollegiumError as error:
-            self.faults.append(error)
+            self.errors.append(error)
             raise
 
 
-def _plain(checkpoint: Checkpoint, name: str) -> Tensor:
-    stored = checkpoint.info(name).dtype
-    dtype = TORCH_DTYPES.get(stored)
-    if dtype not in FLOAT_FORMATS and dtype not in _WHOLE_NUMBERS:
-        raise _quantised(name, str(dtype or stored))
+def _read_plain(checkpoint: Checkpoint, name: str) -> Tensor:
+    stored_dtype = checkpoint.info(name).dtype
+    dtype = TORCH_DTYPES.get(stored_dtype)
+    if dtype not in FLOAT_FORMATS and dtype not in _INTEGER_DTYPES:
+        raise _undeclared_format(name, str(dtype or stored_dtype))
     return checkpoint.read(name)
 
 
-def _decoded(found: DenseWeight | CheckpointError, done: list[DenseWeight], dtype: torch.dtype, device: str) -> Tensor:
-    if isinstance(found, CheckpointError):
-        raise found
-    done.append(found)
-    return found.read(dtype, device)
+def _read_decoded(
+    weight: DenseWeight | CheckpointError, decoded: list[DenseWeight], dtype: torch.dtype, device: str
+) -> Tensor:
+    if isinstance(weight, CheckpointError):
+        raise weight
+    decoded.append(weight)
+    return weight.read(dtype, device)
 
 
-def load_outside(
+def load_dense_weights(
     cls: Any,
     config: Any,
     checkpoint: Checkpoint,
     device: str,
     dtype: torch.dtype,
-    outside: Mapping[str, DenseWeight | CheckpointError],
+    quantised: Mapping[str, DenseWeight | CheckpointError],
 ) -> tuple[nn.Module, list[DenseWeight]]:
-    """Return the model of ``cls`` on ``device`` with everything but its experts, whose parameters lie on ``meta``.
+    """Return the model of ``cls`` on ``device`` without its experts, whose parameters are on ``meta``.
 
-    dtype: of the tensors that transformers does not keep in another one. outside: quantised matrices by module; those
-    that were decoded are returned too. Blocks without an experts interface are replaced by ``Block``. Raises
-    MissingTensorError, TensorMismatchError, BadScaleError, ConfigError, each naming the tensor.
+    dtype: of all tensors except those that transformers keeps in another dtype.
+    quantised: quantised matrices outside the experts, by module; the decoded ones are returned too.
+
+    Blocks without an experts interface are replaced by ``Block``. Raises MissingTensorError, TensorMismatchError,
+    BadScaleError and ConfigError, each naming the tensor.
     """
-    faults, done = list[CollegiumError](), list[DenseWeight]()
-    reads = {name: partial(_plain, checkpoint, name) for name in checkpoint.tensors}
-    reads |= {f"{path}.weight": partial(_decoded, found, done, dtype, device) for path, found in outside.items()}
-    state = {name: _Stored(read, faults) for name, read in (offered(checkpoint, *own) for own in reads.items())}
-    away: dict[str, dict[str, nn.Parameter]] = {}
+    errors: list[CollegiumError] = []
+    decoded: list[DenseWeight] = []
+    readers = {name: partial(_read_plain, checkpoint, name) for name in checkpoint.tensors}
+    for path, weight in quantised.items():
+        readers[f"{path}.weight"] = partial(_read_decoded, weight, decoded, dtype, device)
+    state: dict[str, _LazyTensor] = {}
+    for checkpoint_name, reader in readers.items():
+        name, read = transformers_tensor(checkpoint, checkpoint_name, reader)
+        state[name] = _LazyTensor(read, errors)
+    expert_parameters: dict[str, dict[str, nn.Parameter]] = {}
 
-    class Emptied(cls):
-        """The class itself, whose experts give their parameters away as soon as they exist."""
+    def remove_experts(model: nn.Module) -> None:
+        replace_blocks(model)
+        expert_parameters.update(_detach_expert_parameters(model))
 
-        def __init__(self, config: Any, *args: Any, **others: Any) -> None:
-            super().__init__(config, *args, **others)
-            replace_blocks(self)
-            away.update(_taken(self))
+    model, loading_info = _from_pretrained(
+        temporary_subclass(cls, remove_experts), config, state, dtype, device, errors, checkpoint.path
+    )
+    restore_class(model, cls)
+    if errors:
+        raise errors[0]
+    _check_loading_info(model, loading_info, checkpoint)
+    _restore_expert_parameters(model, expert_parameters)
+    model.name_or_path = model.config.name_or_path = str(checkpoint.folder)
+    if (checkpoint.folder / "generation_config.json").exists():
+        model.generation_config = _generation_config(checkpoint.folder)
+    return model.requires_grad_(False).eval(), decoded
 
-    Emptied.__name__, Emptied.__qualname__, Emptied.__module__ = cls.__name__, cls.__qualname__, cls.__module__
-    with _quiet():
-        try:
-            model, found = Emptied.from_pretrained(
+
+def _from_pretrained(
+    cls: Any,
+    config: Any,
+    state: Mapping[str, _LazyTensor],
+    dtype: torch.dtype,
+    device: str,
+    errors: Sequence[CollegiumError],
+    path: Path,
+) -> tuple[Any, Any]:
+    """Return the loaded model and transformers' loading info; raises the first of the tensors' ``errors``."""
+    try:
+        with progress_silenced():
+            return cls.from_pretrained(
                 None,
                 config=config,
                 state_dict=state,
@@ -100,101 +129,78 @@ def load_outside(
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
-        except Exception as error:
-            if faults:
-                raise faults[0] from error
-            if isinstance(error, CollegiumError | torch.OutOfMemoryError):
-                raise
-            raise CheckpointError(
-                f"{checkpoint.path}: transformers' {cls.__name__} cannot be built from config.json and the tensors "
-                f"outside the experts: {type(error).__name__}: {str(error).strip()}; correct the entry it names, or "
-                "compare the tensors with config.json"
-            ) from error
-    model.__class__ = cls
-    if faults:
-        raise faults[0]
-    _refuse(model, found, checkpoint)
-    _give_back(model, away)
-    model.name_or_path = model.config.name_or_path = str(checkpoint.folder)
-    if (checkpoint.folder / "generation_config.json").exists():
-        model.generation_config = _generation_config(checkpoint.folder)
-    return model.requires_grad_(False).eval(), done
+    except Exception as error:
+        if errors:
+            raise errors[0] from error
+        if isinstance(error, CollegiumError | torch.OutOfMemoryError):
+            raise
+        raise CheckpointError(
+            f"{path}: transformers' {cls.__name__} cannot be built from config.json and the tensors outside the "
+            f"experts: {type(error).__name__}: {str(error).strip()}; correct the entry it names, or compare the "
+            "tensors with config.json"
+        ) from error
 
 
 def _generation_config(folder: Path) -> Any:
     try:
-        found = extra("transformers").GenerationConfig.from_pretrained(folder)
-        ends = found.eos_token_id
-        torch.tensor([] if ends is None else ends, dtype=torch.int64)
+        generation_config = import_extra("transformers").GenerationConfig.from_pretrained(folder)
+        end_ids = generation_config.eos_token_id
+        torch.tensor([] if end_ids is None else end_ids, dtype=torch.int64)
     except (AttributeError, OSError, RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{folder / 'generation_config.json'}: cannot be used ({type(error).__name__}: {error}); correct the "
-            "entry, or take the file away: nothing else needs it"
+            "entry, or remove the file, which nothing else needs"
         ) from error
-    return found
+    return generation_config
 
 
-def _taken(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
-    """Take the parameters of every experts module away and return them by the module's path."""
+def _detach_expert_parameters(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
+    """Remove the parameters of every experts module and return them by module path."""
     modules = {id(module) for module in experts_modules(model).values()}
-    taken: dict[str, dict[str, nn.Parameter]] = {}
+    detached: dict[str, dict[str, nn.Parameter]] = {}
     for path, module in model.named_modules():
         if id(module) in modules:
-            taken[path] = dict(module.named_parameters(recurse=False))
-            for name in taken[path]:
+            detached[path] = dict(module.named_parameters(recurse=False))
+            for name in detached[path]:
                 delattr(module, name)
-                # Code that fills new weights looks for them, and leaves alone what is marked so.
-                vars(module)[name] = stand_in = torch.empty(0)
-                stand_in._is_hf_initialized = True  # type: ignore[attr-defined]
-    return taken
+                # Weight initialisation code looks for the attribute, and skips tensors with this mark.
+                placeholder = torch.empty(0)
+                placeholder._is_hf_initialized = True  # type: ignore[attr-defined]
+                vars(module)[name] = placeholder
+    return detached
 
 
-def _give_back(model: nn.Module, taken: Mapping[str, Mapping[str, nn.Parameter]]) -> None:
-    for path, parameters in taken.items():
+def _restore_expert_parameters(model: nn.Module, detached: Mapping[str, Mapping[str, nn.Parameter]]) -> None:
+    for path, parameters in detached.items():
         module = model.get_submodule(path)
         for name, parameter in parameters.items():
             del vars(module)[name]
             module.register_parameter(name, parameter)
 
 
-def _refuse(model: Any, found: Mapping[str, Any], checkpoint: Checkpoint) -> None:
-    """Refuse a model that lacks a tensor or found one of another shape or kind."""
-    owner = type(model).__name__
-    for name, stored, wanted in sorted(found["mismatched_keys"]):
+def _check_loading_info(model: Any, loading_info: Mapping[str, Any], checkpoint: Checkpoint) -> None:
+    """Raise for missing tensors and for tensors of another shape or dtype than the model's parameters."""
+    class_name = type(model).__name__
+    for name, stored_shape, shape in sorted(loading_info["mismatched_keys"]):
         raise TensorMismatchError(
-            f"{name}: the checkpoint has shape {tuple(stored)}, transformers' {owner} needs {tuple(wanted)}; "
+            f"{name}: the checkpoint has shape {tuple(stored_shape)}, transformers' {class_name} needs {tuple(shape)}; "
             "compare config.json with the tensors, is one of them from another model?"
         )
-    missing = sorted(found["missing_keys"])
+    missing = sorted(loading_info["missing_keys"])
     if missing:
+        others = f" (nor {len(missing) - 1} others: {', '.join(missing[1:4])} ...)" if len(missing) > 1 else ""
         raise MissingTensorError(
-            f"{missing[0]}: transformers' {owner} needs it, the checkpoint has no tensor that becomes it"
-            + (f" (nor {len(missing) - 1} others: {', '.join(missing[1:4])} ...)" if len(missing) > 1 else "")
-            + "; is the download complete?"
+            f"{missing[0]}: transformers' {class_name} needs it, the checkpoint has no tensor for it{others}; is the "
+            "download complete?"
         )
-    floats = {name for name, p in model.named_parameters() if p.is_floating_point()}
-    for name in sorted(floats & set(checkpoint.tensors)):
-        if TORCH_DTYPES.get(checkpoint.info(name).dtype) in _WHOLE_NUMBERS:
-            raise _quantised(name, checkpoint.info(name).dtype)
+    float_names = {name for name, parameter in model.named_parameters() if parameter.is_floating_point()}
+    for name in sorted(float_names & set(checkpoint.tensors)):
+        if TORCH_DTYPES.get(checkpoint.info(name).dtype) in _INTEGER_DTYPES:
+            raise _undeclared_format(name, checkpoint.info(name).dtype)
 
 
-def _quantised(name: str, dtype: str) -> ConfigError:
+def _undeclared_format(name: str, dtype: str) -> ConfigError:
     return ConfigError(
-        f"{name}: stored as {dtype}, which transformers would take for numbers; allowed outside the experts are "
+        f"{name}: stored as {dtype}, which transformers would read as plain values; allowed outside the experts are "
         f"{', '.join(map(str, FLOAT_FORMATS))} and matrices in a format that quantization_config declares"
     )
-
-
-@contextmanager
-def _quiet() -> Generator[None]:
-    """Silence transformers' list of tensors it does not know, the experts, and its progress bar."""
-    logging = extra("transformers.utils.logging")
-    level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bar:
-            logging.enable_progress_bar()

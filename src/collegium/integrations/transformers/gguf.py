@@ -1,7 +1,7 @@
-"""A GGUF file as transformers sees it: the config that its metadata state, and the names of its tensors there.
+"""Translate a GGUF file for transformers: config entries from its metadata, and tensor names.
 
-transformers reads the metadata of some architectures itself, but not the width of Qwen3's experts (5.23). Sources: the
-GGUF specification (ggml, ``docs/gguf.md``), the ``gguf`` package, ``tensor_mapping.py``, and the config classes.
+transformers reads the metadata of some architectures itself, but without the width of Qwen3's experts (5.23). Sources:
+the GGUF specification (ggml, ``docs/gguf.md``), the ``gguf`` package, ``tensor_mapping.py``, and the config classes.
 """
 
 import re
@@ -15,13 +15,14 @@ from ...checkpoint.reader import Checkpoint
 from ...errors import ConfigError
 from ...models.base import Config
 
-__all__ = ["config_of", "offered"]
+__all__ = ["config_of", "transformers_tensor"]
 
 
 class _Model(NamedTuple):
-    """kind: the model type of transformers. entries: its own names of metadata. router: of the router's module.
+    """One architecture.
 
-    interleaved: rows of queries and keys lie in pairs, as llama.cpp turns them, not in halves.
+    kind: transformers' model type. entries: metadata keys of additional config entries. router: name of the router
+    module. interleaved: whether query and key rows are stored in llama.cpp's pairs, which transformers needs as halves.
     """
 
     kind: str
@@ -50,10 +51,10 @@ _MODELS = {
     "gguf:llama": _Model("mixtral", _LOCAL, interleaved=True),
     "gguf:gpt-oss": _Model("gpt_oss", _LOCAL | {"intermediate_size": "expert_feed_forward_length"}, "router"),
 }
-# What the architecture of a file always does and its metadata do not say.
-_FIXED: Mapping[str, Mapping[str, object]] = {"qwen3_moe": {"norm_topk_prob": True}}
-_WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_INSIDE = {
+# Config entries that follow from the architecture and are not in the metadata.
+_IMPLIED_ENTRIES: Mapping[str, Mapping[str, object]] = {"qwen3_moe": {"norm_topk_prob": True}}
+_TOP_LEVEL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
     "post_attention_norm": "post_attention_layernorm",
@@ -67,18 +68,22 @@ _INSIDE = {
 
 
 def config_of(checkpoint: Checkpoint) -> tuple[str, dict[str, Any]]:
-    """Return the model type of transformers and its config's entries; ConfigError where they are not known."""
-    model, config = _model(checkpoint), Config(checkpoint.config)
-    entries: dict[str, Any] = dict(_FIXED.get(model.kind, {}))
+    """Return transformers' model type and config entries; raises ConfigError for an unsupported architecture."""
+    model = _model(checkpoint)
+    config = Config(checkpoint.config)
+    entries: dict[str, Any] = dict(_IMPLIED_ENTRIES.get(model.kind, {}))
     for name, key in (_ENTRIES | dict(model.entries)).items():
-        if (value := config.value(key, default=None)) is not None:
+        value = config.value(key, default=None)
+        if value is not None:
             entries[name] = value
     tensors = checkpoint.tensors
-    if (layers := config.integer("block_count")) > len(tensors):  # transformers would begin to build them
-        raise config.wrong("block_count", layers, f"as many as there are tensors, {len(tensors)}, at most")
+    layers = config.integer("block_count")
+    if layers > len(tensors):  # checked here, before transformers builds a huge model
+        raise config.wrong("block_count", layers, f"at most the number of tensors, {len(tensors)}")
     entries["vocab_size"] = tensors["token_embd.weight"].shape[0] if "token_embd.weight" in tensors else 0
     entries["tie_word_embeddings"] = "output.weight" not in tensors
-    entries |= {name: config.value(name, default=None) for name in ("bos_token_id", "eos_token_id")}
+    for name in ("bos_token_id", "eos_token_id"):
+        entries[name] = config.value(name, default=None)
     entries["rope_parameters"] = _rope(config)
     return model.kind, entries
 
@@ -87,37 +92,41 @@ def _rope(config: Config) -> dict[str, object]:
     kind = config.value("rope.scaling.type", default="none")
     rope: dict[str, object] = {"rope_type": "default", "rope_theta": config.number("rope.freq_base", default=10000.0)}
     if kind == "yarn":
-        most = config.integer("rope.scaling.original_context_length")
-        rope |= {"rope_type": "yarn", "original_max_position_embeddings": most, "truncate": False}
+        original_length = config.integer("rope.scaling.original_context_length")
+        rope.update(rope_type="yarn", original_max_position_embeddings=original_length, truncate=False)
     elif kind != "none":
         raise config.wrong("rope.scaling.type", kind, "none, yarn")
     return rope if kind == "none" else rope | {"factor": config.number("rope.scaling.factor")}
 
 
-def offered(checkpoint: Checkpoint, name: str, read: Callable[[], Tensor]) -> tuple[str, Callable[[], Tensor]]:
-    """Return the name by which transformers asks for a tensor or module, and what reads it with its order of rows.
+def transformers_tensor(
+    checkpoint: Checkpoint, name: str, read: Callable[[], Tensor]
+) -> tuple[str, Callable[[], Tensor]]:
+    """Return transformers' name of a tensor or module, and a reader that returns its rows in transformers' order.
 
-    Names that are not known stay as they are, and so does everything of a checkpoint that is no GGUF file.
+    Unknown names, and all tensors of a checkpoint that is not a GGUF file, are returned unchanged.
     """
     if not checkpoint.is_gguf:
         return name, read
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)(\.\w+|)", name)
     if match is None:
-        head, dot, suffix = name.partition(".")
-        return _WHOLE.get(head, head) + dot + suffix, read
-    model, (layer, kind, suffix) = _model(checkpoint), match.groups()
-    inside = (_INSIDE | {"ffn_gate_inp": f"mlp.{model.router}"}).get(kind)
+        first, dot, rest = name.partition(".")
+        return _TOP_LEVEL_NAMES.get(first, first) + dot + rest, read
+    model = _model(checkpoint)
+    layer, kind, suffix = match.groups()
     if kind == "attn_sinks":
-        inside, suffix = "self_attn.sinks", ""
+        return f"model.layers.{layer}.self_attn.sinks", read
+    inside = f"mlp.{model.router}" if kind == "ffn_gate_inp" else _LAYER_NAMES.get(kind)
     if inside is None:
         return name, read
     if model.interleaved and kind in ("attn_q", "attn_k"):
         heads = Config(checkpoint.config).integer(f"attention.head_count{'_kv' * (kind == 'attn_k')}")
-        read = partial(_in_halves, read, heads)
+        read = partial(_deinterleave_heads, read, heads)
     return f"model.layers.{layer}.{inside}{suffix}", read
 
 
-def _in_halves(read: Callable[[], Tensor], heads: int) -> Tensor:
+def _deinterleave_heads(read: Callable[[], Tensor], heads: int) -> Tensor:
+    """Return the rows of each head as two halves instead of pairs."""
     rows = read()
     return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(rows.shape)
 
@@ -125,10 +134,10 @@ def _in_halves(read: Callable[[], Tensor], heads: int) -> Tensor:
 def _model(checkpoint: Checkpoint) -> _Model:
     kind = str(checkpoint.config.get("model_type"))
     if kind not in _MODELS:
-        known = ", ".join(name.removeprefix("gguf:") for name in _MODELS)
+        supported = ", ".join(name.removeprefix("gguf:") for name in _MODELS)
         raise ConfigError(
             f"{checkpoint.path}: a GGUF file of the architecture {kind.removeprefix('gguf:')!r}; whole models are "
-            f"loaded from GGUF files of {known}. Load its layers with load_layer(), or give the folder of the model it "
-            "was made from"
+            f"loaded from GGUF files of {supported}. Load its layers with load_layer(), or give the folder of the "
+            "original model"
         )
     return _MODELS[kind]

@@ -1,121 +1,112 @@
-"""What ``register`` adds to three methods of transformers' models, so that nothing is silent.
+"""Checks around four methods of transformers' models, installed by ``register`` and ``load_model``.
 
-``from_pretrained``, ``from_config`` and ``set_experts_implementation`` accept any registered name for any model: one
-whose MoE layers know no implementations, or that has none, would go on as before. And where weights come from is
-known to a model when it is loaded, to its experts never. Models that do not ask for Collegium are left as they are.
+``from_pretrained``, ``from_config`` and ``set_experts_implementation`` accept any registered name for any model: a
+model without exchangeable experts would silently run transformers' code. And the source of the weights is known when a
+model is loaded, but not to its experts modules. Models that do not request Collegium behave as before.
 """
 
-from collections.abc import Callable
-from functools import wraps
+from functools import partial
 from typing import Any, cast
 
 from ...errors import ConfigError
-from ..extra import extra
+from ..extra import import_extra
 from .modules import named_experts
-from .trust import adopt, folder_of
+from .patches import is_wrapped, wrap_method
+from .trust import folder_of, record_origin
 
 __all__ = ["install"]
 
-_MARK = "_collegium_wrapped"
-
 
 def install(name: str) -> None:
-    """Wrap the methods, once however often it is called; name: the implementation to watch for."""
-    base = extra("transformers").PreTrainedModel
-    if hasattr(base.from_pretrained, _MARK):
+    """Wrap the methods once per process; name: the experts implementation to check for."""
+    base = import_extra("transformers").PreTrainedModel
+    if is_wrapped(base.from_pretrained):
         return
-    for method, kind, work in (
-        ("from_pretrained", classmethod, _from_pretrained),
-        ("_from_config", classmethod, _from_config),
-        ("set_experts_implementation", None, _set_implementation),
-        ("_load_pretrained_model", staticmethod, _load),  # private: says no before gigabytes are read, where it exists
-    ):
-        found = base.__dict__.get(method)
-        if kind is None or isinstance(found, kind):
-            made = _wrapped(found if kind is None else cast("Any", found).__func__, name, work)
-            setattr(base, method, made if kind is None else kind(made))
+    wrap_method(base, "from_pretrained", partial(_from_pretrained, name), classmethod)
+    wrap_method(base, "_from_config", partial(_from_config, name), classmethod)
+    wrap_method(base, "set_experts_implementation", partial(_set_implementation, name), None)
+    # A private method: in releases that have it, a model is refused before gigabytes are read.
+    wrap_method(base, "_load_pretrained_model", partial(_load, name), staticmethod)
 
 
-def _wrapped(original: Any, name: str, work: Callable[..., Any]) -> Any:
-    """Return ``work``, which takes the original method, the name and what the method takes, in its place."""
-
-    @wraps(original)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return work(original, name, *args, **kwargs)
-
-    setattr(run, _MARK, True)
-    return run
-
-
-def _from_pretrained(original: Any, name: str, cls: Any, /, *args: Any, **kwargs: Any) -> Any:
-    found = original(cls, *args, **kwargs)
-    model = found[0] if isinstance(found, tuple) else found
-    _require(model, name, _asks(model.config, name))
-    _confirm(model, name, kwargs.get("experts_implementation"))
+def _from_pretrained(name: str, original: Any, cls: Any, /, *args: Any, **kwargs: Any) -> Any:
+    loaded = original(cls, *args, **kwargs)
+    model = loaded[0] if isinstance(loaded, tuple) else loaded
+    _require_experts(model, name, _config_requests(model.config, name))
+    _confirm_all_changed(model, name, kwargs.get("experts_implementation"))
     if not named_experts(model):
-        return found
+        return loaded
     options = {key: kwargs[key] for key in ("cache_dir", "subfolder") if kwargs.get(key) is not None}
-    given = [key for key in ("state_dict", "gguf_file", "key_mapping") if kwargs.get(key) is not None]
-    folder = None if given else folder_of(model.config, **options)
-    adopt(model, folder, f"from_pretrained was given {', '.join(given)}" if given else "")
-    return found
+    other_sources = [key for key in ("state_dict", "gguf_file", "key_mapping") if kwargs.get(key) is not None]
+    if other_sources:
+        record_origin(model, None, f"from_pretrained was called with {', '.join(other_sources)}")
+    else:
+        record_origin(model, folder_of(model.config, **options))
+    return loaded
 
 
-def _from_config(original: Any, name: str, cls: Any, /, config: Any, **kwargs: Any) -> Any:
-    model, asked = original(cls, config, **kwargs), kwargs.get("experts_implementation")
-    _require(model, name, _mentions(asked, name))
-    _confirm(model, name, asked)
+def _from_config(name: str, original: Any, cls: Any, /, config: Any, **kwargs: Any) -> Any:
+    model = original(cls, config, **kwargs)
+    requested = kwargs.get("experts_implementation")
+    _require_experts(model, name, _mentions(requested, name))
+    _confirm_all_changed(model, name, requested)
     return model
 
 
-def _set_implementation(original: Any, name: str, model: Any, /, experts_implementation: Any) -> None:
-    asked = _mentions(experts_implementation, name)
-    _require(model, name, asked)
-    if asked:
-        # Loading leaves this on a model; one that is built from a config has the config's folder and other weights.
-        loaded = hasattr(model, "_weight_conversions")
-        folder, why = (folder_of(model.config), "") if loaded else (None, "from_pretrained did not load them")
-        adopt(model, folder, why)
+def _set_implementation(name: str, original: Any, model: Any, /, experts_implementation: Any) -> None:
+    requested = _mentions(experts_implementation, name)
+    _require_experts(model, name, requested)
+    if requested:
+        # Set by loading. A model built from a config has that config's folder, but other weights.
+        if hasattr(model, "_weight_conversions"):
+            record_origin(model, folder_of(model.config))
+        else:
+            record_origin(model, None, "from_pretrained did not load them")
     original(model, experts_implementation)
-    _confirm(model, name, experts_implementation)
+    _confirm_all_changed(model, name, experts_implementation)
 
 
-def _load(original: Any, name: str, /, *args: Any, **kwargs: Any) -> Any:
+def _load(name: str, original: Any, /, *args: Any, **kwargs: Any) -> Any:
     model = args[0] if args else kwargs["model"]
-    _require(model, name, _asks(model.config, name))
+    _require_experts(model, name, _config_requests(model.config, name))
     return original(*args, **kwargs)
 
 
-def _mentions(asked: Any, name: str) -> bool:
-    return asked == name or (isinstance(asked, dict) and name in asked.values())
+def _mentions(requested: Any, name: str) -> bool:
+    return requested == name or (isinstance(requested, dict) and name in requested.values())
 
 
-def _asks(config: Any, name: str) -> bool:
-    """Tell whether a config or any part of it has this implementation."""
-    parts = (getattr(config, key, None) for key in getattr(config, "sub_configs", {}))
-    own = getattr(config, "_experts_implementation", None) == name
-    return own or any(_asks(part, name) for part in parts if part is not None)
+def _config_requests(config: Any, name: str) -> bool:
+    """Return whether a config or one of its nested configs has this implementation."""
+    if getattr(config, "_experts_implementation", None) == name:
+        return True
+    nested = (getattr(config, key, None) for key in getattr(config, "sub_configs", {}))
+    return any(_config_requests(part, name) for part in nested if part is not None)
 
 
-def _require(model: Any, name: str, asked: bool) -> None:
-    if asked and not named_experts(model):
+def _require_experts(model: Any, name: str, requested: bool) -> None:
+    if requested and not named_experts(model):
         raise ConfigError(
-            f"experts_implementation={name!r} was asked of {type(model).__name__}, which has no experts that "
-            "transformers lets another implementation run: it has no MoE layers, or its class runs them by itself, so "
-            "nothing would change. Load the whole model with load_model() where docs/families.md lists it, or single "
-            "layers with load_layer(); leave experts_implementation out to run transformers' own code"
+            f"experts_implementation={name!r} was requested for {type(model).__name__}, which has no experts with an "
+            "exchangeable implementation: it has no MoE layers, or its class runs them itself, so nothing would "
+            "change. Load the whole model with load_model() if docs/families.md lists it, or single layers with "
+            "load_layer(); leave experts_implementation out to run transformers' code"
         )
 
 
-def _confirm(model: Any, name: str, asked: Any) -> None:
-    """Raise where transformers accepted the name and left experts with another implementation."""
-    if not _mentions(asked, name):
+def _confirm_all_changed(model: Any, name: str, requested: Any) -> None:
+    """Raise ConfigError if transformers accepted the name but left experts with another implementation."""
+    if not _mentions(requested, name):
         return
-    found = {label: module.config._experts_implementation for label, _, module in cast("Any", named_experts(model))}
-    others = [label for label, implementation in found.items() if implementation != name]
-    if len(others) > (0 if asked == name else len(found) - 1):
+    experts = cast("Any", named_experts(model))
+    implementations = {label: module.config._experts_implementation for label, _, module in experts}
+    others = [label for label, implementation in implementations.items() if implementation != name]
+    # A dict requests it for some of the experts, at least one.
+    allowed_others = 0 if requested == name else len(implementations) - 1
+    if len(others) > allowed_others:
         raise ConfigError(
-            f"experts_implementation={asked!r} was asked of {type(model).__name__}, and {others[0]} still has "
-            f"{found[others[0]]!r}: transformers changes it only for classes whose own source file has the interface. "
-            "Give experts_implementation to from_pretrained, or ask the part of the model that transformers defines"
+            f"experts_implementation={requested!r} was requested for {type(model).__name__}, and {others[0]} still has "
+            f"{implementations[others[0]]!r}: transformers changes it only for classes whose source file has the "
+            "interface. Pass experts_implementation to from_pretrained, or call the part of the model that "
+            "transformers defines"
         )

@@ -1,4 +1,4 @@
-"""What an experts module of transformers holds and computes, read from the module itself."""
+"""Read weights and activation function from an experts module of transformers."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,9 +20,12 @@ __all__ = ["experts_modules", "is_experts", "named_experts", "routed_weights", "
 
 def named_experts(model: nn.Module) -> list[tuple[str, int, nn.Module]]:
     """Return (name, layer index, module) of every experts module of a transformers model."""
-    named = ((name, module) for name, module in model.named_modules() if is_experts(module))
-    found = ((name, [int(piece) for piece in name.split(".") if piece.isdigit()], module) for name, module in named)
-    return [(name, indices[0], module) for name, indices, module in found if indices]
+    experts: list[tuple[str, int, nn.Module]] = []
+    for name, module in model.named_modules():
+        indices = [int(piece) for piece in name.split(".") if piece.isdigit()]
+        if indices and is_experts(module):
+            experts.append((name, indices[0], module))
+    return experts
 
 
 def experts_modules(model: nn.Module) -> dict[int, nn.Module]:
@@ -36,7 +39,7 @@ def is_experts(module: object) -> bool:
 
 
 def write_count(parameter: Tensor) -> int:
-    """Return how often torch saw ``parameter`` written in place; inference tensors do not count, and have 0."""
+    """Return torch's count of in-place writes to ``parameter``; 0 for inference tensors, which have no counter."""
     return 0 if parameter.is_inference() else parameter._version
 
 
@@ -45,10 +48,12 @@ def routed_weights(module: Any) -> ExpertWeights[Payload]:
     if hasattr(module, "down_proj_scale_inv"):
         return _quantised_weights(module)
     name, parts = ("gate_up_proj", 2) if module.has_gate else ("up_proj", 1)
-    upper, lower = getattr(module, name).detach(), module.down_proj.detach()
+    gate_up = getattr(module, name).detach()
+    down = module.down_proj.detach()
     if module.is_transposed:
-        upper, lower = upper.transpose(1, 2), lower.transpose(1, 2)
-    weights = ExpertWeights(gate_up=as_stored(_split(upper, parts, module)), down=as_stored(lower))
+        gate_up = gate_up.transpose(1, 2)
+        down = down.transpose(1, 2)
+    weights = ExpertWeights(gate_up=as_stored(_split(gate_up, parts, module)), down=as_stored(down))
     if not module.has_bias:
         return weights
     bias = _split(getattr(module, f"{name}_bias").detach(), parts, module)
@@ -56,16 +61,17 @@ def routed_weights(module: Any) -> ExpertWeights[Payload]:
 
 
 def _quantised_weights(module: Any) -> ExpertWeights[Payload]:
-    """Return the parameters of transformers' FP8 experts: blocks or tensors of E4M3, or MXFP4 bytes."""
+    """Return the parameters of transformers' FP8 experts: E4M3 with block or tensor scales, or MXFP4 bytes."""
     if module.activation_scheme != "dynamic":
         raise SpecError(
-            f"{type(module).__name__}: its activations have {module.activation_scheme} scales; allowed: dynamic. "
+            f"{type(module).__name__}: its activation scales are {module.activation_scheme}; allowed: dynamic. "
             "Load the checkpoint with load_model() instead"
         )
     name, parts = ("gate_up_proj", 2) if module.has_gate else ("up_proj", 1)
-    made: list[Payload] = []
+    payloads: list[Payload] = []
     for tensor, count in ((name, parts), ("down_proj", None)):
-        codes, scale = getattr(module, tensor).detach(), getattr(module, f"{tensor}_scale_inv").detach()
+        codes = getattr(module, tensor).detach()
+        scale = getattr(module, f"{tensor}_scale_inv").detach()
         if scale.dtype == torch.float8_e8m0fnu and codes.dtype != torch.int8:
             scale = scale.float()
         rows = codes.shape[1] // (count or 1)
@@ -76,25 +82,26 @@ def _quantised_weights(module: Any) -> ExpertWeights[Payload]:
                 "so a block spans gate and up; load the checkpoint with load_model() instead"
             )
         if count is not None:
-            codes, scale = codes.unflatten(1, (count, -1)), scale.unflatten(1, (count, -1))
+            codes = codes.unflatten(1, (count, -1))
+            scale = scale.unflatten(1, (count, -1))
         shape = (*codes.shape[:-1], codes.shape[-1] * (2 if codes.dtype == torch.int8 else 1))
         if codes.dtype == torch.int8:
-            made.append(MxFp4(shape=shape, codes=codes.view(torch.uint8), scales=scale.view(torch.uint8)))
+            payloads.append(MxFp4(shape=shape, codes=codes.view(torch.uint8), scales=scale.view(torch.uint8)))
         elif block is None:
-            made.append(Fp8Tensor(shape=shape, codes=codes, scale=scale[..., 0, 0]))
+            payloads.append(Fp8Tensor(shape=shape, codes=codes, scale=scale[..., 0, 0]))
         else:
-            made.append(Fp8Block(shape=shape, codes=codes, scales=scale, block=(block[0], block[1])))
-    return ExpertWeights(gate_up=made[0], down=made[1])
+            payloads.append(Fp8Block(shape=shape, codes=codes, scales=scale, block=(block[0], block[1])))
+    return ExpertWeights(gate_up=payloads[0], down=payloads[1])
 
 
 def spec_of(module: Any, weights: ExpertWeights[Payload], top_k: int) -> MoESpec:
-    """Return what an experts module with its ``routed_weights`` computes for ``top_k`` experts a token."""
-    experts, _, wide, hidden = weights.gate_up.shape
+    """Return the spec of an experts module with its ``routed_weights``, for ``top_k`` experts per token."""
+    num_experts, _, intermediate_size, hidden_size = weights.gate_up.shape
     return MoESpec(
-        hidden_size=hidden,
-        intermediate_size=wide,
-        num_experts=experts,
-        routing=RoutingSpec(top_k=min(top_k, experts)),
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_experts=num_experts,
+        routing=RoutingSpec(top_k=min(top_k, num_experts)),
         activation=_activation_of(module),
         expert_bias=weights.down_bias is not None,
         **weights.formats,
@@ -102,42 +109,49 @@ def spec_of(module: Any, weights: ExpertWeights[Payload], top_k: int) -> MoESpec
 
 
 def _activation_of(module: Any) -> ActivationSpec:
-    """Find the activation by trying it: a candidate counts only if it reproduces the module's own gate function."""
-    limit, alpha = getattr(module, "limit", None), getattr(module, "alpha", None)
-    if not module.has_gate:
-        candidates = [ActivationSpec(kind=kind) for kind in ("relu2", "silu", "gelu")]
-    else:
-        candidates = [ActivationSpec(kind=kind) for kind in ("swiglu", "geglu", "geglu_tanh")]
-        for bound in {float(v) for v in (limit, getattr(module, "swiglu_limit", None)) if v}:
-            candidates.append(ActivationSpec(kind="swiglu", limit=bound))
-            candidates.append(ActivationSpec(kind="swiglu_oai", limit=bound, alpha=float(alpha or 1.702)))
-        softcaps = [float(getattr(module.config, f"mlp_{part}_softcap", None) or 0) for part in ("gate", "up")]
-        if all(softcaps):
-            candidates.append(ActivationSpec(kind="situ", gate_bound=softcaps[0], up_bound=softcaps[1]))
+    """Return the first candidate activation that reproduces the module's gate function on a grid of inputs."""
+    candidates = _activation_candidates(module)
     for candidate in candidates:
         if _reproduces(module, candidate):
             return candidate
-    tried = ", ".join(f"{c.kind}(limit={c.limit})" for c in candidates)
+    names = ", ".join(f"{candidate.kind}(limit={candidate.limit})" for candidate in candidates)
     raise SpecError(
-        f"{type(module).__name__}: its gate function matches none of the activations tried ({tried}); "
+        f"{type(module).__name__}: its gate function matches none of the activations tried ({names}); "
         "build a MoELayer with the right ActivationSpec and attach() it"
     )
+
+
+def _activation_candidates(module: Any) -> list[ActivationSpec]:
+    if not module.has_gate:
+        return [ActivationSpec(kind=kind) for kind in ("relu2", "silu", "gelu")]
+    candidates = [ActivationSpec(kind=kind) for kind in ("swiglu", "geglu", "geglu_tanh")]
+    alpha = float(getattr(module, "alpha", None) or 1.702)
+    limits = (getattr(module, "limit", None), getattr(module, "swiglu_limit", None))
+    for limit in {float(limit) for limit in limits if limit}:
+        candidates.append(ActivationSpec(kind="swiglu", limit=limit))
+        candidates.append(ActivationSpec(kind="swiglu_oai", limit=limit, alpha=alpha))
+    gate_bound, up_bound = (float(getattr(module.config, f"mlp_{part}_softcap", None) or 0) for part in ("gate", "up"))
+    if gate_bound and up_bound:
+        candidates.append(ActivationSpec(kind="situ", gate_bound=gate_bound, up_bound=up_bound))
+    return candidates
 
 
 def _reproduces(module: Any, candidate: ActivationSpec) -> bool:
     points = torch.linspace(-30, 30, 41)
     if not module.has_gate:
-        found, wanted = module.act_fn(points[:, None]), activate(points[:, None, None], candidate)
+        output = module.act_fn(points[:, None])
+        expected = activate(points[:, None, None], candidate)
     else:
         gate, up = torch.meshgrid(points, points, indexing="ij")
         pair = torch.stack([gate.reshape(-1), up.reshape(-1)], dim=1)
-        # one intermediate column: concatenated and interleaved rows are the same two numbers
-        found, wanted = module._apply_gate(pair), activate(pair[:, :, None], candidate)
-    return bool(torch.allclose(found.float(), wanted, rtol=1e-5, atol=1e-5))
+        # With one intermediate column, concatenated and interleaved rows are the same.
+        output = module._apply_gate(pair)
+        expected = activate(pair[:, :, None], candidate)
+    return bool(torch.allclose(output.float(), expected, rtol=1e-5, atol=1e-5))
 
 
 def _split(weight: Tensor, parts: int, module: nn.Module) -> Tensor:
-    """Bring ``[E, P*I, ...]`` to ``[E, P, I, ...]`` without a copy."""
+    """View ``[E, P*I, ...]`` as ``[E, P, I, ...]``."""
     if parts == 2 and not module.is_concatenated:
         return deinterleave(weight, 1)
     return weight.unflatten(1, (parts, -1))

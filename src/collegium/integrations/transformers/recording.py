@@ -1,4 +1,4 @@
-"""Which experts the tokens of a whole model go to, counted on the host while transformers runs it."""
+"""Record the expert load of a whole model while transformers runs it."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -16,19 +16,20 @@ __all__ = ["Recorder", "recording"]
 
 @contextmanager
 def recording(model: nn.Module) -> Generator[Recorder]:
-    """Count what the experts of ``model`` are asked by every forward pass inside; reads the device at every layer.
+    """Count the tokens of each expert of ``model`` in every forward pass inside the block.
 
-    The layers have to be there: ``load_model`` makes them, ``register`` at the first call. Nothing is changed in what
-    they compute. Raises InputError for layers that are not built and for blocks that route inside their layer, whose
-    choice is not seen here. A compiled model calls no modules, so nothing is counted.
+    Counting synchronises with the device at every layer; outputs do not change. The layers must be built:
+    ``load_model`` does so, ``register`` at the first call. Raises InputError for layers that are not built and for
+    blocks that route inside a Collegium layer. In a compiled model nothing is counted, because no module is called.
     """
-    inside, modules = blocks_of(model), experts_modules(model)
+    modules = experts_modules(model)
+    blocks = blocks_of(model)
     built = layers_of(model)
-    if inside or not modules or len(built) != len(modules):
+    if blocks or not modules or len(built) != len(modules):
         raise InputError(
             f"recording {type(model).__name__}: {len(modules)} layers are routed by transformers, {len(built)} are "
-            f"built, {len(inside)} route inside a block of Collegium; needed are layers that transformers routes, all "
-            "of them built: use load_model(), or call the model once"
+            f"built, {len(blocks)} route inside a block of Collegium; transformers must route all layers, and all must "
+            "be built: use load_model(), or call the model once"
         )
-    with Recorder(dict(zip(sorted(modules), built, strict=True))).watching(modules) as found:
-        yield found
+    with Recorder(dict(zip(sorted(modules), built, strict=True))).watching(modules) as recorder:
+        yield recorder

@@ -1,6 +1,6 @@
-"""vLLM: the routed experts of its MoE layers run through Collegium, as a plug-in that vLLM loads by itself.
+"""vLLM plug-in: Collegium runs the routed experts of vLLM's MoE layers. vLLM loads the plug-in automatically.
 
-``plugin`` is what vLLM calls and what calls vLLM; ``layers`` reads what a layer of vLLM is and holds, without vLLM.
+``plugin`` interacts with vLLM; ``layers`` reads the spec and the weights of a vLLM layer, without importing vLLM.
 """
 
 from .plugin import register

@@ -1,14 +1,14 @@
-"""Which recipes have been served by vLLM, with results in ``benchmarks/results/vllm_*.csv``.
+"""Recipes that have been served by vLLM, with results in ``benchmarks/results/vllm_*.csv``.
 
-``COLLEGIUM_VLLM=auto`` replaces vLLM's experts for these alone; ``on`` and ``require`` replace them for every recipe
-that a kernel runs. A test compares the table with the files, so a row needs a run that is committed.
+``COLLEGIUM_VLLM=auto`` replaces vLLM's experts only for these recipes; ``on`` and ``require`` for every recipe that has
+a kernel. A test compares the table with the files, so that a row needs a committed run.
 """
 
 from ...planning import Plan
 
 __all__ = ["SERVED", "not_served"]
 
-# Kind of device: (weights, activations). No file has rows of a GPU.
+# By device type: (weights, activations). There are no runs on a GPU yet.
 SERVED: dict[str, frozenset[tuple[str, str]]] = {
     "cpu": frozenset(
         {
@@ -30,12 +30,14 @@ SERVED: dict[str, frozenset[tuple[str, str]]] = {
 
 
 def not_served(plan: Plan) -> str | None:
-    """Return why ``auto`` leaves the experts of ``plan`` to vLLM, or None where the recipe has been served."""
-    kind, recipe = plan.problem.device.kind, (plan.problem.spec.weight_format, plan.activation_format)
-    if not plan.problem.routed.mixed and recipe in SERVED.get(kind, frozenset()):
+    """Return why ``auto`` leaves the experts of ``plan`` to vLLM, or None if the recipe has been served."""
+    kind = plan.problem.device.kind
+    weights = plan.problem.spec.weight_format
+    activations = plan.activation_format
+    if not plan.problem.routed.mixed and (weights, activations) in SERVED.get(kind, frozenset()):
         return None
-    where = "a GPU" if kind == "cuda" else f"a {kind.upper()}"
+    device = "a GPU" if kind == "cuda" else f"a {kind.upper()}"
     return (
-        f"weights {recipe[0]} with activations {recipe[1]} have no committed run of vLLM on {where}; "
+        f"weights {weights} with activations {activations} have no committed run of vLLM on {device}; "
         f"COLLEGIUM_VLLM=on replaces vLLM's experts by kernel {plan.kernel}"
     )

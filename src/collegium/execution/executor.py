@@ -1,0 +1,179 @@
+"""Running a call: compare it between ranks, borrow a workspace, split it into chunks, replay recorded launches.
+
+``Executor.run_chunk`` is the pass itself; everything else decides in which memory and how often it runs.
+"""
+
+from functools import partial
+
+import torch
+
+from ..ops.route_wide import append_shared_experts
+from ..parallel.input_check import InputCheck
+from ..parallel.rendezvous import group_lock
+from ..pipelines import Pipeline
+from ..runtime.memory import FreshMemory, Memory, Workspace, Workspaces, is_capturing, part
+from ..runtime.replay import Replay
+from ..runtime.side_stream import run_on_side_stream
+from ..stages.call import Call, PassedInputs
+from ..stages.latent import Latent
+from ..stages.router import Router, autocast_disabled
+from ..stages.shared import SharedExpert
+from ..types import Routing
+from .context import ExecutionContext
+from .input_comparison import InputComparison
+
+__all__ = ["Executor"]
+
+
+class Executor:
+    """Runs the calls of one layer with one set of options; for other options the layer creates another executor.
+
+    Any number of threads may call it. captured: whether a CUDA graph has captured a call. comparison: None where ranks
+    need not have the same inputs.
+    """
+
+    def __init__(
+        self,
+        context: ExecutionContext,
+        *,
+        router: Router,
+        shared: SharedExpert | None,
+        latent: Latent | None,
+        workspaces: Workspaces | None,
+        input_check: InputCheck | None,
+    ) -> None:
+        problem = context.plan.problem
+        self.router = router
+        self.pipelines = context.pipelines
+        self.workspaces = workspaces
+        self.comparison = None if input_check is None else InputComparison(input_check, context)
+        self.replay = Replay()
+        self.captured = False
+        self._shared = shared
+        self._latent = latent
+        self._device = context.device
+        self._groups = context.plan.groups
+        self._handshake = context.handshake
+        self._memory_map = context.memory_map
+        self._top_k = problem.spec.routing.top_k
+        self._num_experts = problem.spec.num_experts
+        self._merged_shared_experts = context.plan.merged_shared_experts
+        self._side_stream_tokens = context.plan.side_stream_tokens
+        self._max_tokens = problem.limits.max_tokens
+        self._chunk_tokens = context.chunk_tokens
+        symmetric = context.handshake.symmetric
+        # The launches of a user's function are not recorded, nor what torch exchanges with other ranks on a CPU.
+        user_code = router.choose is not None or context.after_expert is not None
+        self._records = not user_code and (not symmetric or self._device.type == "cuda")
+        # Checked ids are read on the host for each chunk.
+        self._records_chunks = self._records and not symmetric and not router.checked
+
+    def run(self, call: Call, memory: Memory | None = None) -> None:
+        """Write ``call.out``. memory: where buffers are allocated; None: in a workspace, if the layer has any.
+
+        Raises the errors of ``MoELayer.forward`` that depend on the values of tensors or on other ranks.
+        """
+        tokens = call.x.shape[0]
+        capturing = self.note_capture()
+        workspace = None
+        try:
+            with group_lock(self._groups), autocast_disabled(self._device):
+                call = self._prepared(call, compare=memory is None and not capturing)
+                if memory is None and self.workspaces is not None:
+                    if capturing and not self._handshake.symmetric:
+                        memory = FreshMemory(self._device)
+                    else:
+                        workspace = self.workspaces.acquire()
+                        memory = workspace.memory(self._memory_map)
+                if self._chunk_tokens is not None and tokens > self._chunk_tokens:
+                    self._run_in_chunks(call, memory, workspace, record=self._records_chunks and not capturing)
+                elif workspace is None or memory is None:
+                    self.run_chunk(call, memory)
+                else:
+                    top_k = self._top_k if call.topk_ids is None else call.topk_ids.shape[1]
+                    key = workspace.number, self._handshake.sync_pass(memory, tokens, top_k)
+                    if self._records and not capturing and tokens <= self._max_tokens:
+                        self.replay(partial(self.run_chunk, memory=memory), call, key)
+                    else:
+                        self.run_chunk(call, memory)
+        except Exception as error:
+            if self.comparison is not None:
+                self.comparison.note_error(error)
+            raise
+        finally:
+            if workspace is not None and self.workspaces is not None:
+                self.workspaces.release(workspace)
+
+    def _prepared(self, call: Call, *, compare: bool) -> Call:
+        """Return ``call`` once the ranks agree on its inputs, and raise InputError for a router that cannot run."""
+        if compare and self.comparison is not None and self.comparison.is_due(call):
+            return self.comparison.agreed(call, self.router)
+        if call.needs_router:
+            self.router.check_usable(call.router_input)  # before ranks wait for each other
+        return call
+
+    def _run_in_chunks(self, call: Call, memory: Memory | None, workspace: Workspace | None, *, record: bool) -> None:
+        """Route the whole batch, then run chunks of ``max_tokens`` tokens."""
+        # Without ``memory``: the routing of the batch is larger than that of one pass.
+        routing = self.router(call)
+        tokens, step = call.x.shape[0], self._max_tokens
+        for start in range(0, tokens, step):
+            rows = slice(start, min(start + step, tokens))
+            chunk_routing = Routing(topk_ids=routing.topk_ids[rows], topk_weights=routing.topk_weights[rows])
+            chunk = call.chunk(rows, chunk_routing)
+            if workspace is None or memory is None:
+                self.run_chunk(chunk, memory, chunk_routing)
+                continue
+            key = workspace.number, self._handshake.sync_pass(memory, *chunk_routing.topk_ids.shape)
+            if record:
+                self.replay(partial(self.run_chunk, memory=memory), chunk, key)
+            else:
+                self.run_chunk(chunk, memory, chunk_routing)
+
+    def run_chunk(self, call: Call, memory: Memory | None, routing: Routing | None = None) -> None:
+        """Run one pass: route, dispatch, experts, shared expert, combine. routing: None: the router chooses it."""
+        x, out = call.x, call.out
+        assert out is not None
+        tokens = x.shape[0]
+        shared = None
+        if tokens > self._max_tokens:
+            memory = None  # it has no room for the batch; the dispatcher refuses it on every rank
+        elif self._shared is not None:
+            shared = partial(self._shared, x, memory)
+            # Not outside a graph: for the host, the waits of two streams cost more than the overlap saves.
+            if tokens <= self._side_stream_tokens and is_capturing(self._device):
+                shared = run_on_side_stream(shared, self._device)
+        if routing is None:
+            routing = self.router(call, memory)
+        routing = append_shared_experts(
+            routing, self._num_experts, self._merged_shared_experts, part(memory, "routing")
+        )
+        pipeline = self.pipeline_for(tokens)
+        if self._latent is None:
+            pipeline(x, routing, memory, dtype=x.dtype, shared=shared, out=out)
+            return
+        latent_memory = part(memory, "latent")
+        rows = pipeline(self._latent.enter(x, latent_memory), routing, memory, dtype=torch.float32)
+        self._latent.leave(rows, None if shared is None else shared(), out, latent_memory)
+
+    def report_refusal(self, x: object, optional: tuple[object, object, object, object], error: Exception) -> None:
+        """Inform the other ranks, where they compare this call, that its inputs were refused with ``error``.
+
+        optional: router logits, routing, token ids and router input as they were passed.
+        """
+        if self.comparison is not None:
+            passed = PassedInputs(*(value is not None for value in optional))
+            self.comparison.report_refusal(x, passed, error)
+
+    def pipeline_for(self, tokens: int) -> Pipeline:
+        """Return the pipeline that runs a batch of ``tokens`` tokens."""
+        return next(
+            pipeline for max_tokens, pipeline in self.pipelines if max_tokens is None or 0 < tokens <= max_tokens
+        )
+
+    def note_capture(self) -> bool:
+        """Return whether a CUDA graph captures the current stream, and remember it if so."""
+        capturing = is_capturing(self._device)
+        if capturing:
+            self.captured = True
+        return capturing

@@ -1,0 +1,132 @@
+"""A packed module that a plan determines: building what runs it, its options, copies and pickles."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from ..experts import PackedWeights
+from ..experts.measured import with_measured_tiles
+from ..parallel import Dispatcher
+from ..parallel.input_check import InputCheck
+from ..planning import Plan
+from ..runtime.memory import Memory, Workspaces
+from ..runtime.packed_module import PackedModule
+from ..stages.call import Call
+from ..stages.latent import Latent
+from ..stages.router import Choose, Router
+from ..stages.shared import SharedExpert
+from ..types import MoESpec, RouterWeights
+from .context import ExecutionContext, build_context
+from .executor import Executor
+
+__all__ = ["PlannedModule"]
+
+# Attributes that belong to one process and are not pickled.
+_PROCESS_STATE = ("dispatcher", "_context", "_executor", "_input_check")
+
+
+class PlannedModule(PackedModule):
+    """Base of ``MoELayer``: packed weights, options, and the executor that runs calls with them.
+
+    A constructor sets the weights and options, then calls ``_build`` and ``identify``. Assigning an option later
+    creates another executor.
+
+    plan: with the token ranges of the packed experts. workspaces: lends the memory of passes on a GPU to all layers of
+    the device; None: every pass allocates fresh memory.
+    """
+
+    packed_names = ("experts", "shared", "router", "latent")
+    plan: Plan
+    spec: MoESpec
+    experts: PackedWeights
+    shared: SharedExpert | None
+    router: RouterWeights | None
+    latent: Latent | None
+    choose: Choose | None
+    after_expert: Callable[[Tensor], Tensor] | None
+    checked: bool
+    dispatcher: Dispatcher
+    workspaces: Workspaces | Any
+    _device: torch.device
+    _context: ExecutionContext
+    _executor: Executor
+    _input_check: InputCheck | None
+
+    def _build(self, plan: Plan) -> None:
+        """Build what runs ``self.experts`` as ``plan`` says; all ranks that share the experts call it together."""
+        context = build_context(plan, self.experts, self._device, self.after_expert)
+        self.__dict__.update(
+            plan=context.plan,
+            spec=context.plan.problem.spec,
+            dispatcher=context.dispatcher,
+            workspaces=context.workspaces(),
+            _context=context,
+            _input_check=context.input_check(checked=self.checked),
+        )
+        self._renew_executor()
+
+    def _renew_executor(self) -> None:
+        """Create an executor for the layer's present options, without recorded launches."""
+        executor = Executor(
+            self._context,
+            router=Router(spec=self.spec, weights=self.router, choose=self.choose, checked=self.checked),
+            shared=self.shared,
+            latent=self.latent,
+            workspaces=self.workspaces,
+            input_check=self._input_check,
+        )
+        if "_executor" in self.__dict__:
+            executor.captured = self._executor.captured
+        self.__dict__["_executor"] = executor
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute and forget recorded launches: with another option, other kernels may be launched."""
+        built = "_executor" in self.__dict__
+        if built and name in ("experts", "after_expert"):
+            raise InputError(
+                f"{name}: a layer's passes are built from it and would go on with the old one; use swap(weights) for "
+                "other experts, and build another layer for another function"
+            )
+        super().__setattr__(name, value)
+        if built and name == "checked":
+            self.__dict__["_input_check"] = self._context.input_check(checked=self.checked)
+        if built:
+            self._renew_executor()
+
+    def replan(self, plan: Plan, experts: PackedWeights) -> None:
+        """Continue with ``experts``, packed for ``plan``, which may differ from the layer's plan in its placement.
+
+        All ranks of the new placement call it together. CUDA graphs that captured the layer before are invalid.
+        """
+        self.__dict__["experts"] = with_measured_tiles(experts, plan.problem)
+        self._build(plan)
+
+    def compute(self, tensors: tuple[Any, ...], memory: Memory | None = None) -> None:
+        """Run the call with ``tensors``, in the order of ``Call``, without checks; for the custom operator and warm-up.
+
+        memory: where buffers are allocated; None: in a workspace.
+        """
+        self._executor.run(Call(*tensors), memory)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled: weights, plan and options. Raises InputError for a layer over ranks."""
+        if self.plan.groups:
+            raise InputError(
+                f"a layer over ranks cannot be pickled ({self.plan.problem.placement}): it needs the process groups of "
+                "this process, and every rank has different experts. Load it in each process with device=Ranks.of(...)"
+            )
+        state = super().__getstate__()
+        return {name: value for name, value in state.items() if name not in _PROCESS_STATE}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copied layer, or build what runs an unpickled one."""
+        super().__setstate__(state)
+        if "_context" in self.__dict__:
+            self._renew_executor()
+            return
+        workspaces = self.workspaces
+        self._build(self.plan)
+        self.workspaces = workspaces

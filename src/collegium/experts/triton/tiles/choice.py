@@ -1,0 +1,72 @@
+"""The tile of a product: a measured one, the candidate with the least score, or that of a large batch."""
+
+import math
+from functools import lru_cache
+
+from ....errors import PlanError
+from ....runtime.machine import Machine
+from .candidates import candidates
+from .fitted import DEQUANTIZE, LARGE
+from .problem import Operands, TileChoice, TileProblem, TunedTiles
+from .score import score
+
+__all__ = ["LARGE_BLOCK_N", "choose", "dequantize_threshold", "large_from", "nearest", "prefill_tile"]
+
+LARGE_BLOCK_N = 128  # weight rows of an operand of a large batch's tile, which has two
+_MIN_K = DEQUANTIZE.min_k
+_LARGE_GROUP_T = 8  # token tiles of one expert in a large batch that share a pass over its weights
+
+
+def nearest(tuned: TunedTiles, rows: int) -> TileChoice | None:
+    """Return the tile measured nearest to ``rows``, or None where all were measured more than a factor of two away."""
+    ratios = [(max(rows, measured) / max(1, min(rows, measured)), tile) for measured, tile in tuned]
+    ratio, tile = min(ratios, key=lambda pair: pair[0], default=(math.inf, None))
+    return tile if ratio <= 2 else None
+
+
+@lru_cache(maxsize=1 << 16)  # scoring all candidates takes about 60 microseconds, in every forward pass
+def choose(problem: TileProblem, machine: Machine) -> TileChoice:
+    """Return the candidate with the least score; raises PlanError where none fits the machine."""
+    tiles = candidates(problem, machine)
+    if not tiles:
+        raise PlanError(
+            f"tiles: no tile of a product with block_k={problem.block_k} and {problem.parts} parts fits "
+            f"{machine.shared:,} bytes of shared memory; use the reference kernel on this GPU"
+        )
+    return min(tiles, key=lambda tile: score(problem, tile, machine))
+
+
+def prefill_tile(problem: TileProblem, machine: Machine) -> TileChoice | None:
+    """Return the tile of ``prefill_gemm`` for ``problem`` where that product is faster, otherwise None.
+
+    It needs a Hopper GPU with NVRTC, operands of one width, or weights that are decoded to 16 bits first, rows of a
+    multiple of 16 bytes, and enough rows for each expert.
+    """
+    if not machine.compiles or problem.experts * problem.parts * problem.n_out >= 1 << 31:
+        return None
+    if problem.kind is Operands.STORED:
+        one_width = problem.weight_bits == problem.x_bits and problem.block_k * problem.x_bits == 1024
+        fits = one_width and problem.k_in * problem.x_bits % 128 == 0
+        min_rows = large_from(problem, machine)
+    else:
+        fits = problem.x_bits >= 16 and problem.k_in % 8 == 0 and problem.k_in >= _MIN_K
+        min_rows = dequantize_threshold(problem, machine)
+    if not fits or problem.rows < min_rows * problem.experts:
+        return None
+    # Three groups of warps multiply 64 rows each; two blocks share their tokens.
+    programs = machine.sms // 2 * 2
+    return TileChoice(block_n=LARGE_BLOCK_N, block_t=192, warps=12, stages=5, group_t=_LARGE_GROUP_T, programs=programs)
+
+
+def large_from(problem: TileProblem, machine: Machine) -> float:
+    """Return the rows of an expert from which on weights as stored run with the tiles of large batches."""
+    min_rows = LARGE.sixteen_bits if problem.x_bits > 8 else LARGE.eight_bits
+    if problem.promoted:
+        min_rows = LARGE.promoted
+    enough = problem.experts * problem.parts * problem.n_out >= LARGE_BLOCK_N * machine.sms
+    return min_rows * (1 if enough else LARGE.few_experts)
+
+
+def dequantize_threshold(problem: TileProblem, machine: Machine) -> float:
+    """Return the rows of an expert from which on weights are decoded once, into memory, before the products."""
+    return DEQUANTIZE.rows(problem) * (1 + DEQUANTIZE.slower_memory * machine.slower)
