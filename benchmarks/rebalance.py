@@ -44,6 +44,7 @@ from torch.multiprocessing.spawn import spawn
 
 from collegium import Limits, MoELayer, Overrides, Problem, Routing, plan, probe
 from collegium.balance.balancer import Balancer
+from collegium.balance.mover import Mover
 from collegium.balance.policy import policy_named
 from collegium.balance.slots import balancedness
 from collegium.commands.bench import named_layer, random_weights, recipe_of
@@ -52,6 +53,8 @@ from collegium.parallel.placement import linear
 from collegium.parallel.rendezvous import rendezvous_of, timeout_seconds
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from collegium.types import ExpertWeights
@@ -64,6 +67,30 @@ COLUMNS = (
     *("stall_us", "added_us", "move_s", "switches", "moved_experts", "moved_bytes"),
     *("balanced_before", "balanced_after", "same_bits", "caught"),
 )
+
+
+class DamagingMover(Mover):
+    """Calls ``damage`` with the tensors of each expert that arrives, if set."""
+
+    damage: Callable[[tuple[Tensor, ...]], None] | None = None
+
+    def _verify(self, parts: tuple[Tensor, ...], expected: Tensor) -> Tensor:
+        if self.damage is not None:
+            self.damage(parts)
+        return super()._verify(parts, expected)
+
+
+class DamagingBalancer(Balancer):
+    """A Balancer whose arriving experts can be damaged before their checksum is verified."""
+
+    mover_type = DamagingMover
+
+    def damage(self, change: Callable[[tuple[Tensor, ...]], None]) -> None:
+        """Let ``change`` modify what arrives on this rank."""
+        assert isinstance(self._mover, DamagingMover)
+        self._mover.damage = change
+
+
 BATCHES, AHEAD = 6, 2  # different inputs; steps that the host may be ahead of the device
 
 
@@ -199,7 +226,7 @@ class Bench:
             turn = next(shown) // len(layers)
             return place(numpy.roll(load, 7 * turn), slots) if turn < args.rounds else None
 
-        balancer = Balancer(named, asked_of, interval=args.steps)
+        balancer = DamagingBalancer(named, asked_of, interval=args.steps)
         start = [own.slots for own in maps]
         for _ in range(BATCHES + 2):
             serving.step()
@@ -270,7 +297,7 @@ class Bench:
                 writer.writerow(row)
         return bool(row["same_bits"] and row["caught"])
 
-    def damaged(self, serving: Serving, balancer: Balancer, table: Any) -> bool:
+    def damaged(self, serving: Serving, balancer: DamagingBalancer, table: Any) -> bool:
         """Move one more expert to the last rank, with a bit of it flipped; return whether all gave it up."""
         slots, last = table.slots, self.world - 1
         expert = next(e for e in slots[0] if e not in (-1, *slots[last]))

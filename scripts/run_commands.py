@@ -232,7 +232,7 @@ def _simulation(found: Any) -> str:
     rows = found["rows"]
     _need([row["replicas"] for row in rows] == [0, 8, 32], f"rows {[row['replicas'] for row in rows]}")
     _need(
-        all(0.25 <= row[half]["after"] <= 1 for row in rows for half in ("seen", "later")), "balancedness out of band"
+        all(0.25 <= row[half]["after"] <= 1 for row in rows for half in ("fitted", "later")), "balancedness out of band"
     )
     return "; ".join(f"{r['replicas']} replicas: {r['later']['before']:.3f} to {r['later']['after']:.3f}" for r in rows)
 

@@ -167,7 +167,7 @@ def test_simulate_by_hand():
     """Two steps seen, two later. Experts 0 and 1 share rank 0; the policy parts them, and later they are equal."""
     trace = made([[[9, 9, 1, 1]], [[9, 9, 1, 1]], [[4, 6, 6, 4]], [[8, 2, 2, 8]]])
     (row,) = simulate(trace, ((0, 1), (2, 3)), [0]).rows
-    assert (row.seen.before, row.seen.after, row.seen.saved) == (10 / 18, 1.0, 1 - 10 / 18)
+    assert (row.fitted.before, row.fitted.after, row.fitted.saved) == (10 / 18, 1.0, 1 - 10 / 18)
     assert (row.later.before, row.later.before_worst) == (1.0, 1.0)
     (own,) = [policy_named("greedy").place([18, 18, 2, 2], ((0, 1), (2, 3)))]
     assert row.later.after == balancedness(trace.counts[2:, 0], own)
@@ -180,7 +180,7 @@ def test_replicas_help_a_load_that_stays():
     rows = simulate(trace, tuple(map(tuple, np.arange(8).reshape(4, 2).tolist())), [0, 4, 24]).rows
     assert [row.slots for row in rows] == [2, 3, 8]
     assert rows[0].later.after < rows[1].later.after < rows[2].later.after == pytest.approx(1.0)
-    assert all(row.seen.after >= row.seen.before for row in rows)
+    assert all(row.fitted.after >= row.fitted.before for row in rows)
     # Every expert that is asked is on every rank; one that nobody asks needs no copy.
     asked = int((trace.counts[:3].sum(axis=0) > 0).sum())
     assert 3 * asked <= rows[2].moved_experts <= 3 * asked + (24 - asked) < 3 * 24
@@ -205,7 +205,7 @@ def test_the_commands_record_simulate_and_draw(tmp_path):
         rows = json.loads(out)["rows"]
         assert code == 0
         assert [row["replicas"] for row in rows] == [0, 8, 32]
-        assert all(row["seen"]["after"] >= row["seen"]["before"] - 0.1 for row in rows)
+        assert all(row["fitted"]["after"] >= row["fitted"]["before"] - 0.1 for row in rows)
         assert (tmp_path / "s.png").read_bytes()[:4] == b"\x89PNG"
     for trace in files:
         code, out, _ = command("balance", "heatmap", trace, "--out", tmp_path / "h.png")

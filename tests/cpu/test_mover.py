@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 
 from collegium import InputError
 from collegium.balance.balancer import Balancer
-from collegium.balance.checksum import agreed, checksum
+from collegium.balance.checksum import agree_on_checksums, checksum
 from collegium.balance.mover import rounds
 from collegium.balance.slots import balancedness
 from collegium.parallel.rendezvous import timeout_seconds
@@ -227,7 +227,7 @@ def test_times_that_never_come_are_refused(asked: Any, text: str) -> None:
 def test_layers_in_one_kernel_are_refused() -> None:
     placed = SimpleNamespace(spare=1, group="")
     made = SimpleNamespace(problem=SimpleNamespace(placement=placed), dispatcher="symm_mem", pipelines=("mega",))
-    layer: Any = SimpleNamespace(plan=made, dispatcher=SimpleNamespace(map=object()))
+    layer: Any = SimpleNamespace(plan=made, dispatcher=SimpleNamespace(expert_map=object()))
     with raises_with(InputError, "Overrides(pipeline='split')"):
         Balancer({"a": layer})
 
@@ -318,8 +318,8 @@ def test_a_checksum_follows_the_position_across_its_pieces(monkeypatch: pytest.M
 
 def test_ranks_that_packed_other_bytes_are_told_which_expert() -> None:
     good: Any = [{0: (1, 2), 1: (3, 4)}, {1: (3, 4)}]
-    assert agreed(good, 2, "model.3") == [(1, 2), (3, 4)]
+    assert agree_on_checksums(good, 2, "model.3") == [(1, 2), (3, 4)]
     with pytest.raises(InputError, match=r"layer 3, expert 1: every rank .* rank 0: 0{15}30{15}4, rank 1: "):
-        agreed([good[0], {1: (3, -5)}], 2, 3)
+        agree_on_checksums([good[0], {1: (3, -5)}], 2, 3)
     with raises_with(InputError, "layer 3", "expert 2"):
-        agreed(good, 3, 3)
+        agree_on_checksums(good, 3, 3)

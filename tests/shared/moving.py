@@ -30,6 +30,7 @@ from collegium.balance.metrics import Metrics
 from collegium.balance.policy import policy_named
 from collegium.formats import Fp32
 from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids
+from damaged_moves import DamagingBalancer
 from ranks import error_of
 from split_layers import taken
 
@@ -162,7 +163,7 @@ def rebalance(
     truth = {n: whole[n](x, routing=Routing(topk_ids=ids, topk_weights=given))[own] for n in names}
     mine = Routing(topk_ids=ids[own], topk_weights=given[own])
 
-    balancer, chance, faults, calls = Balancer(layers, every=every), random.Random(1), list[str](), 0
+    balancer, chance, faults, calls = DamagingBalancer(layers, every=every), random.Random(1), list[str](), 0
     rooms = {n: tuple(len(h) + p.spare for h in p.ranks) for n in names if (p := layers[n].plan.problem.placement)}
     spoiled, wanted = 0, 0
 

@@ -1,4 +1,7 @@
-"""How even the work of ranks is, and where experts should be instead: pure functions over counts and slots."""
+"""Expert load balancing: measure how evenly ranks are loaded, and compute where experts should be.
+
+The functions exported here are pure functions of counts and slots.
+"""
 
 from .load import LoadTrace
 from .policy import POLICIES, Policy, policy_named, saved_seconds, should_move

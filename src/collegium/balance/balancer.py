@@ -1,8 +1,8 @@
-"""The experts of a model's layers follow its load while it serves.
+"""Move the experts of a model's layers according to their load while it serves.
 
-Between steps every rank calls ``Balancer.step``, equally often: the number of the call is the clock that all ranks
-share. Every few calls they tell each other what is finished; what they were told at one such call they act on at the
-next, all of them at the same one, so a map is switched everywhere between the same two steps and nobody waits.
+Between steps every rank calls ``Balancer.step``, equally often: the number of the call is a clock that all ranks share.
+Every few calls the ranks exchange their progress. They act at the next such call, all at the same one, so a map is
+switched between the same two steps on every rank, and nobody waits.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
 from ..errors import InputError
 from ..parallel.rendezvous import Rendezvous
-from .checksum import agreed, checksum
-from .mover import Arrived, Mover, Round, rounds
+from ..pipelines import PIPELINES
+from .checksum import agree_on_checksums, checksum
+from .mover import Mover, MoveResult, Round, rounds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -39,10 +40,11 @@ __all__ = ["Balancer", "Counts"]
 
 @dataclass(kw_only=True, slots=True)
 class Counts:
-    """What was done so far. moved, moved_bytes: of experts that came to this rank. switched: maps of layers.
+    """What was done so far.
 
-    given_up: rounds after which a checksum was wrong on some rank. stall: seconds that switches took on the serving
-    stream (on a CPU, of its thread).
+    moved, moved_bytes: experts that came to this rank. switched: maps of layers that were switched. given_up: rounds in
+    which a checksum was wrong on some rank. stall: seconds that switches took on the serving stream (on a CPU, of its
+    thread).
     """
 
     moved: int = 0
@@ -53,26 +55,54 @@ class Counts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Layer:
-    """A layer's name, experts, map and checksums ``[E, 2]`` of logical experts; room: slots of each rank."""
+class _BalancedLayer:
+    """A layer by name. slot_counts: slots of each rank. checksums: ``[E, 2]``, of each logical expert."""
 
     name: Any
     layer: MoELayer
-    map: ExpertMap
-    room: tuple[int, ...]
-    sums: Tensor
+    expert_map: ExpertMap
+    slot_counts: tuple[int, ...]
+    checksums: Tensor
+
+
+class _Step(NamedTuple):
+    """A round of one layer that is queued or under way."""
+
+    layer: _BalancedLayer
+    round: Round
+
+
+class _Progress(NamedTuple):
+    """What a rank reports to the others.
+
+    kind: ``moved``, ``placed`` or ``loads``. value: of moves whether all checksums are right, None while under way; of
+    a placement whether it is computed; or the loads ``[layers, E]``.
+    """
+
+    kind: str
+    value: Any
+
+
+class _PendingSwitch(NamedTuple):
+    """A switch that was queued on the stream between two events."""
+
+    before: torch.cuda.Event
+    after: torch.cuda.Event
+    step: _Step
 
 
 class Balancer:
-    """Rebalances ``layers``, split over the same ranks with at least one spare slot each; all ranks make it together.
+    """Rebalances ``layers``, split over the same ranks with at least one spare slot each; all ranks create it together.
 
-    place: ``(load [E], slots) -> slots or None``, pure, for instance ``policy_named("greedy").place``: where experts
-    should be, None for where they are. It is asked every ``interval`` calls, in a thread beside the steps, and never
-    sees the last empty slot of a rank; what it raises ``step`` does, on every rank, and then nothing moves until it is
-    asked again. Without it experts move only as ``plan`` says. every: calls between two beats while something is under
-    way. metrics: told what came to this rank. counts: what was done. Raises InputError on every rank for layers that
-    cannot move experts, and where ranks packed an expert into different bytes.
+    place: ``(load [E], slots) -> slots or None``, pure, for instance ``policy_named("greedy").place``: the new
+    placement, None to keep the current one. It is called every ``interval`` steps, in a separate thread, and never sees
+    the last empty slot of a rank. ``step`` raises its exceptions, on every rank; then nothing moves until it is called
+    again. Without it experts move only as ``plan`` requests. every: calls between two exchanges while work is under
+    way. metrics: receives what came to this rank. counts: what was done. Raises InputError on every rank for layers
+    that cannot move experts, and where ranks packed an expert into different bytes.
     """
+
+    mover_type: ClassVar[type[Mover]] = Mover
 
     def __init__(
         self,
@@ -84,266 +114,306 @@ class Balancer:
         metrics: Metrics | None = None,
     ) -> None:
         """Exchange checksums, and connect to the other ranks."""
-        given: dict[str, object] = {"interval": interval, "every": every}
-        for name, asked in given.items():
-            if not isinstance(asked, int) or asked < 1:
-                raise InputError(f"balancing: {name}={asked!r} was asked for; allowed: 1 call or more")
-        first = _checked(layers)
+        _check_positive("interval", interval)
+        _check_positive("every", every)
+        group, device = _common_group(layers)
         self.counts = Counts()
-        self._place, self._interval, self._every, self._metrics = place, interval, every, metrics
-        # Two: what loads() asks must not come between a note that was left and its reading.
-        self._meeting, self._asking = Rendezvous(first.group), Rendezvous(first.group)
-        self._layers = _with_sums(layers, self._meeting)
-        self._mover = Mover(self._meeting, first.device)
-        self._calls, self._next = 0, interval if place else 0
-        self._given: tuple[int, str] | None = None
+        self._place = place
+        self._interval = interval
+        self._every = every
+        self._metrics = metrics
+        # Separate ones: an exchange of loads() must not come between a post of step() and its wait.
+        self._rendezvous = Rendezvous(group)
+        self._load_rendezvous = Rendezvous(group)
+        self._layers = _with_checksums(layers, self._rendezvous)
+        self._mover = self.mover_type(self._rendezvous, device)
+        self._calls = 0
+        self._next_call = interval if place else 0
+        self._posted: tuple[int, str] | None = None  # number and phase of the exchange to wait for
         self._closed = False
-        self._queue: deque[tuple[_Layer, Round]] = deque()
-        self._moving: Future[Arrived] | None = None
-        self._placing: Future[list[tuple[_Layer, Round]]] | None = None
-        self._seen = torch.zeros(len(self._layers), max(own.map.num_experts for own in self._layers), dtype=torch.int64)
-        self._copied: _Copied | None = None
-        self._stalls: list[tuple[Any, Any, _Layer, Round]] = []
+        self._queue: deque[_Step] = deque()
+        self._moving: Future[MoveResult] | None = None
+        self._placing: Future[list[_Step]] | None = None
+        max_experts = max(layer.expert_map.num_experts for layer in self._layers)
+        self._previous_loads = torch.zeros(len(self._layers), max_experts, dtype=torch.int64)
+        self._load_copy: _LoadCopy | None = None
+        self._pending_switches: list[_PendingSwitch] = []
         if place is not None:
             self.record()
 
     def record(self, on: bool = True) -> None:
-        """Count the assignments of logical experts from the next call on, or stop; nothing waits for the device."""
-        for own in self._layers:
-            own.map.recording.fill_(int(on))
+        """Start or stop counting the assignments of logical experts; does not wait for the device."""
+        for layer in self._layers:
+            layer.expert_map.recording.fill_(int(on))
 
     def loads(self) -> Tensor:
-        """Return ``[layers, E]`` int64: assignments counted so far on all ranks, which call this at the same time."""
-        found = self._asking.exchange(self._copy_loads().read(), "summing loads")
-        return torch.stack(found).sum(0)
+        """Return ``[layers, E]`` int64: assignments counted so far on all ranks, which call it together."""
+        loads = self._load_rendezvous.exchange(self._copy_loads().read(), "summing loads")
+        return torch.stack(loads).sum(0)
 
     @property
     def idle(self) -> bool:
         """Whether nothing is under way."""
-        return not self._queue and self._given is None
+        return not self._queue and self._posted is None
 
     @property
     def stall(self) -> float:
-        """Seconds that switches have taken on the serving stream so far; waits for those that still run."""
-        self._measured(wait=True)
+        """Seconds that switches have taken on the serving stream so far; waits for those under way."""
+        self._collect_stalls(wait=True)
         return self.counts.stall
 
-    def damage(self, how: Callable[[tuple[Tensor, ...]], None] | None) -> None:
-        """Let ``how`` change what arrives here before it is checked: for tests of the check."""
-        self._mover.damage = how
+    def plan(self, placements: Mapping[Any, Slots]) -> None:
+        """Begin to move experts to the given slots of layers, by name; all ranks pass the same in the same call.
 
-    def plan(self, wanted: Mapping[Any, Slots]) -> None:
-        """Begin to make every rank hold what ``wanted`` says of a layer, by name; all ranks say so at the same call.
-
-        Raises InputError, and begins nothing, for a layer or placement that cannot be, or a layer built anew since.
+        Raises InputError, and begins nothing, for unknown layers, impossible placements, and layers that were rebuilt.
         """
-        self._same()
-        own = {layer.name: layer for layer in self._layers}
-        unknown = [name for name in wanted if name not in own]
+        self._check_layers()
+        layers = {layer.name: layer for layer in self._layers}
+        unknown = [name for name in placements if name not in layers]
         if unknown or self._queue or self._placing is not None:
             raise InputError(
-                f"balancing: asked to move layers {list(wanted)} with {len(self._queue)} rounds under way; allowed "
-                f"are {list(own)}, when idle"
+                f"balancing: asked to move layers {list(placements)} with {len(self._queue)} rounds under way; allowed "
+                f"are {list(layers)}, when idle"
             )
-        made = [each for name, slots in wanted.items() for each in _rounds(own[name], slots)]
-        self._queue.extend(made)
-        if made and self._given is None:
-            self._next = self._calls + 1
+        steps = [step for name, slots in placements.items() for step in _steps(layers[name], slots)]
+        self._queue.extend(steps)
+        if steps and self._posted is None:
+            self._next_call = self._calls + 1
 
     def step(self) -> None:
-        """Do what is due between two steps; every rank calls it equally often, on the stream that serves.
+        """Do what is due between two steps; every rank calls it equally often, on the serving stream.
 
-        Raises RankError where another rank is gone or calls it at another time, InputError for a layer built anew.
+        Raises RankError where another rank is gone or out of step, InputError for layers that were rebuilt.
         """
         self._calls += 1
-        if self._calls != self._next:
+        if self._calls != self._next_call:
             return
-        self._same()
-        self._measured()
-        told, self._given, self._next = self._given, None, self._calls + self._every
-        if told is not None:
-            self._act(self._meeting.wait(*told))
-        busy = self._queue or self._copied is not None or self._placing is not None
+        self._check_layers()
+        self._collect_stalls()
+        posted = self._posted
+        self._posted = None
+        self._next_call = self._calls + self._every
+        if posted is not None:
+            self._act(self._rendezvous.wait(*posted))
+        busy = self._queue or self._load_copy is not None or self._placing is not None
         if busy or (self._place and self._calls % self._interval < self._every):
-            self._say()
+            self._report()
+        elif self._place:
+            self._next_call = self._calls - self._calls % self._interval + self._interval
         else:
-            self._next = self._calls - self._calls % self._interval + self._interval if self._place else 0
+            self._next_call = 0
 
     def close(self) -> None:
-        """Stop moving; all ranks call it. Layers go on serving with the maps they have."""
+        """Stop moving; all ranks call it. Layers go on serving with their current maps."""
         self._closed = True
         self._mover.close()
 
-    def _same(self) -> None:
-        """Refuse layers whose experts are others than those whose checksums were taken, and any after ``close``."""
+    def _check_layers(self) -> None:
+        """Refuse calls after ``close``, and layers whose experts may differ from those of the checksums."""
         if self._closed:
             raise InputError("balancing: this Balancer was closed and moves nothing; make another one on all ranks")
-        built = [own.name for own in self._layers if getattr(own.layer.dispatcher, "map", None) is not own.map]
-        if built:
+        rebuilt = [layer.name for layer in self._layers if layer.layer.dispatcher.expert_map is not layer.expert_map]
+        if rebuilt:
             raise InputError(
-                f"balancing: layers {built} got other experts or another plan since (swap, replan), so nothing is "
-                "known of what their slots hold; close() this Balancer on all ranks and make another one"
+                f"balancing: layers {rebuilt} got other experts or another plan since (swap, replan), so the contents "
+                "of their slots are unknown; close() this Balancer on all ranks and make another one"
             )
 
-    def _say(self) -> None:
-        """Tell the others how far this rank is; begin what there is to begin."""
-        state: Any = None
+    def _report(self) -> None:
+        """Post this rank's progress; begin the next piece of work."""
+        progress: _Progress | None = None
         if self._queue:
-            own, due = self._queue[0]
+            layer, due = self._queue[0]
             if self._moving is None:
-                tables = partial(own.map.tables, due.slots)
-                self._moving = self._mover.start(own.layer.experts, due.moves, own.sums, tables)
-            state = ("moved", self._moving.result().good if self._moving.done() else None)
+                tables = partial(layer.expert_map.tables, due.slots)
+                self._moving = self._mover.start(layer.layer.experts, due.moves, layer.checksums, tables)
+            progress = _Progress("moved", self._moving.result().ok if self._moving.done() else None)
         elif self._placing is not None:
-            state = ("placed", self._placing.done())
-        elif self._copied is not None:
-            state, self._copied = ("loads", self._copied.read()), None
+            progress = _Progress("placed", self._placing.done())
+        elif self._load_copy is not None:
+            progress = _Progress("loads", self._load_copy.read())
+            self._load_copy = None
         else:
-            self._copied = self._copy_loads()
+            self._load_copy = self._copy_loads()
         phase = f"balancing at call {self._calls}"
-        self._given = self._meeting.post(state, phase), phase
+        self._posted = self._rendezvous.post(progress, phase), phase
 
-    def _act(self, found: list[Any]) -> None:
-        """Do what all ranks do who were told the same."""
-        if all(state and state[0] == "moved" and state[1] is not None for state in found):
-            assert self._moving is not None
-            (own, due), arrived, self._moving = self._queue[0], self._moving.result(), None
-            if all(good for _, good in found):
-                self._queue.popleft()
-                self._switch(own, due, arrived)
-            else:
-                self.counts.given_up += 1
-                if self._metrics is not None and not arrived.good:
-                    self._metrics.observe_checksum_failure(own.name)
-                self._queue = deque(each for each in self._queue if each[0] is not own)
-        elif all(state == ("placed", True) for state in found):
+    def _act(self, reports: list[_Progress | None]) -> None:
+        """Do what follows from the progress of all ranks; every rank has the same reports."""
+        values = [report.value for report in reports if report is not None]
+        kinds = {None if report is None else report.kind for report in reports}
+        if kinds == {"moved"} and None not in values:
+            self._finish_moves(all(values))
+        elif kinds == {"placed"} and all(values):
             assert self._placing is not None
-            placed, self._placing = self._placing, None
-            self._queue.extend(placed.result())
-        elif all(state and state[0] == "loads" for state in found):
-            total = torch.stack([loads for _, loads in found]).sum(0)
-            if not self._queue:  # what ``plan`` asked for meanwhile comes first; they are counted at the next look
-                fresh, self._seen = total - self._seen, total
-                self._placing = self._mover.aside(self._placed, fresh)
+            placing = self._placing
+            self._placing = None
+            self._queue.extend(placing.result())
+        elif kinds == {"loads"} and not self._queue:
+            # With requests of ``plan`` in the queue the loads are ignored, and counted at the next exchange.
+            total = torch.stack(values).sum(0)
+            loads = total - self._previous_loads
+            self._previous_loads = total
+            self._placing = self._mover.submit(self._compute_steps, loads)
 
-    def _placed(self, loads: Tensor) -> list[tuple[_Layer, Round]]:
-        """Return what ``place`` has to move; beside the steps, which it would hold up for milliseconds a layer."""
-        assert self._place is not None
-        made: list[tuple[_Layer, Round]] = []
-        for own, load in zip(self._layers, loads, strict=True):
-            shown = tuple(_without_one(slots[: own.room[rank]]) for rank, slots in enumerate(own.map.slots))
-            wanted = self._place(load[: own.map.num_experts].numpy(), shown)
-            if wanted is not None and wanted != shown:
-                made += _rounds(own, wanted)
-            time.sleep(0.001)  # who serves may have the interpreter
-        return made
-
-    def _copy_loads(self) -> _Copied:
-        rows = [own.map.load.to("cpu", non_blocking=True) for own in self._layers]
-        on_gpu = self._layers[0].map.load.is_cuda
-        return _Copied(rows, torch.cuda.current_stream().record_event() if on_gpu else None, self._seen.shape[1])
-
-    def _switch(self, own: _Layer, due: Round, arrived: Arrived) -> None:
-        self.counts.switched += 1
-        if arrived.ready is None:
-            started = time.perf_counter()
-            own.map.switch(due.slots, arrived.tables)
-            self._summary(own, due, time.perf_counter() - started)
+    def _finish_moves(self, ok: bool) -> None:
+        """Switch the layer of the finished round, or give up its rounds if a checksum was wrong on any rank."""
+        assert self._moving is not None
+        step = self._queue[0]
+        result = self._moving.result()
+        self._moving = None
+        if ok:
+            self._queue.popleft()
+            self._switch(step, result)
             return
-        stream = torch.cuda.current_stream(own.map.places.device)
-        stream.wait_event(arrived.ready)
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.counts.given_up += 1
+        if self._metrics is not None and not result.ok:
+            self._metrics.observe_checksum_failure(step.layer.name)
+        self._queue = deque(other for other in self._queue if other.layer is not step.layer)
+
+    def _compute_steps(self, loads: Tensor) -> list[_Step]:
+        """Return the moves that ``place`` requires; runs in a thread, since it takes milliseconds for each layer."""
+        assert self._place is not None
+        steps: list[_Step] = []
+        for layer, load in zip(self._layers, loads, strict=True):
+            expert_map = layer.expert_map
+            usable = tuple(
+                _without_last_empty(slots[: layer.slot_counts[rank]]) for rank, slots in enumerate(expert_map.slots)
+            )
+            target = self._place(load[: expert_map.num_experts].numpy(), usable)
+            if target is not None and target != usable:
+                steps += _steps(layer, target)
+            time.sleep(0.001)  # let the serving thread have the interpreter lock
+        return steps
+
+    def _copy_loads(self) -> _LoadCopy:
+        rows = [layer.expert_map.load.to("cpu", non_blocking=True) for layer in self._layers]
+        on_gpu = self._layers[0].expert_map.load.is_cuda
+        ready = torch.cuda.current_stream().record_event() if on_gpu else None
+        return _LoadCopy(rows, ready, self._previous_loads.shape[1])
+
+    def _switch(self, step: _Step, result: MoveResult) -> None:
+        self.counts.switched += 1
+        expert_map = step.layer.expert_map
+        if result.ready is None:
+            started = time.perf_counter()
+            expert_map.switch(step.round.slots, result.tables)
+            self._observe(step, time.perf_counter() - started)
+            return
+        stream = torch.cuda.current_stream(expert_map.physical_ids.device)
+        stream.wait_event(result.ready)
+        before = torch.cuda.Event(enable_timing=True)
+        after = torch.cuda.Event(enable_timing=True)
         before.record(stream)
-        own.map.switch(due.slots, arrived.tables)
+        expert_map.switch(step.round.slots, result.tables)
         after.record(stream)
-        for table in arrived.tables:
+        for table in result.tables:
             table.record_stream(stream)
-        self._stalls.append((before, after, own, due))
+        self._pending_switches.append(_PendingSwitch(before, after, step))
 
-    def _measured(self, wait: bool = False) -> None:
-        """Take the times of switches that are done, or of all."""
-        while self._stalls and (wait or self._stalls[0][1].query()):
-            before, after, own, due = self._stalls.pop(0)
-            after.synchronize()
-            self._summary(own, due, before.elapsed_time(after) / 1000)
+    def _collect_stalls(self, wait: bool = False) -> None:
+        """Add the times of finished switches to the counts. wait: for all switches."""
+        while self._pending_switches and (wait or self._pending_switches[0].after.query()):
+            switch = self._pending_switches.pop(0)
+            switch.after.synchronize()
+            self._observe(switch.step, switch.before.elapsed_time(switch.after) / 1000)
 
-    def _summary(self, own: _Layer, due: Round, stall: float) -> None:
-        here = [move for move in due.moves if move.rank == own.map.rank]
-        nbytes = len(here) * own.layer.experts.slot_bytes
+    def _observe(self, step: _Step, stall: float) -> None:
+        layer = step.layer
+        arrivals = [move for move in step.round.moves if move.rank == layer.expert_map.rank]
+        nbytes = len(arrivals) * layer.layer.experts.slot_bytes
         self.counts.stall += stall
-        self.counts.moved += len(here)
+        self.counts.moved += len(arrivals)
         self.counts.moved_bytes += nbytes
         if self._metrics is not None:
-            self._metrics.observe_rebalance(own.name, here, nbytes, stall)
+            self._metrics.observe_rebalance(layer.name, arrivals, nbytes, stall)
 
 
-class _Copied(NamedTuple):
-    """Loads on their way to the host, there after ``ready``; wide: experts of the largest layer."""
+class _LoadCopy(NamedTuple):
+    """Loads on their way to the host, complete after ``ready``. max_experts: of the largest layer."""
 
     rows: list[Tensor]
     ready: Any
-    wide: int
+    max_experts: int
 
     def read(self) -> Tensor:
         if self.ready is not None:
             self.ready.synchronize()
-        return torch.stack([torch.nn.functional.pad(row, (0, self.wide - row.numel())) for row in self.rows])
+        padded = [torch.nn.functional.pad(row, (0, self.max_experts - row.numel())) for row in self.rows]
+        return torch.stack(padded)
 
 
-class _Where(NamedTuple):
-    group: str
-    device: torch.device
+def _check_positive(name: str, value: object) -> None:
+    if not isinstance(value, int) or value < 1:
+        raise InputError(f"balancing: {name}={value!r} was asked for; allowed: 1 call or more")
 
 
-def _checked(layers: Mapping[Any, MoELayer]) -> _Where:
-    """Return what all layers share; raises InputError where one has no map, no spare slot, or other ranks."""
+def _common_group(layers: Mapping[Any, MoELayer]) -> tuple[str, torch.device]:
+    """Return the process group and device of all layers.
+
+    Raises InputError for layers that cannot move experts, and for different groups.
+    """
     groups: set[str] = set()
     for name, layer in layers.items():
-        placed, table = layer.plan.problem.placement, getattr(layer.dispatcher, "map", None)
-        if placed is None or table is None or placed.spare < 1:
+        placement = layer.plan.problem.placement
+        if placement is None or layer.dispatcher.expert_map is None or placement.spare < 1:
             raise InputError(
-                f"balancing layer {name}: asked for {placed} with dispatcher {layer.plan.dispatcher}; needed are "
+                f"balancing layer {name}: asked for {placement} with dispatcher {layer.plan.dispatcher}; needed are "
                 "experts split over ranks by a dispatcher with a map, and Placement.spare of at least 1"
             )
-        if "mega" in layer.plan.pipelines:
-            # Messages hold some multiprocessors until another rank's come; a pass that needs them all waits as long.
-            raise InputError(
-                f"balancing layer {name}: found the pipeline mega, a kernel that fills the GPU, so that experts could "
-                "not travel beside it; take Overrides(pipeline='split')"
-            )
-        layer.experts.slots()  # refuses what mixes experts
-        groups.add(placed.group)
+        for kind in PIPELINES:
+            if kind.fills_gpu and kind.name in layer.plan.pipelines:
+                # Messages occupy some multiprocessors until those of another rank arrive; a pass that needs all of them
+                # would wait as long.
+                raise InputError(
+                    f"balancing layer {name}: found the pipeline {kind.name}, a kernel that fills the GPU, so that "
+                    "experts could not travel at the same time; take Overrides(pipeline='split')"
+                )
+        layer.experts.slots()  # refuses kernels that pack experts together
+        groups.add(placement.group)
     if len(groups) != 1:
         raise InputError(f"balancing: found layers of process groups {sorted(groups)}; needed is at least one, of one")
-    return _Where(groups.pop(), next(iter(layers.values())).handle.device)
+    return groups.pop(), next(iter(layers.values())).handle.device
 
 
-def _with_sums(layers: Mapping[Any, MoELayer], meeting: Rendezvous) -> tuple[_Layer, ...]:
-    """Take the checksums of what each rank holds, and agree on one for every logical expert."""
-    maps: list[Any] = [layer.dispatcher.map for layer in layers.values()]  # pyright: ignore[reportAttributeAccessIssue]
-    own: list[dict[int, tuple[int, int]]] = []
-    for layer, table in zip(layers.values(), maps, strict=True):
-        held = {expert: slot for slot, expert in enumerate(table.slots[table.rank]) if expert != -1}
-        with torch.inference_mode():
-            sums = torch.stack([checksum(layer.experts.take(slot)) for slot in held.values()]).tolist()
-        own.append({expert: (a, b) for expert, (a, b) in zip(held, sums, strict=True)})
-    told = meeting.exchange(own, "checksums of packed experts")
-    made: list[_Layer] = []
-    for place, (name, layer) in enumerate(layers.items()):
-        placed, table = layer.plan.problem.placement, maps[place]
-        assert placed is not None
-        whole = agreed([each[place] for each in told], table.num_experts, name)
-        sums = torch.tensor(whole, dtype=torch.int64, device=layer.handle.device)
-        room = tuple(len(held) + placed.spare for held in placed.ranks)
-        made.append(_Layer(name=name, layer=layer, map=table, room=room, sums=sums))
-    return tuple(made)
+def _with_checksums(layers: Mapping[Any, MoELayer], rendezvous: Rendezvous) -> tuple[_BalancedLayer, ...]:
+    """Compute the checksums of this rank's experts, and agree on the checksum of every logical expert."""
+    local = [_local_checksums(layer) for layer in layers.values()]
+    tables = rendezvous.exchange(local, "checksums of packed experts")
+    balanced: list[_BalancedLayer] = []
+    for index, (name, layer) in enumerate(layers.items()):
+        placement = layer.plan.problem.placement
+        expert_map = layer.dispatcher.expert_map
+        assert placement is not None
+        assert expert_map is not None
+        common = agree_on_checksums([table[index] for table in tables], expert_map.num_experts, name)
+        balanced.append(
+            _BalancedLayer(
+                name=name,
+                layer=layer,
+                expert_map=expert_map,
+                slot_counts=tuple(len(ids) + placement.spare for ids in placement.ranks),
+                checksums=torch.tensor(common, dtype=torch.int64, device=layer.handle.device),
+            )
+        )
+    return tuple(balanced)
 
 
-def _rounds(own: _Layer, wanted: Slots) -> list[tuple[_Layer, Round]]:
-    return [(own, each) for each in rounds(own.map.slots, wanted, own.room)]
+def _local_checksums(layer: MoELayer) -> dict[int, tuple[int, int]]:
+    """Return the checksum of each expert on this rank, by logical id."""
+    expert_map = layer.dispatcher.expert_map
+    assert expert_map is not None
+    slots = {expert: slot for slot, expert in enumerate(expert_map.slots[expert_map.rank]) if expert != -1}
+    with torch.inference_mode():
+        checksums = torch.stack([checksum(layer.experts.take(slot)) for slot in slots.values()]).tolist()
+    return {expert: (first, second) for expert, (first, second) in zip(slots, checksums, strict=True)}
 
 
-def _without_one(slots: tuple[int, ...]) -> tuple[int, ...]:
+def _steps(layer: _BalancedLayer, target: Slots) -> list[_Step]:
+    return [_Step(layer, due) for due in rounds(layer.expert_map.slots, target, layer.slot_counts)]
+
+
+def _without_last_empty(slots: tuple[int, ...]) -> tuple[int, ...]:
     """Return a rank's slots without the last empty one, which moving needs."""
     last = max((slot for slot, expert in enumerate(slots) if expert == -1), default=len(slots))
     return slots[:last] + slots[last + 1 :]

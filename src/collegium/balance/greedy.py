@@ -1,9 +1,9 @@
-"""The policy ``greedy``: copies for the most loaded experts, then the heaviest first on the least loaded rank."""
+"""The policy ``greedy``: replicate the most loaded experts, then pack the heaviest first on the least loaded rank."""
 
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -21,39 +21,47 @@ if TYPE_CHECKING:
 __all__ = ["greedy", "host_of"]
 
 
-def greedy(load: ArrayLike, current: Slots, *, hosts: int = 1, groups: int = 1) -> Slots:
-    """Return a placement for ``load [E]`` in the slots of ``current``, never less balanced than that one.
+class _Part(NamedTuple):
+    """Ranks and experts that are packed separately."""
 
-    What was packed is refined by single changes while one relieves the busiest rank; a slot stays empty where every
-    copy would load a rank more. hosts: equal runs of consecutive ranks; groups: equal runs of consecutive experts that
-    a token chooses together. With several of both each group goes to one host with all
-    copies of its experts, and balance comes second. ``current`` may lack experts, of a rank that is gone. Ties go to
+    ranks: list[int]
+    experts: list[int]
+
+
+def greedy(load: ArrayLike, current: Slots, *, hosts: int = 1, groups: int = 1) -> Slots:
+    """Return a placement for ``load [E]`` in the slots of ``current``, never less balanced than ``current``.
+
+    The packed placement is refined by single changes while one relieves the busiest rank; a slot stays empty if every
+    replica would add load to a rank. hosts: number of equal runs of consecutive ranks. groups: number of equal runs of
+    consecutive experts that a token chooses together. With several of both, each group goes to one host with all
+    replicas of its experts, and balance comes second. ``current`` may lack experts, of a rank that is gone. Ties go to
     the lowest id. Raises InputError where the experts do not fit, or the groups not on the hosts.
     """
     loads = checked_load(load)
-    held = holders(current, len(loads))
-    sizes = [len(own) for own in current]
+    is_held = holders(current, len(loads))
+    sizes = [len(rank_slots) for rank_slots in current]
     if sum(sizes) < len(loads):
         raise InputError(
             f"greedy: {len(loads)} experts were asked to fit in {sum(sizes)} slots; give more slots a rank"
         )
     packed: list[set[int]] = [set() for _ in current]
     parts = _parts(loads, sizes, hosts, groups)
-    for ranks, experts in parts:
-        _pack(loads, experts, ranks, sizes, packed)
-        _keep_names(current, ranks, packed)
-    made = aligned(current, packed)
-    where = np.array(host_of(len(sizes), len(parts)))
+    for part in parts:
+        _pack(loads, part, sizes, packed)
+        _keep_on_ranks(current, part.ranks, packed)
+    result = aligned(current, packed)
+    host_indices = np.array(host_of(len(sizes), len(parts)))
     for _ in range(sum(sizes)):
-        better = best_swap(loads, made, where)
+        better = best_swap(loads, result, host_indices)
         if better is None:
             break
-        made = better
-    made = aligned(current, [set(own) - {-1} for own in made])
-    tidy = all({-1, *experts}.issuperset(current[rank]) for ranks, experts in parts for rank in ranks)
-    if tidy and held.any(axis=0).all() and balancedness(loads, current) >= balancedness(loads, made):
+        result = better
+    result = aligned(current, [set(rank_slots) - {-1} for rank_slots in result])
+    follows_parts = all({-1, *part.experts}.issuperset(current[rank]) for part in parts for rank in part.ranks)
+    complete = is_held.any(axis=0).all()
+    if follows_parts and complete and balancedness(loads, current) >= balancedness(loads, result):
         return current
-    return made
+    return result
 
 
 def host_of(ranks: int, hosts: int) -> list[int]:
@@ -63,95 +71,106 @@ def host_of(ranks: int, hosts: int) -> list[int]:
     return [rank * hosts // ranks for rank in range(ranks)]
 
 
-def _parts(
-    loads: NDArray[np.float64], sizes: Sequence[int], hosts: int, groups: int
-) -> list[tuple[list[int], list[int]]]:
-    """Return (ranks, experts) that are packed by themselves: of each host, or of all."""
-    where, experts = host_of(len(sizes), hosts), len(loads)
+def _parts(loads: NDArray[np.float64], sizes: Sequence[int], hosts: int, groups: int) -> list[_Part]:
+    """Return the parts that are packed separately: one for each host, or one for all."""
+    host_indices = host_of(len(sizes), hosts)
+    experts = len(loads)
     if groups < 1 or experts % groups:
         raise InputError(f"groups: {experts} experts were asked in {groups} groups; each needs the same number")
     if hosts == 1 or groups == 1:
-        return [(list(range(len(sizes))), list(range(experts)))]
-    each = experts // groups
-    ranks = [[rank for rank, host in enumerate(where) if host == own] for own in range(hosts)]
-    room = [sum(sizes[rank] for rank in own) // each for own in ranks]
-    if sum(room) < groups:
+        return [_Part(list(range(len(sizes))), list(range(experts)))]
+    group_size = experts // groups
+    ranks = [[rank for rank, index in enumerate(host_indices) if index == host] for host in range(hosts)]
+    free_groups = [sum(sizes[rank] for rank in host_ranks) // group_size for host_ranks in ranks]
+    if sum(free_groups) < groups:
         raise InputError(
-            f"hosts: {groups} groups of {each} experts were asked on hosts with room for {room}; give more slots "
-            "a rank, or do not name hosts"
+            f"hosts: {groups} groups of {group_size} experts were asked on hosts with room for {free_groups}; give "
+            "more slots a rank, or do not name hosts"
         )
-    weights = [float(loads[g * each : (g + 1) * each].sum()) for g in range(groups)]
-    taken, chosen = [0.0] * hosts, [list[int]() for _ in range(hosts)]
-    for group in sorted(range(groups), key=lambda g: (-weights[g], g)):
-        host = min((h for h in range(hosts) if room[h]), key=lambda h: (taken[h], h))
-        room[host] -= 1
-        taken[host] += weights[group]
-        chosen[host] += range(group * each, (group + 1) * each)
-    return [(ranks[host], sorted(chosen[host])) for host in range(hosts)]
+    group_loads = [float(loads[g * group_size : (g + 1) * group_size].sum()) for g in range(groups)]
+    host_loads = [0.0] * hosts
+    host_experts = [list[int]() for _ in range(hosts)]
+    for group in sorted(range(groups), key=lambda g: (-group_loads[g], g)):
+        host = min((h for h in range(hosts) if free_groups[h]), key=lambda h: (host_loads[h], h))
+        free_groups[host] -= 1
+        host_loads[host] += group_loads[group]
+        host_experts[host] += range(group * group_size, (group + 1) * group_size)
+    return [_Part(ranks[host], sorted(host_experts[host])) for host in range(hosts)]
 
 
-def _pack(
-    loads: NDArray[np.float64], experts: Sequence[int], ranks: Sequence[int], sizes: Sequence[int], held: list[set[int]]
-) -> None:
-    """Fill ``held`` of ``ranks`` with ``experts`` and their copies."""
-    copies = _copies(loads, experts, sum(sizes[rank] for rank in ranks), sum(sizes[rank] > 0 for rank in ranks))
-    weight = {expert: float(loads[expert]) / count for expert, count in copies.items()}
-    taken = dict.fromkeys(ranks, 0.0)
+def _pack(loads: NDArray[np.float64], part: _Part, sizes: Sequence[int], packed: list[set[int]]) -> None:
+    """Fill ``packed`` of the ranks of ``part`` with its experts and their replicas."""
+    ranks = part.ranks
+    slots = sum(sizes[rank] for rank in ranks)
+    replicas = _replicas(loads, part.experts, slots, sum(sizes[rank] > 0 for rank in ranks))
+    replica_load = {expert: float(loads[expert]) / count for expert, count in replicas.items()}
+    rank_load = dict.fromkeys(ranks, 0.0)
 
     def put(expert: int, rank: int) -> None:
-        held[rank].add(expert)
-        taken[rank] += weight[expert]
+        packed[rank].add(expert)
+        rank_load[rank] += replica_load[expert]
 
-    for expert in sorted(copies, key=lambda e: (-weight[e], e)):
-        for _ in range(copies[expert]):
-            free = [rank for rank in ranks if len(held[rank]) < sizes[rank]]
-            open_ = [rank for rank in free if expert not in held[rank]]
-            if open_:
-                put(expert, min(open_, key=lambda rank: (taken[rank], rank)))
+    for expert in sorted(replicas, key=lambda e: (-replica_load[e], e)):
+        for _ in range(replicas[expert]):
+            free = [rank for rank in ranks if len(packed[rank]) < sizes[rank]]
+            candidates = [rank for rank in free if expert not in packed[rank]]
+            if candidates:
+                put(expert, min(candidates, key=lambda rank: (rank_load[rank], rank)))
                 continue
-            # Only ranks that have it are free: another expert makes room, or this copy is one too many.
-            ways = [
-                (max(taken[to] + weight[other], taken[rank] - weight[other] + weight[expert]), other, rank, to)
+            # Only ranks that hold it are free: another expert moves there, or this replica is given up.
+            swaps = [
+                (
+                    max(
+                        rank_load[to] + replica_load[other],
+                        rank_load[rank] - replica_load[other] + replica_load[expert],
+                    ),
+                    other,
+                    rank,
+                    to,
+                )
                 for rank in ranks
-                if expert not in held[rank]
+                if expert not in packed[rank]
                 for to in free
-                for other in held[rank] - held[to]
+                for other in packed[rank] - packed[to]
             ]
-            if ways:
-                _, other, rank, to = min(ways)
-                held[rank].remove(other)
-                taken[rank] -= weight[other]
+            if swaps:
+                _, other, rank, to = min(swaps)
+                packed[rank].remove(other)
+                rank_load[rank] -= replica_load[other]
                 put(other, to)
                 put(expert, rank)
 
 
-def _copies(loads: NDArray[np.float64], experts: Sequence[int], slots: int, most: int) -> dict[int, int]:
-    """Return how many copies each expert gets: the next one is of the most loaded copy, up to ``most`` of an expert."""
-    copies = dict.fromkeys(experts, 1)
-    waiting = [(-float(loads[expert]), expert) for expert in experts if loads[expert] > 0 and most > 1]
-    heapq.heapify(waiting)
+def _replicas(loads: NDArray[np.float64], experts: Sequence[int], slots: int, max_replicas: int) -> dict[int, int]:
+    """Return the number of replicas of each expert: the next one is of the expert with the most loaded replica."""
+    replicas = dict.fromkeys(experts, 1)
+    queue = [(-float(loads[expert]), expert) for expert in experts if loads[expert] > 0 and max_replicas > 1]
+    heapq.heapify(queue)
     for _ in range(slots - len(experts)):
-        if not waiting:
+        if not queue:
             break
-        _, expert = heapq.heappop(waiting)
-        copies[expert] += 1
-        if copies[expert] < most:
-            heapq.heappush(waiting, (-float(loads[expert]) / copies[expert], expert))
-    return copies
+        _, expert = heapq.heappop(queue)
+        replicas[expert] += 1
+        if replicas[expert] < max_replicas:
+            heapq.heappush(queue, (-float(loads[expert]) / replicas[expert], expert))
+    return replicas
 
 
-def _keep_names(current: Slots, ranks: Sequence[int], held: list[set[int]]) -> None:
-    """Give each rank the set that shares most with what it has, among ranks of a size: fewer experts move."""
+def _keep_on_ranks(current: Slots, ranks: Sequence[int], packed: list[set[int]]) -> None:
+    """Assign to each rank the packed set that shares most with its current experts, so that fewer experts move.
+
+    Sets are exchanged among ranks with the same number of slots.
+    """
     pairs = sorted(
-        (-len(held[made] & set(current[rank])), rank, made)
+        (-len(packed[source] & set(current[rank])), rank, source)
         for rank in ranks
-        for made in ranks
-        if len(current[rank]) == len(current[made])
+        for source in ranks
+        if len(current[rank]) == len(current[source])
     )
-    found: dict[int, int] = {}
-    for _, rank, made in pairs:
-        if rank not in found and made not in found.values():
-            found[rank] = made
-    packed = {rank: held[made] for rank, made in found.items()}
-    for rank, own in packed.items():
-        held[rank] = own
+    source_of: dict[int, int] = {}
+    for _, rank, source in pairs:
+        if rank not in source_of and source not in source_of.values():
+            source_of[rank] = source
+    reassigned = {rank: packed[source] for rank, source in source_of.items()}
+    for rank, experts in reassigned.items():
+        packed[rank] = experts

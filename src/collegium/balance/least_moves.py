@@ -1,4 +1,4 @@
-"""The policy ``least_moves``: from where experts are, the changes that gain most for each expert that has to move."""
+"""The policy ``least_moves``: from the current placement on, the changes with the largest gain per moved expert."""
 
 from __future__ import annotations
 
@@ -17,29 +17,31 @@ if TYPE_CHECKING:
 
 __all__ = ["TOLERANCE", "least_moves"]
 
-TOLERANCE = 0.02  # of balancedness: as good as greedy's up to this is good enough
+TOLERANCE = 0.02  # accepted difference of balancedness from greedy's
 
 
 def least_moves(load: ArrayLike, current: Slots, *, hosts: int = 1, groups: int = 1) -> Slots:
     """Return a placement for ``load [E]`` in the slots of ``current``, never less balanced, with few experts moved.
 
-    Takes the busiest rank's best change again and again: swap an expert with another rank's, move it to an empty slot,
-    copy it to an empty slot or over a copy that is not the last, copy it over an expert that moves to an empty slot
-    here, or give up a copy. Ends within ``TOLERANCE`` of what ``greedy`` reaches, or where no change relieves the
-    busiest rank. With hosts and groups as ``greedy`` has them nothing leaves its host. Where ``current`` lacks experts
-    the result is greedy's, which places them. Raises as it does.
+    Repeats the best change of the busiest rank: swap an expert with another rank's, move it to an empty slot, replicate
+    it in an empty slot or over a replica that is not the last, replicate it over an expert that moves to an empty slot
+    here, or give up a replica. Ends within ``TOLERANCE`` of what ``greedy`` reaches, or when no change relieves the
+    busiest rank. With hosts and groups, as in ``greedy``, experts do not leave their host. If ``current`` lacks experts
+    the result is that of greedy, which places them. Raises as ``greedy`` does.
     """
     loads = checked_load(load)
-    wanted = greedy(loads, current, hosts=hosts, groups=groups)
+    greedy_slots = greedy(loads, current, hosts=hosts, groups=groups)
     if not holders(current, len(loads)).any(axis=0).all():
-        return wanted
-    target = balancedness(loads, wanted) - TOLERANCE
+        return greedy_slots
+    target = balancedness(loads, greedy_slots) - TOLERANCE
     hosts_of = np.array(host_of(len(current), hosts if groups > 1 else 1))
-    found = current
-    for _ in range(sum(len(own) for own in current)):
-        changed = None if balancedness(loads, found) >= target else best_swap(loads, found, hosts_of)
+    result = current
+    for _ in range(sum(len(rank_slots) for rank_slots in current)):
+        if balancedness(loads, result) >= target:
+            break
+        changed = best_swap(loads, result, hosts_of)
         if changed is None:
             break
-        found = changed
-    found = aligned(current, [{expert for expert in own if expert != -1} for own in found])
-    return found if balancedness(loads, found) > balancedness(loads, current) else current
+        result = changed
+    result = aligned(current, [{expert for expert in rank_slots if expert != -1} for rank_slots in result])
+    return result if balancedness(loads, result) > balancedness(loads, current) else current

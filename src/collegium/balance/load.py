@@ -1,4 +1,4 @@
-"""What was recorded: assignments of every expert, layer by layer, step by step, and the file that keeps them."""
+"""Recorded loads: assignments of every expert in every layer and step, and their file format."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ if TYPE_CHECKING:
 __all__ = ["LoadTrace"]
 
 _KIND = "collegium load trace 1"
-_NUMBERS = ("top_k", "groups", "expert_bytes")
-_AGAIN = "record it again with `collegium balance record MODEL --out FILE`"
+_INTEGER_FIELDS = ("top_k", "groups", "expert_bytes")
+_REMEDY = "record it again with `collegium balance record MODEL --out FILE`"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadTrace:
     """Counts ``[steps, layers, experts]`` int64 of assignments to logical experts, a step being a forward pass.
 
-    model: its name. layers: their names. top_k: experts of a token. groups: equal runs of experts a token chooses
-    together, 1 without. expert_bytes: stored bytes of one expert of one layer. Raises InputError where they disagree.
+    model: its name. layers: their names. top_k: experts of a token. groups: number of equal runs of experts that a
+    token chooses together, 1 without. expert_bytes: stored bytes of one expert of one layer. Raises InputError for
+    fields that do not fit each other.
     """
 
     counts: NDArray[np.int64]
@@ -40,16 +41,16 @@ class LoadTrace:
     expert_bytes: int
 
     def __post_init__(self) -> None:
-        found = self.counts
-        if found.ndim != 3 or found.dtype != np.int64 or 0 in found.shape or len(self.layers) != found.shape[1]:
+        counts = self.counts
+        if counts.ndim != 3 or counts.dtype != np.int64 or 0 in counts.shape or len(self.layers) != counts.shape[1]:
             raise InputError(
-                f"load trace: found counts {found.shape} {found.dtype} and {len(self.layers)} names of layers; needed "
-                "are [steps, layers, experts] int64, none of them 0, and a name for each layer"
+                f"load trace: found counts {counts.shape} {counts.dtype} and {len(self.layers)} names of layers; "
+                "needed are [steps, layers, experts] int64, none of them 0, and a name for each layer"
             )
-        # Bounded, so that no sum of them leaves int64.
-        if found.min() < 0 or found.max() > 1 << 40:
-            raise InputError(f"load trace: counts are {found.min()} to {found.max()}; allowed are 0 to {1 << 40}")
-        experts = found.shape[2]
+        # Bounded, so that sums fit in int64.
+        if counts.min() < 0 or counts.max() > 1 << 40:
+            raise InputError(f"load trace: counts are {counts.min()} to {counts.max()}; allowed are 0 to {1 << 40}")
+        experts = counts.shape[2]
         if not (1 <= self.top_k <= experts and min(self.expert_bytes, self.groups) > 0 == experts % self.groups):
             raise InputError(
                 f"load trace: found top-{self.top_k}, {self.groups} groups and {self.expert_bytes} bytes an expert for "
@@ -57,40 +58,41 @@ class LoadTrace:
             )
 
     def shares(self) -> NDArray[np.float64]:
-        """Return ``[layers, experts]``: each expert's load over all steps in times of an even share."""
+        """Return ``[layers, experts]``: each expert's load over all steps, as a multiple of an even share."""
         total = self.counts.sum(axis=0).astype(np.float64)
         return total / np.maximum(total.mean(axis=1, keepdims=True), np.finfo(np.float64).tiny)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file, which appears when it is complete. Raises OSError."""
         file = Path(path)
-        made = file.with_name(f".{file.name}.partial-{os.getpid()}")
-        said = {name: getattr(self, name) for name in ("model", "layers", *_NUMBERS)}
+        partial = file.with_name(f".{file.name}.partial-{os.getpid()}")
+        metadata = {name: getattr(self, name) for name in ("model", "layers", *_INTEGER_FIELDS)}
         try:
-            made.write_bytes(save({"counts": np.ascontiguousarray(self.counts)}, {_KIND: json.dumps(said)}))
-            made.replace(file)
+            partial.write_bytes(save({"counts": np.ascontiguousarray(self.counts)}, {_KIND: json.dumps(metadata)}))
+            partial.replace(file)
         finally:
-            made.unlink(missing_ok=True)
+            partial.unlink(missing_ok=True)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> LoadTrace:
-        """Read what ``save`` wrote; raises InputError for a file that is missing, damaged or something else."""
+        """Read what ``save`` wrote; raises InputError for a missing or damaged file, or another kind of file."""
         file = Path(path)
         if not file.is_file():
-            raise InputError(f"{path}: no such file; {_AGAIN}")
+            raise InputError(f"{path}: no such file; {_REMEDY}")
         try:
-            with safe_open(file, framework="numpy") as opened:
-                kinds = opened.metadata() or {}
-                if list(kinds) != [_KIND] or list(opened.keys()) != ["counts"]:
+            with safe_open(file, framework="numpy") as reader:
+                entries = reader.metadata() or {}
+                if list(entries) != [_KIND] or list(reader.keys()) != ["counts"]:
                     raise InputError(
-                        f"{path}: is a safetensors file with the entries {sorted(kinds)[:8]} and the tensors "
-                        f"{sorted(opened.keys())[:8]}, needed are {_KIND!r} and 'counts'; {_AGAIN}"
+                        f"{path}: is a safetensors file with the entries {sorted(entries)[:8]} and the tensors "
+                        f"{sorted(reader.keys())[:8]}, needed are {_KIND!r} and 'counts'; {_REMEDY}"
                     )
-                counts = opened.get_tensor("counts")
-            said: Any = json.loads(kinds[_KIND])
-            numbers = {name: int(said[name]) for name in _NUMBERS}
-            return cls(counts=counts, model=str(said["model"]), layers=tuple(map(str, said["layers"])), **numbers)
+                counts = reader.get_tensor("counts")
+            metadata: Any = json.loads(entries[_KIND])
+            integers = {name: int(metadata[name]) for name in _INTEGER_FIELDS}
+            layers = tuple(map(str, metadata["layers"]))
+            return cls(counts=counts, model=str(metadata["model"]), layers=layers, **integers)
         except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
             if isinstance(error, InputError) and str(path) in str(error):
                 raise
-            raise InputError(f"{path}: cannot be read as a load trace: {error}; {_AGAIN}") from error
+            raise InputError(f"{path}: cannot be read as a load trace: {error}; {_REMEDY}") from error

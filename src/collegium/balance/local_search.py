@@ -1,8 +1,9 @@
-"""One change of a placement that relieves the busiest rank: what both policies are refined with."""
+"""The best single change of a placement that relieves the busiest rank; both policies refine with it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,116 +17,144 @@ if TYPE_CHECKING:
 
 __all__ = ["best_swap"]
 
-_PAYS = 1e-9  # of the busiest rank's load; less is rounding
+_MIN_GAIN = 1e-9  # of the busiest rank's load; less is rounding
+
+
+class _Change(IntEnum):
+    """Kinds of changes, as indices of the array of gains."""
+
+    COPY = 0  # a replica goes to another rank's slot
+    SWAP = 1  # two experts trade slots
+    DISPLACE = 2  # a replica takes another rank's slot, whose expert goes to an empty slot of the busiest rank
+    DROP = 3  # a replica is given up
 
 
 def best_swap(loads: NDArray[np.float64], slots: Slots, hosts_of: NDArray[np.int64]) -> Slots | None:
-    """Return ``slots`` after the change that relieves the busiest rank most for each expert moved, if there is one.
+    """Return ``slots`` after the change that relieves the busiest rank most for each expert moved, None without one.
 
-    hosts_of: the host of every rank; nothing leaves its own. Every rank that feels the change has less than the busiest
-    had, so the most loaded ranks get fewer or lighter with each one, and a chain of them ends.
+    hosts_of: the host of every rank; experts do not leave their host. After the change every rank that it affects has
+    less load than the busiest rank had, so repeated changes end.
     """
-    held = holders(slots, len(loads))
+    is_held = holders(slots, len(loads))
     busy = int(rank_loads(loads, slots).argmax())
-    near = [rank for rank in np.flatnonzero(hosts_of == hosts_of[busy]).tolist() if rank != busy]
-    places = [(rank, slot) for rank in near for slot in range(len(slots[rank]))]
-    own = np.flatnonzero(held[busy])
-    if not places or not own.size:
+    neighbours = [rank for rank in np.flatnonzero(hosts_of == hosts_of[busy]).tolist() if rank != busy]
+    targets = [(rank, slot) for rank in neighbours for slot in range(len(slots[rank]))]
+    candidates = np.flatnonzero(is_held[busy])
+    if not targets or not candidates.size:
         return None
-    at = _Changes(
+    changes = _Changes(
         loads=loads,
-        held=held,
+        is_held=is_held,
         busy=busy,
-        own=own,
-        rank=np.array([rank for rank, _ in places]),
-        there=np.array([slots[rank][slot] for rank, slot in places]),
+        candidates=candidates,
+        target_rank=np.array([rank for rank, _ in targets]),
+        target_expert=np.array([slots[rank][slot] for rank, slot in targets]),
     )
-    level = float(rank_loads(loads, slots)[busy])
-    gain = level - np.stack([at.copied(), at.swapped(), at.spread(room=-1 in slots[busy]), at.dropped()])
-    gain[gain <= _PAYS * level] = -np.inf
-    gain[1:3, :, at.there >= 0] /= 2  # two experts move
-    kind, one, place = np.unravel_index(gain.argmax(), gain.shape)
-    if not np.isfinite(gain[kind, one, place]):
+    busy_load = float(rank_loads(loads, slots)[busy])
+    peaks = np.stack([changes.copy(), changes.swap(), changes.displace(has_empty=-1 in slots[busy]), changes.drop()])
+    gain = busy_load - peaks
+    gain[gain <= _MIN_GAIN * busy_load] = -np.inf
+    gain[_Change.SWAP : _Change.DROP, :, changes.target_expert >= 0] /= 2  # two experts move
+    kind, candidate, target = (int(index) for index in np.unravel_index(gain.argmax(), gain.shape))
+    if not np.isfinite(gain[kind, candidate, target]):
         return None
-    expert, (to, slot) = int(own[one]), places[place]
-    made = [list(ids) for ids in slots]
-    left = made[busy].index(-1 if kind == 2 else expert)
-    if kind == 3:
-        made[busy][left] = -1
-        return tuple(map(tuple, made))
-    made[to][slot] = expert
-    if kind:
-        made[busy][left] = int(at.there[place])
-    return tuple(map(tuple, made))
+    return _apply(slots, busy, int(candidates[candidate]), targets[target], _Change(kind))
+
+
+def _apply(slots: Slots, busy: int, expert: int, target: tuple[int, int], change: _Change) -> Slots:
+    """Return ``slots`` after ``change`` of an ``expert`` of rank ``busy`` with the slot ``target`` of another rank."""
+    result = [list(rank_slots) for rank_slots in slots]
+    busy_slot = result[busy].index(-1 if change is _Change.DISPLACE else expert)
+    if change is _Change.DROP:
+        result[busy][busy_slot] = -1
+    else:
+        target_rank, target_slot = target
+        target_expert = result[target_rank][target_slot]
+        result[target_rank][target_slot] = expert
+        if change is not _Change.COPY:
+            result[busy][busy_slot] = target_expert
+    return tuple(map(tuple, result))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Changes:
-    """What would become of each expert of the busiest rank and each slot of others.
+    """All changes of an expert of the busiest rank and a slot of another rank.
 
-    held: ``[W, E]``. own: experts of rank ``busy``. rank, there: of each slot its rank and expert, -1 for none. Methods
-    return ``[own, slots]``: the load of the busiest rank that feels the change, infinite where it is not allowed.
+    is_held: ``[W, E]``. candidates: experts of rank ``busy``. target_rank, target_expert: of each slot its rank and
+    expert, -1 for none. Methods return ``[candidates, slots]``: the highest load among the affected ranks after the
+    change, infinite where it is not allowed.
     """
 
     loads: NDArray[np.float64]
-    held: NDArray[np.bool_]
+    is_held: NDArray[np.bool_]
     busy: int
-    own: NDArray[np.int64]
-    rank: NDArray[np.int64]
-    there: NDArray[np.int64]
+    candidates: NDArray[np.int64]
+    target_rank: NDArray[np.int64]
+    target_expert: NDArray[np.int64]
 
     @property
-    def copies(self) -> NDArray[np.int64]:
-        return self.held.sum(axis=0)
+    def replicas(self) -> NDArray[np.int64]:
+        """Number of replicas of each expert."""
+        return self.is_held.sum(axis=0)
 
-    def level(self) -> NDArray[np.float64]:
-        return self.held @ (self.loads / self.copies)
+    def rank_load(self) -> NDArray[np.float64]:
+        """Return the current load of each rank."""
+        return self.is_held @ (self.loads / self.replicas)
 
-    def weight(self, ids: NDArray[np.int64], more: int = 0) -> NDArray[np.float64]:
-        """Return the load of one copy of each expert if it had as many more; 0 for no expert."""
-        return np.where(ids < 0, 0.0, self.loads[ids] / np.maximum(self.copies[ids] + more, 1))
+    def replica_load(self, ids: NDArray[np.int64], added: int = 0) -> NDArray[np.float64]:
+        """Return the load of one replica of each expert after adding ``added`` replicas; 0 for no expert."""
+        return np.where(ids < 0, 0.0, self.loads[ids] / np.maximum(self.replicas[ids] + added, 1))
 
-    def swapped(self) -> NDArray[np.float64]:
-        """An expert changes places with a slot's, which may be empty."""
-        allowed = (self.there < 0) | ~self.held[self.busy, self.there]
-        return self._exchanged(self.weight(self.own), self.weight(self.own), allowed)
+    def swap(self) -> NDArray[np.float64]:
+        """Evaluate trading slots with another rank's expert, or moving to an empty slot."""
+        allowed = (self.target_expert < 0) | ~self.is_held[self.busy, self.target_expert]
+        load = self.replica_load(self.candidates)
+        return self._exchange(load, load, allowed)
 
-    def spread(self, *, room: bool) -> NDArray[np.float64]:
-        """A copy takes the place of a slot's expert, which goes to an empty slot of the busiest rank."""
-        allowed = (self.there >= 0) & ~self.held[self.busy, self.there] & room
-        shared = self.weight(self.own, 1)
-        return self._exchanged(self.weight(self.own) - shared, shared, allowed)
+    def displace(self, *, has_empty: bool) -> NDArray[np.float64]:
+        """Evaluate a replica in a slot whose expert goes to an empty slot of the busiest rank, if it has one."""
+        allowed = (self.target_expert >= 0) & ~self.is_held[self.busy, self.target_expert] & has_empty
+        shared = self.replica_load(self.candidates, 1)
+        return self._exchange(self.replica_load(self.candidates) - shared, shared, allowed)
 
-    def _exchanged(
-        self, goes: NDArray[np.float64], arrives: NDArray[np.float64], allowed: NDArray[np.bool_]
+    def _exchange(
+        self, leaving: NDArray[np.float64], arriving: NDArray[np.float64], allowed: NDArray[np.bool_]
     ) -> NDArray[np.float64]:
-        comes, level = self.weight(self.there), self.level()
-        peak = np.maximum(level[self.busy] - goes[:, None] + comes, level[self.rank] + arrives[:, None] - comes)
-        return np.where(self._absent() & allowed, peak, np.inf)
+        """Evaluate load that leaves the busiest rank and arrives at the target, whose expert comes back."""
+        returning = self.replica_load(self.target_expert)
+        rank_load = self.rank_load()
+        busy_load = rank_load[self.busy] - leaving[:, None] + returning
+        target_load = rank_load[self.target_rank] + arriving[:, None] - returning
+        return np.where(self._target_lacks() & allowed, np.maximum(busy_load, target_load), np.inf)
 
-    def dropped(self) -> NDArray[np.float64]:
-        """A copy that is not the last is given up; the same for every slot."""
-        more = self.weight(self.own, -1) - self.weight(self.own)
-        feels = self.held[:, self.own]
-        feels[self.busy] = False
-        peak = np.where(feels, self.level()[:, None] + more, -np.inf).max(axis=0)
-        peak = np.maximum(peak, self.level()[self.busy] - self.weight(self.own))
-        return np.where(self.copies[self.own] > 1, peak, np.inf)[:, None].repeat(len(self.there), axis=1)
+    def drop(self) -> NDArray[np.float64]:
+        """Evaluate giving up a replica that is not the last; the same for every slot."""
+        increase = self.replica_load(self.candidates, -1) - self.replica_load(self.candidates)
+        affected = self.is_held[:, self.candidates]
+        affected[self.busy] = False
+        peak = np.where(affected, self.rank_load()[:, None] + increase, -np.inf).max(axis=0)
+        peak = np.maximum(peak, self.rank_load()[self.busy] - self.replica_load(self.candidates))
+        peak = np.where(self.replicas[self.candidates] > 1, peak, np.inf)
+        return peak[:, None].repeat(len(self.target_expert), axis=1)
 
-    def copied(self) -> NDArray[np.float64]:
-        """A copy goes to an empty slot, or over a copy that is not the last."""
-        allowed = (self.there < 0) | (self.copies[self.there] > 1)
-        more, fewer = self.weight(self.own, 1), self.weight(self.there, -1)
-        has_own, has_there = self.held[:, self.own], self.held[:, self.there] & (self.there >= 0)
-        change = (has_own * (more - self.weight(self.own)))[:, :, None]
-        change = change + (has_there * (fewer - self.weight(self.there)))[:, None, :]
-        feels = has_own[:, :, None] | has_there[:, None, :]
-        at = np.arange(len(self.rank))
-        # The slot's own rank loses its copy, and so takes on nothing of what the others share.
-        change[self.rank, :, at] += more[None, :] - fewer[:, None]
-        feels[self.rank, :, at] = True
-        peak = np.where(feels, self.level()[:, None, None] + change, -np.inf).max(axis=0)
-        return np.where(self._absent() & allowed, peak, np.inf)
+    def copy(self) -> NDArray[np.float64]:
+        """Evaluate a replica in an empty slot, or in place of a replica that is not the last."""
+        allowed = (self.target_expert < 0) | (self.replicas[self.target_expert] > 1)
+        load_after = self.replica_load(self.candidates, 1)
+        overwritten_load_after = self.replica_load(self.target_expert, -1)
+        holds_candidate = self.is_held[:, self.candidates]
+        holds_target = self.is_held[:, self.target_expert] & (self.target_expert >= 0)
+        change = (holds_candidate * (load_after - self.replica_load(self.candidates)))[:, :, None]
+        overwritten_change = overwritten_load_after - self.replica_load(self.target_expert)
+        change = change + (holds_target * overwritten_change)[:, None, :]
+        affected = holds_candidate[:, :, None] | holds_target[:, None, :]
+        index = np.arange(len(self.target_rank))
+        # The slot's rank loses its replica, so it takes over nothing of what the other replicas share.
+        change[self.target_rank, :, index] += load_after[None, :] - overwritten_load_after[:, None]
+        affected[self.target_rank, :, index] = True
+        peak = np.where(affected, self.rank_load()[:, None, None] + change, -np.inf).max(axis=0)
+        return np.where(self._target_lacks() & allowed, peak, np.inf)
 
-    def _absent(self) -> NDArray[np.bool_]:
-        return ~self.held[self.rank][:, self.own].T
+    def _target_lacks(self) -> NDArray[np.bool_]:
+        """Return ``[candidates, slots]``: whether the slot's rank does not hold the candidate."""
+        return ~self.is_held[self.target_rank][:, self.candidates].T

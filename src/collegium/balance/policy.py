@@ -1,4 +1,4 @@
-"""The table of policies, and whether a new placement is worth its moves."""
+"""The table of policies, and an estimate of whether a new placement is worth its moves."""
 
 from __future__ import annotations
 
@@ -22,31 +22,36 @@ __all__ = ["POLICIES", "Policy", "policy_named", "saved_seconds", "should_move"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
-    """A row of the table. place: ``(load [E], current, hosts=, groups=)`` to new slots, pure. does: in words."""
+    """A row of the table. place: ``(load [E], current, hosts=, groups=)`` to new slots, pure."""
 
     name: str
-    does: str
+    description: str
     place: Callable[..., Slots]
 
 
 POLICIES: tuple[Policy, ...] = (
-    Policy(name="greedy", does="replicate, then pack, whatever has to move", place=greedy),
-    Policy(name="least_moves", does="nearly greedy's balance of sums, with few experts moved", place=least_moves),
+    Policy(name="greedy", description="replicate, then pack, whatever has to move", place=greedy),
+    Policy(
+        name="least_moves",
+        description="nearly greedy's balance of sums, with few experts moved",
+        place=least_moves,
+    ),
 )
 
 
 def policy_named(name: str) -> Policy:
-    """Return the policy called ``name``; raises InputError naming the known ones."""
-    found = next((row for row in POLICIES if row.name == name), None)
-    if found is None:
+    """Return the policy ``name``; raises InputError with the names of all policies."""
+    policy = next((row for row in POLICIES if row.name == name), None)
+    if policy is None:
         raise InputError(f"policy {name!r} was asked for; known: {', '.join(row.name for row in POLICIES)}")
-    return found
+    return policy
 
 
 def saved_seconds(load: ArrayLike, old: Slots, new: Slots, *, seconds_per_assignment: float) -> float:
-    """Return what a step of a layer is predicted to save; negative where it loses.
+    """Return the predicted savings of a step of one layer in seconds; negative for a loss.
 
-    load: assignments of one step ``[E]``, or of several ``[S, E]``, whose mean counts. The busiest rank is waited for.
+    load: assignments of one step ``[E]``, or of several ``[S, E]``, of which the mean is taken. A step takes as long as
+    its busiest rank.
     """
     before, after = (float(rank_loads(load, slots).max(axis=-1).mean()) for slots in (old, new))
     return (before - after) * seconds_per_assignment

@@ -1,4 +1,4 @@
-"""Counts of what layers were asked, step by step, while a model runs; a trace when it is done."""
+"""Record the experts that tokens choose, layer by layer and step by step, while a model runs."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ __all__ = ["Recorder"]
 
 
 class Recorder:
-    """Counts of the forward passes that ran while ``recording``, in the order of ``layers``, the layers' indices."""
+    """Counts of assignments in the forward passes of ``layers``, by index of the layer."""
 
     def __init__(self, layers: dict[int, MoELayer]) -> None:
-        """Have counted nothing yet; raises InputError for layers with different numbers of experts."""
+        """Start without counts; raises InputError for layers with different numbers of experts."""
         self.layers = tuple(layers)
         self._spec = layers[self.layers[0]].spec
         self._bytes = max(layer.plan.expert_bytes for layer in layers.values())
@@ -36,19 +36,20 @@ class Recorder:
         self._steps: list[dict[int, Tensor]] = []
 
     def add(self, layer: int, topk_ids: Tensor) -> None:
-        """Add what ``layer`` was asked. A layer that is asked again begins the next step."""
+        """Add a pass of ``layer``. A second pass of the same layer begins the next step."""
         if not self._steps or layer in self._steps[-1]:
             self._steps.append({})
-        ids, experts = topk_ids.reshape(-1), self._spec.num_experts
-        known = ids[(ids >= 0) & (ids < experts)].to(torch.int64)
-        self._steps[-1][layer] = torch.bincount(known, minlength=experts).cpu()
+        ids = topk_ids.reshape(-1)
+        experts = self._spec.num_experts
+        valid = ids[(ids >= 0) & (ids < experts)].to(torch.int64)
+        self._steps[-1][layer] = torch.bincount(valid, minlength=experts).cpu()
 
     def trace(self, model: str) -> LoadTrace:
-        """Return what was counted; raises InputError where a pass did not ask every layer."""
-        short = [step for step in self._steps if len(step) < len(self.layers)]
-        if short or not self._steps:
+        """Return the counts; raises InputError for passes that did not run every layer."""
+        incomplete = [step for step in self._steps if len(step) < len(self.layers)]
+        if incomplete or not self._steps:
             raise InputError(
-                f"recording {model}: {len(short)} of {len(self._steps)} passes did not run all {len(self.layers)} "
+                f"recording {model}: {len(incomplete)} of {len(self._steps)} passes did not run all {len(self.layers)} "
                 "layers; run whole forward passes of the plain model, one at a time, while it records"
             )
         counts = [[step[layer].numpy() for layer in self.layers] for step in self._steps]
@@ -63,12 +64,12 @@ class Recorder:
 
     @contextmanager
     def watching(self, modules: Mapping[int, nn.Module]) -> Generator[Recorder]:
-        """Count what ``modules``, by layer, are called with as their second argument while the block runs."""
+        """Count the expert ids, the second argument of calls of ``modules`` by layer, while the block runs."""
 
-        def seen(layer: int, _: nn.Module, inputs: tuple[Any, ...]) -> None:
+        def count(layer: int, _: nn.Module, inputs: tuple[Any, ...]) -> None:
             self.add(layer, inputs[1])
 
-        hooks = [module.register_forward_pre_hook(partial(seen, layer)) for layer, module in modules.items()]
+        hooks = [module.register_forward_pre_hook(partial(count, layer)) for layer, module in modules.items()]
         try:
             yield self
         finally:

@@ -1,4 +1,4 @@
-"""What a trace holds, layer by layer, and what a policy would do about it: the answers behind two commands."""
+"""Summaries of a load trace, and of what a policy would do about it: the results of two commands."""
 
 from __future__ import annotations
 
@@ -15,24 +15,28 @@ from .simulate import Simulation, simulate
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Hottest", "LoadReport", "look_at_load", "simulate_file"]
+__all__ = ["LayerLoad", "LoadReport", "look_at_load", "simulate_file"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Hottest:
-    """One layer: its most and its least loaded expert, in times of an even share, and the experts nobody asked."""
+class LayerLoad:
+    """The extremes of one layer.
+
+    expert, max_share: the most loaded expert, and its load as a multiple of an even share. coldest, min_share: the same
+    of the least loaded one. idle: number of experts without any assignment.
+    """
 
     layer: str
     expert: int
-    most: float
+    max_share: float
     coldest: int
-    least: float
+    min_share: float
     idle: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadReport:
-    """What a trace holds. assignments: of all layers and steps."""
+    """Summary of a trace. assignments: of all layers and steps."""
 
     path: str
     model: str
@@ -40,23 +44,22 @@ class LoadReport:
     experts: int
     top_k: int
     assignments: int
-    layers: tuple[Hottest, ...]
+    layers: tuple[LayerLoad, ...]
 
 
 def look_at_load(path: str) -> LoadReport:
-    """Read a trace and return its extremes, layer by layer. Raises InputError for a file that is none."""
+    """Read a trace and return the extremes of each layer. Raises InputError for a file that is not a trace."""
     trace = LoadTrace.open(path)
-    shares = trace.shares()
     layers = [
-        Hottest(
+        LayerLoad(
             layer=name,
-            expert=int(own.argmax()),
-            most=float(own.max()),
-            coldest=int(own.argmin()),
-            least=float(own.min()),
-            idle=int((own == 0).sum()),
+            expert=int(shares.argmax()),
+            max_share=float(shares.max()),
+            coldest=int(shares.argmin()),
+            min_share=float(shares.min()),
+            idle=int((shares == 0).sum()),
         )
-        for name, own in zip(trace.layers, shares, strict=True)
+        for name, shares in zip(trace.layers, trace.shares(), strict=True)
     ]
     return LoadReport(
         path=path,
@@ -70,7 +73,10 @@ def look_at_load(path: str) -> LoadReport:
 
 
 def simulate_file(path: str, ranks: int, replicas: Sequence[int], *, policy: str, hosts: int) -> Simulation:
-    """Simulate ``policy`` on the trace at ``path``, from consecutive experts a rank. Raises InputError."""
+    """Simulate ``policy`` on the trace at ``path``, starting with consecutive experts on each rank.
+
+    Raises InputError.
+    """
     trace = LoadTrace.open(path)
     experts = trace.counts.shape[2]
     if not 2 <= ranks <= experts:

@@ -1,4 +1,4 @@
-"""What a policy would have done to a recorded load, in the steps it saw and in those after them."""
+"""Simulate a policy on a recorded load: in the steps that it was fitted to, and in those after them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from .load import LoadTrace
     from .slots import Slots
 
-__all__ = ["Judged", "Simulated", "Simulation", "simulate"]
+__all__ = ["Balance", "Simulation", "SimulationRow", "simulate"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Judged:
-    """Balancedness over some steps, mean of the layers and worst layer, where experts were and where they are put.
+class Balance:
+    """Balancedness over some steps, mean of all layers and of the worst layer, with the old and the new placement.
 
-    saved: the part of the busiest ranks' work, all steps and layers together, that is gone; negative where it grew.
+    saved: the fraction of the busiest ranks' work, over all steps and layers, that is saved; negative for an increase.
     """
 
     before: float
@@ -37,23 +37,24 @@ class Judged:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Simulated:
-    """One count of replicas. seen: the first half of the steps, which the policy was shown; later: the other half.
+class SimulationRow:
+    """One number of replicas.
 
-    slots: of a rank. moved_experts, moved_bytes: copied to another slot, in all layers.
+    slots: of a rank. moved_experts, moved_bytes: copied to another slot, in all layers. fitted: the first half of the
+    steps, from which the policy computed the placement; later: the second half.
     """
 
     replicas: int
     slots: int
     moved_experts: int
     moved_bytes: int
-    seen: Judged
-    later: Judged
+    fitted: Balance
+    later: Balance
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Simulation:
-    """All counts of replicas for one trace, policy and number of ranks."""
+    """All numbers of replicas for one trace, policy and number of ranks."""
 
     model: str
     steps: int
@@ -62,44 +63,47 @@ class Simulation:
     ranks: int
     hosts: int
     policy: str
-    rows: tuple[Simulated, ...]
+    rows: tuple[SimulationRow, ...]
 
 
 def simulate(
     trace: LoadTrace, start: Slots, replicas: Sequence[int], *, policy: str = "greedy", hosts: int = 1
 ) -> Simulation:
-    """Place the experts of every layer for the first half of ``trace`` and judge both halves.
+    """Place the experts of every layer for the first half of ``trace``, and compute the balance of both halves.
 
-    start: where experts are before, the same in every layer. replicas: slots of a layer beyond one for each expert,
-    shared evenly by the ranks, rounded up. Raises InputError for a trace of one step, and where experts do not fit.
+    start: the old placement, the same in every layer. replicas: numbers of slots of a layer in addition to one for each
+    expert, divided evenly among the ranks, rounded up. Raises InputError for a trace of one step, and where experts do
+    not fit.
     """
     steps, layers, experts = trace.counts.shape
-    ranks, half = len(start), steps // 2
+    ranks = len(start)
+    half = steps // 2
     if steps < 2:
         raise InputError(
-            f"simulate: {trace.model} has {steps} step; one half is shown to the policy and the other is judged, so 2 "
-            "are needed: record more text"
+            f"simulate: {trace.model} has {steps} step; the policy is fitted to one half and evaluated on the other, "
+            "so 2 are needed: record more text"
         )
-    place, rows = policy_named(policy).place, list[Simulated]()
-    for extra in replicas:
-        if not 0 <= extra <= experts * (ranks - 1):
+    place = policy_named(policy).place
+    rows: list[SimulationRow] = []
+    for count in replicas:
+        if not 0 <= count <= experts * (ranks - 1):
             raise InputError(
-                f"simulate: {extra} replicas of {experts} experts on {ranks} ranks were asked; allowed are 0 to "
+                f"simulate: {count} replicas of {experts} experts on {ranks} ranks were asked; allowed are 0 to "
                 f"{experts * (ranks - 1)}, every expert on every rank"
             )
-        width = max(-(-(experts + extra) // ranks), *(len(own) for own in start))
+        width = max(-(-(experts + count) // ranks), *(len(rank_slots) for rank_slots in start))
         current = widened(start, width)
-        seen = trace.counts[:half].sum(axis=0)
-        made = [place(seen[layer], current, hosts=hosts, groups=trace.groups) for layer in range(layers)]
-        moved = sum(len(moves(current, new)) for new in made)
+        load = trace.counts[:half].sum(axis=0)
+        placements = [place(load[layer], current, hosts=hosts, groups=trace.groups) for layer in range(layers)]
+        moved = sum(len(moves(current, placement)) for placement in placements)
         rows.append(
-            Simulated(
-                replicas=extra,
+            SimulationRow(
+                replicas=count,
                 slots=width,
                 moved_experts=moved,
                 moved_bytes=moved * trace.expert_bytes,
-                seen=_judged(trace.counts[:half], start, made),
-                later=_judged(trace.counts[half:], start, made),
+                fitted=_balance(trace.counts[:half], start, placements),
+                later=_balance(trace.counts[half:], start, placements),
             )
         )
     return Simulation(
@@ -114,16 +118,21 @@ def simulate(
     )
 
 
-def _judged(counts: NDArray[np.int64], start: Slots, made: Sequence[Slots]) -> Judged:
-    layers = [counts[:, layer] for layer in range(counts.shape[1])]
-    before = [balancedness(own, start) for own in layers]
-    after = [balancedness(own, new) for own, new in zip(layers, made, strict=True)]
-    was = sum(float(rank_loads(own, start).max(axis=-1).sum()) for own in layers)
-    now = sum(float(rank_loads(own, new).max(axis=-1).sum()) for own, new in zip(layers, made, strict=True))
-    return Judged(
+def _balance(counts: NDArray[np.int64], start: Slots, placements: Sequence[Slots]) -> Balance:
+    loads = [counts[:, layer] for layer in range(counts.shape[1])]
+    before = [balancedness(load, start) for load in loads]
+    after = [balancedness(load, placement) for load, placement in zip(loads, placements, strict=True)]
+    work_before = sum(_busiest_load(load, start) for load in loads)
+    work_after = sum(_busiest_load(load, placement) for load, placement in zip(loads, placements, strict=True))
+    return Balance(
         before=float(np.mean(before)),
         before_worst=min(before),
         after=float(np.mean(after)),
         after_worst=min(after),
-        saved=1 - now / was if was else 0.0,
+        saved=1 - work_after / work_before if work_before else 0.0,
     )
+
+
+def _busiest_load(load: NDArray[np.int64], slots: Slots) -> float:
+    """Return the assignments of the busiest rank, summed over steps."""
+    return float(rank_loads(load, slots).max(axis=-1).sum())

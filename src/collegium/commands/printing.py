@@ -225,9 +225,9 @@ def print_load(report: LoadReport) -> None:
         lambda load: (
             escape(load.layer),
             load.expert,
-            f"{load.most:.2f}",
+            f"{load.max_share:.2f}",
             load.coldest,
-            f"{load.least:.2f}",
+            f"{load.min_share:.2f}",
             load.idle,
         ),
     )
@@ -240,7 +240,7 @@ def print_simulation(report: Simulation) -> None:
         f"ranks, {report.policy}, {report.steps} steps"
     )
     for part, title in (
-        ("seen", "first half of the steps (the policy was fitted to it)"),
+        ("fitted", "first half of the steps (the policy was fitted to it)"),
         ("later", "second half of the steps"),
     ):
         _print_table(

@@ -69,10 +69,10 @@ class DispatchWrapper:
 class DispatchWrapperKind:
     """Base of wrapping kinds: answers with what ``inner`` answers for ``inner_problem(problem)``.
 
-    does: what the wrapper does, as part of its name. adds: what it adds to the wire format of ``inner``.
+    description: what the wrapper does, as part of its name. adds: what it adds to the wire format of ``inner``.
     """
 
-    does: str
+    description: str
     adds: str
     partial_sums = False
 
@@ -80,7 +80,7 @@ class DispatchWrapperKind:
         """Wrap ``inner`` for ``placement``."""
         self.inner = inner
         self.placement = placement
-        self.name = f"{inner.name}, {self.does}"
+        self.name = f"{inner.name}, {self.description}"
         self.capturable = inner.capturable
         self.collective = inner.collective
         self.symmetric = inner.symmetric

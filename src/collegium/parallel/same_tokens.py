@@ -138,7 +138,7 @@ class SymmetricSameTokens(SameTokens):
 class SameTokensKind(DispatchWrapperKind):
     """Wraps dispatchers that send tokens between ranks, or ``Slices`` of one."""
 
-    does = "the same tokens on every rank"
+    description = "the same tokens on every rank"
     adds = "and outputs to every rank"
 
     def __init__(self, inner: DispatcherKind, placement: Placement) -> None:

@@ -75,7 +75,7 @@ class Slices(DispatchWrapper):
 class SlicesKind(DispatchWrapperKind):
     """Wraps any dispatcher of whole experts; ``local`` where only the width is split."""
 
-    does = "slices of experts"
+    description = "slices of experts"
 
     def __init__(self, inner: DispatcherKind, placement: Placement) -> None:
         """Describe what is exchanged, and its effect on the bits."""

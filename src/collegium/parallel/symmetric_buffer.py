@@ -1,4 +1,4 @@
-"""The memory of passes whose ranks read each other's: one symmetric block for all layers with the same ranks and device.
+"""The memory of passes whose ranks read each other's: one symmetric block for the layers of the same ranks and device.
 
 Passes of different layers follow each other in one block, so each zone of it holds the same kinds of regions in all
 layers.
@@ -70,9 +70,9 @@ class _PassCounts(NamedTuple):
 class _ShmMailbox:
     """Exchanges one word between all ranks of the host in microseconds; a store takes hundreds.
 
-    A word holds the whole message, so no memory ordering is needed. Two words alternate: a rank writes a word again only
-    after everybody has answered the other one, and has therefore read this one. A rank that gives up writes ``~rank``
-    of the group rank it gave up on.
+    A word holds the whole message, so no memory ordering is needed. Two words alternate: a rank writes a word again
+    only after everybody has answered the other one, and has therefore read this one. A rank that gives up writes
+    ``~rank`` of the group rank it gave up on.
     """
 
     def __init__(self, group: str, rendezvous: Rendezvous) -> None:
@@ -194,7 +194,7 @@ class _SymmetricBuffer:
 
 
 class SymmetricBuffers:
-    """The pool that lends the block of all local layers with the ranks of ``group`` on ``device``, to one pass at a time.
+    """Lends the block of all local layers with the ranks of ``group`` on ``device`` to one pass at a time.
 
     A block that a CUDA graph of any rank uses is kept alive when a larger one replaces it.
     """

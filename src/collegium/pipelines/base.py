@@ -73,10 +73,15 @@ class Pipeline(Protocol):
 
 
 class PipelineKind(Protocol):
-    """One row of ``PIPELINES``. description: how it runs a batch, in a few words."""
+    """One row of ``PIPELINES``.
+
+    description: how it runs a batch, in a few words. fills_gpu: its kernel occupies every multiprocessor and waits for
+    other ranks, so nothing else can run at the same time.
+    """
 
     name: str
     description: str
+    fills_gpu: bool = False
 
     def refuse(self, query: PipelineQuery) -> str | None:
         """Return why it cannot run ``query``, with numbers, or None. Kernel and dispatcher have accepted it before."""

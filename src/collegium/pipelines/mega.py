@@ -346,6 +346,7 @@ class MegaKind:
 
     name = "mega"
     description = "one kernel over all ranks"
+    fills_gpu = True
 
     def refuse(self, query: PipelineQuery) -> str | None:
         """Refuse other dispatchers, formats and GPUs, what the kernel lacks, and where it is slower unless forced."""
