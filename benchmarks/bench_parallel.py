@@ -184,7 +184,7 @@ class Bench:
             pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             # So long that everything after it is queued before it ends.
             torch.cuda._sleep(1_000_000)  # pyright: ignore[reportPrivateUsage]
-            self.space.barrier()
+            self.space.handle.barrier()
             pair[0].record()
             run()
             pair[1].record()
@@ -355,7 +355,7 @@ class Bench:
         kinds = [profiler.ProfilerActivity.CUDA]
         with profiler.profile(activities=kinds) as seen:
             for _ in range(10):
-                self.space.barrier()
+                self.space.handle.barrier()
                 graph.replay()
             torch.cuda.synchronize()
         events: list[Any] = sorted(seen.events() or (), key=_end)

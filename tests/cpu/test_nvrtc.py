@@ -27,7 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def code_of(factor: int = 2) -> bytes:
-    return nvrtc._kept(TEXT, "twice", {"FACTOR": factor})
+    return nvrtc._cached_code(TEXT, "twice", {"FACTOR": factor})
 
 
 @NEEDED
@@ -64,7 +64,7 @@ def test_read_only_cache_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @NEEDED
 def test_what_the_compiler_says_is_in_the_error(folder: Path) -> None:
     with pytest.raises(PlanError, match=r"does not compile twice: (.|\n)*FACTOR(.|\n)*error"):
-        nvrtc._kept(TEXT, "twice", {})
+        nvrtc._cached_code(TEXT, "twice", {})
     assert not folder.exists()
 
 

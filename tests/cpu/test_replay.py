@@ -263,7 +263,7 @@ def test_started_kernels_are_kept() -> None:
     kernel, x = Kernel(), numbers(8)
     launch(kernel, (3,), (x, x, torch.empty(8), 8), {"FACTOR": 5}, num_warps=4)
     (variant,) = [variant for variant in launching._variants.values() if variant._kernel is kernel]
-    (started,) = variant._started.values()
+    (started,) = variant._launchers.values()
     assert started.compiled.function == 11
 
 
@@ -351,7 +351,7 @@ def test_recordings_belong_to_one_workspace() -> None:
 
 
 def test_the_oldest_kinds_are_forgotten(monkeypatch) -> None:
-    monkeypatch.setattr("collegium.runtime.replay._KEPT", 3)
+    monkeypatch.setattr("collegium.runtime.replay._MAX_KINDS", 3)
     replay, one = Replay(), Pass()
     for count in (1, 2, 3, 4, 5):
         for _ in range(3):

@@ -290,7 +290,7 @@ def test_passes_with_a_router_are_repeated(rule: dict[str, Any], machine: Machin
     x = given(2, 9)[0]
     chosen = layer._executor.router(Call(x, router_input=x), spare)
     assert chosen.topk_ids.dtype == getattr(torch, rule.get("id_dtype", "int64"))
-    dtypes = {name: dtype for name, _, dtype in spare.part("router")._found}
+    dtypes = {name: dtype for name, _, dtype in spare.part("router")._buffers}
     assert dtypes["out"] == (torch.bfloat16 if rule.get("round_logits") else torch.float32)
 
 

@@ -112,10 +112,10 @@ def test_regions_have_one_place() -> None:
 
 
 def test_what_is_remembered_of_an_arena_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memories, "_KEPT", 3)
+    monkeypatch.setattr(memories, "_MAX_CACHED_BUFFERS", 3)
     memory = arena()
     made = [memory.alloc("second", (size,), torch.uint8) for size in range(20)]
-    assert len(memory._found) <= 3  # type: ignore[attr-defined]
+    assert len(memory._buffers) <= 3  # type: ignore[attr-defined]
     assert len({tensor.data_ptr() for tensor in made[1:]}) == 1
 
 

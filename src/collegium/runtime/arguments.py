@@ -1,4 +1,4 @@
-"""Arguments of the loading functions: dtypes in every common spelling, and what other libraries call things."""
+"""Arguments of the loading functions: dtypes in every common spelling, and hints for arguments of other libraries."""
 
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
@@ -31,7 +31,7 @@ _WEIGHT_FORMAT = (
     "pass weight_format='mxfp4' or another name of collegium.FORMATS, or leave it out for the published one"
 )
 # Arguments of transformers' from_pretrained, and what to do instead.
-_ELSEWHERE: Mapping[str, str] = {
+_ALTERNATIVES: Mapping[str, str] = {
     "adapter_kwargs": "pass adapter=, the folder of a LoRA adapter",
     "attn_implementation": "leave it out, and call model.set_attn_implementation() afterwards",
     "cache_dir": "set HF_HOME, or pass the path of a folder",
@@ -68,29 +68,30 @@ _ELSEWHERE: Mapping[str, str] = {
 
 
 def dtype_name(call: str, dtype: object) -> Dtype:
-    """Return ``bf16``, ``fp16`` or ``fp32`` for one of these names, torch's name of it, or the torch.dtype.
+    """Return ``bf16``, ``fp16`` or ``fp32`` for one of these names, torch's name, or the torch.dtype.
 
-    call: name of the function for the error. Raises SpecError for anything else.
+    call: name of the function, for the error. Raises SpecError for anything else.
     """
-    known = dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype
-    if not isinstance(known, str | torch.dtype) or known not in _DTYPES:
+    key = dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype
+    if not isinstance(key, str | torch.dtype) or key not in _DTYPES:
         raise SpecError(
             f"{call}: dtype: found {dtype!r}, allowed: bf16, fp16, fp32, or torch.bfloat16, torch.float16, "
             "torch.float32; leave it out for bf16"
         )
-    return _DTYPES[known]
+    return _DTYPES[key]
 
 
 def refuse_others(function: Callable[..., object], others: Mapping[str, object]) -> None:
-    """Raise InputError where ``function`` was called with keyword arguments ``others``, which it does not have.
+    """Raise InputError if ``function`` was called with keyword arguments ``others``, which it does not have.
 
-    Arguments of transformers' ``from_pretrained`` are answered with what to pass instead.
+    For arguments of transformers' ``from_pretrained`` the error names the alternative.
     """
-    call, parameters = function.__name__, signature(function).parameters.values()
+    call = function.__name__
+    parameters = signature(function).parameters.values()
     allowed = [parameter.name for parameter in parameters if parameter.kind is Parameter.KEYWORD_ONLY]
     for name, value in others.items():
-        if name in _ELSEWHERE:
-            raise InputError(f"{call}: {name}={value!r} is not an argument here; {_ELSEWHERE[name]}")
+        if name in _ALTERNATIVES:
+            raise InputError(f"{call}: {name}={value!r} is not an argument here; {_ALTERNATIVES[name]}")
         similar = get_close_matches(name, allowed, 1)
         closest = f"did you mean {similar[0]}? " if similar else ""
         raise InputError(f"{call}: there is no argument {name!r}; {closest}allowed: {', '.join(allowed)}")

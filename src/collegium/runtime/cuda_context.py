@@ -9,10 +9,9 @@ __all__ = ["start_context"]
 
 
 def start_context(device: str | None) -> Thread | None:
-    """Create the CUDA context and the cuBLAS handle in a thread; return it, or None where there is nothing to start.
+    """Create the CUDA context and the cuBLAS handle in a thread; return the thread, or None without a GPU.
 
-    The driver does both outside the interpreter lock, while the caller imports transformers. device: as ``probe``
-    takes it.
+    The driver does both outside the interpreter lock, while the caller imports transformers. device: as in ``probe``.
     """
     if not torch.cuda.is_available() or not (device or "cuda").startswith("cuda"):
         return None
@@ -23,7 +22,7 @@ def start_context(device: str | None) -> Thread | None:
 
 
 def _create(device: str) -> None:
-    with suppress(Exception):  # whoever uses the device meets the same fault, and reports it
+    with suppress(Exception):  # the first use of the device meets the same error, and reports it
         square = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
         torch.mm(square, square)
         torch.cuda.synchronize(square.device)

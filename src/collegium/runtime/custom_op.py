@@ -1,8 +1,8 @@
 """The layer as one operation of torch.library, so that torch.compile sees a single opaque step.
 
-Packed weights are no arguments, because every kernel packs them as it likes. What travels through a graph is the
-layer's handle, a tensor: the compiler treats it like any other input, so code that serves several layers is given the
-handle of each. Its address names the layer, in one process and as long as the layer lives.
+Packed weights are not arguments, because every kernel packs them differently. The argument is the layer's handle, a
+tensor: the compiler treats it like any other input, so compiled code can serve several layers with the handle of each.
+The handle's address identifies the layer, within one process and as long as the layer lives.
 """
 
 import operator
@@ -22,19 +22,19 @@ _layers: WeakValueDictionary[int, Any] = WeakValueDictionary()  # by the address
 
 
 def announce(layer: Any) -> None:
-    """Let ``torch.ops.collegium.moe_layer`` find ``layer``, which has ``MoELayer.compute``, by its handle."""
+    """Register ``layer``, which has ``MoELayer.compute``, for ``torch.ops.collegium.moe_layer`` under its handle."""
     _layers[layer.handle.data_ptr()] = layer
 
 
 def _layer_of(handle: Tensor) -> Any:
     address = handle.data_ptr()
-    found = _layers.get(address)
-    if found is None or found.handle.data_ptr() != address:
+    layer = _layers.get(address)
+    if layer is None or layer.handle.data_ptr() != address:
         raise InputError(
             "torch.ops.collegium.moe_layer: no layer of this process has this handle; a compiled graph cannot "
             "outlive its layers or move to another process, compile it again"
         )
-    return found
+    return layer
 
 
 @torch.library.custom_op("collegium::moe_layer", mutates_args=("out",))

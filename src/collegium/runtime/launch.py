@@ -1,9 +1,9 @@
-"""Start Triton kernels with little work on the host, where Triton can run them.
+"""Launch Triton kernels with little work on the host.
 
-Triton binds, classifies and hashes all arguments at every call, 20 to 60 microseconds for a kernel with thirty of
-them, more than 100 from release 3.7 on. ``launch`` does it once for each kind of call and afterwards passes the
-arguments straight to the C function that starts the compiled kernel. ``recorded`` notes such calls, for
-``runtime/replay.py`` to repeat.
+Triton binds, classifies and hashes all arguments in every call, which takes 20 to 60 microseconds for a kernel with
+thirty arguments, and more than 100 from release 3.7 on. ``launch`` does this once for each kind of call and then passes
+the arguments directly to the C function that starts the compiled kernel. ``recorded`` collects such calls for
+``runtime/replay.py``.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ STREAM = 3  # position of the stream in ``Step.head``
 _TESTED = ("3.6.", "3.9.")  # releases of Triton with which the kernels were run on a GPU
 
 _variants: dict[tuple[Any, ...], _Variant] = {}
-_loading = threading.Lock()
+_import_lock = threading.Lock()
 
 
 class Step(NamedTuple):
-    """One start of a kernel: a C function, the arguments of the launch, and those of the kernel.
+    """One launch of a kernel: a C function, its arguments for the launch, and those for the kernel.
 
-    head: at ``STREAM`` is the stream. nested: ``call`` takes ``arguments`` as one sequence, its last argument.
+    head: has the stream at ``STREAM``. nested: ``call`` takes ``arguments`` as one sequence, its last argument.
     """
 
     call: Callable[..., None]
@@ -64,53 +64,55 @@ _recording = _Recording()
 
 @contextmanager
 def recorded() -> Generator[list[Step | None]]:
-    """Note every launch of this thread inside the block; None marks one that C alone could not repeat."""
-    before, steps = _recording.steps, []
+    """Record every launch of this thread inside the block; None stands for one that C alone could not repeat."""
+    outer = _recording.steps
+    steps: list[Step | None] = []
     _recording.steps = steps
     try:
         yield steps
     finally:
-        _recording.steps = before
+        _recording.steps = outer
 
 
 def noted(step: Step | None) -> None:
-    """Note what this thread started, None for what C alone could not repeat."""
+    """Add a launch of this thread to the recording; None for one that C alone could not repeat."""
     if _recording.steps is not None:
         _recording.steps.append(step)
 
 
 def on_device(x: Tensor, capability: tuple[int, int] = (8, 0)) -> bool:
-    """Return whether a Triton kernel for ``capability`` and later can serve ``x``; otherwise torch does."""
+    """Return whether a Triton kernel for ``capability`` and later can process ``x``; otherwise torch does."""
     return x.is_cuda and _capability(x.device) >= capability
 
 
 def overlaps(x: Tensor) -> bool:
-    """Return whether a kernel that reads ``x`` may start while the kernel before it ends (sm_90 and later)."""
+    """Return whether a kernel that reads ``x`` may start while the previous one ends (sm_90 and later)."""
     return x.is_cuda and on_device(x, (9, 0))
 
 
-def power_at_least(count: int, least: int = 1) -> int:
-    """Return the smallest power of two that is at least ``count`` and ``least``."""
-    return max(least, 1 << max(0, count - 1).bit_length())
+def power_at_least(count: int, minimum: int = 1) -> int:
+    """Return the smallest power of two that is at least ``count`` and ``minimum``, itself a power of two."""
+    return max(minimum, 1 << max(0, count - 1).bit_length())
 
 
-def row_contiguous(given: Tensor) -> Tensor:
-    """Return ``given [R, C]`` with the elements of a row side by side; rows may be apart."""
-    return given if given.stride(1) == 1 else given.contiguous()
+def row_contiguous(x: Tensor) -> Tensor:
+    """Return ``x [R, C]`` with the elements of each row contiguous; rows may be apart."""
+    return x if x.stride(1) == 1 else x.contiguous()
 
 
-def align_rows(given: Tensor) -> Tensor:
-    """Return ``given [R, C]`` where 16 bytes divide the same addresses as in fresh memory, copied if they did not.
+def align_rows(x: Tensor) -> Tensor:
+    """Return ``x [R, C]`` with the alignment of a fresh tensor, as a copy if necessary.
 
-    Triton compiles a kernel again, for seconds, where 16 does not divide an address or a stride that it otherwise does.
+    Triton compiles a kernel again, for seconds, if an address or stride is no longer divisible by 16.
     """
-    columns, step = given.shape[1], given.stride(0)
-    if given.shape[0] == 1 and given.stride(1) == 1 and step != columns:
-        return align_rows(given.as_strided((1, columns), (columns, 1)))  # one row has whatever stride its maker left
-    alike = (step % 16 == 0, step == 1) == (columns % 16 == 0, columns == 1)
-    if alike and given.stride(1) == 1 and given.data_ptr() % 16 == 0:
-        return given
-    return given.clone(memory_format=torch.contiguous_format)
+    columns = x.shape[1]
+    stride = x.stride(0)
+    if x.shape[0] == 1 and x.stride(1) == 1 and stride != columns:
+        return align_rows(x.as_strided((1, columns), (columns, 1)))  # the stride of a single row is arbitrary
+    same_kind = (stride % 16 == 0, stride == 1) == (columns % 16 == 0, columns == 1)
+    if same_kind and x.stride(1) == 1 and x.data_ptr() % 16 == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def launch(
@@ -118,8 +120,8 @@ def launch(
 ) -> None:
     """Run ``grid`` programs of a Triton ``kernel`` on the current stream of the device of ``args[0]``, a tensor.
 
-    args: what is not known at compile time, in the kernel's order; constants: the compile-time parameters, which are
-    last in the kernel's signature. options: Triton's own, such as ``num_warps``. Always given in the same order.
+    args: the runtime arguments, in the kernel's order. constants: the compile-time parameters, which are last in the
+    kernel's signature. options: of Triton, such as ``num_warps``. A caller passes both always in the same order.
     """
     key = (id(kernel), *constants.values(), *options.values())
     variant = _variants.get(key)
@@ -134,7 +136,7 @@ def launch(
 
 
 class _Variant:
-    """One kernel with fixed compile-time arguments, and what was compiled of it."""
+    """One kernel with fixed compile-time arguments, and its compiled variants."""
 
     def __init__(self, kernel: Any, constants: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         names = tuple(kernel.arg_names)
@@ -142,51 +144,57 @@ class _Variant:
         self._kernel = kernel
         self._keywords = {**constants, **compile_options(constants, options)}
         self._tail = tuple(constants[name] for name in names[-len(constants) :])
-        self._started: dict[tuple[Any, ...], _Started] = {}
-        self._first = threading.RLock()
+        self._launchers: dict[tuple[Any, ...], _Launcher] = {}
+        self._compile_lock = threading.RLock()
 
     def start(self, grid: tuple[int, ...], device: int, args: tuple[Any, ...]) -> None:
-        # The same kinds that Triton compiles for: dtypes, pointers and integers that 16 divides, 1, 32 or 64 bits.
+        # The kinds of arguments that Triton specialises for: dtypes, divisibility by 16, the integer 1, 32 or 64 bits.
         key = (device, *[_kind(argument) for argument in args])
-        known = self._started.get(key) if _direct() and not watched() else None
-        if known is None:
-            # Warming up runs batches side by side, and Triton lets every thread compile what one of them does already.
-            with self._first:
-                if _direct():
-                    made = self._kernel.warmup(*args, grid=grid, **self._keywords)
-                    # Triton imports what starts a kernel as a module, all of one name: a second thread that imports
-                    # then would replace the function before this one has it, by that of another kernel.
-                    with _loading:
-                        _ = made.run
-                compiled = self._kernel[grid](*args, **self._keywords)
-            started = _started(compiled, len(args) + len(self._tail)) if _direct() else None
-            if started is not None:
-                self._started[key] = started
+        launcher = self._launchers.get(key) if _direct() and not watched() else None
+        if launcher is None:
+            launcher = self._launch_by_triton(grid, args)
+            if launcher is not None:
+                self._launchers[key] = launcher
             noted(None)
             return
         x, y, z = (*grid, 1, 1)[:3]
         stream = torch._C._cuda_getCurrentRawStream(device)  # pyright: ignore[reportPrivateUsage]
-        step = Step(known.call, (x, y, z, stream, *known.middle), (*args, *self._tail), known.nested)
-        if known.nested:
+        step = Step(launcher.call, (x, y, z, stream, *launcher.middle), (*args, *self._tail), launcher.nested)
+        if launcher.nested:
             step.call(*step.head, step.arguments)
         else:
             step.call(*step.head, *step.arguments)
-        noted(step if known.repeatable else None)
+        noted(step if launcher.repeatable else None)
+
+    def _launch_by_triton(self, grid: tuple[int, ...], args: tuple[Any, ...]) -> _Launcher | None:
+        """Compile and launch through Triton; return the launcher for further calls of this kind, if possible."""
+        # Warm-up runs batches in parallel, and Triton would compile the same kernel in several threads.
+        with self._compile_lock:
+            if _direct():
+                kernel = self._kernel.warmup(*args, grid=grid, **self._keywords)
+                # Triton imports the launcher of every kernel as a module of the same name: a thread that imports
+                # another one meanwhile would replace it before this thread has its function.
+                with _import_lock:
+                    _ = kernel.run
+            compiled = self._kernel[grid](*args, **self._keywords)
+        return _launcher_of(compiled, len(args) + len(self._tail)) if _direct() else None
 
 
 def compile_options(constants: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """Return Triton's options for a kernel with ``constants``: ``options``, and those that every kernel needs."""
     # Triton 3.10 no longer fuses multiplications and additions by default.
-    every = {"enable_fp_fusion": True, **options}
+    result = {"enable_fp_fusion": True, **options}
     # The interpreter rejects this option, and a kernel that does not wait must not have it.
-    return {**every, "launch_pdl": True} if constants.get("PDL") else every
+    if constants.get("PDL"):
+        result["launch_pdl"] = True
+    return result
 
 
-class _Started(NamedTuple):
-    """How to start a compiled kernel.
+class _Launcher(NamedTuple):
+    """How to launch a compiled kernel.
 
-    middle: the arguments between the stream and the kernel's. nested: as in ``Step``. repeatable: whether ``call`` is
-    the C function, which allocates nothing. compiled: kept, since Triton 3.8 unloads the code of a kernel it frees.
+    middle: the arguments between the stream and those of the kernel. nested: as in ``Step``. repeatable: ``call`` is
+    the C function, which allocates nothing. compiled: a reference, since Triton 3.8 unloads kernels that it frees.
     """
 
     call: Callable[..., None]
@@ -196,12 +204,12 @@ class _Started(NamedTuple):
     compiled: Any
 
 
-def _started(compiled: Any, count: int) -> _Started | None:
-    """Return how to start ``compiled``, a kernel of ``count`` arguments, if possible without Triton's Python launcher.
+def _launcher_of(compiled: Any, count: int) -> _Launcher | None:
+    """Return how to launch ``compiled``, a kernel of ``count`` arguments, if possible without Triton's Python launcher.
 
-    That launcher gives each launch scratch memory and runs hooks, and then calls a C function. Where a kernel needs
-    neither, the C function is called directly, with the arguments that the launcher passes to it. None: the launcher is
-    not known, and Triton makes every launch itself.
+    That launcher allocates scratch memory, runs hooks, and then calls a C function. For a kernel that needs neither,
+    the C function is called directly, with the arguments that the launcher would pass. None: the launcher has an
+    unknown form, and every launch goes through Triton.
     """
     try:
         passed = _arguments_passed(compiled, count)
@@ -213,16 +221,16 @@ def _started(compiled: Any, count: int) -> _Started | None:
         return None
     if scratch:
         middle = (compiled.function, compiled.packed_metadata, None, None, None)
-        return _Started(compiled.run, middle, nested=False, repeatable=False, compiled=compiled)
+        return _Launcher(compiled.run, middle, nested=False, repeatable=False, compiled=compiled)
     middle, nested = passed
-    return _Started(compiled.run.launch, middle, nested, True, compiled)
+    return _Launcher(compiled.run.launch, middle, nested, True, compiled)
 
 
 def _arguments_passed(compiled: Any, count: int) -> tuple[tuple[Any, ...], bool] | None:
     """Return what Triton's launcher passes to its C function between the stream and the kernel's arguments.
 
-    Also returns whether it passes those as one sequence (Triton 3.7 and later) or one by one (3.6). The launcher itself
-    is run, with a stand-in for the C function, so a release that passes something else is noticed: then the result is
+    Also returns whether it passes those as one sequence (Triton 3.7 and later) or one by one (3.6). The launcher is run
+    with a stand-in for the C function, so that a release that passes something else is detected: then the result is
     None.
     """
     calls: list[tuple[Any, ...]] = []
@@ -249,14 +257,16 @@ def _arguments_passed(compiled: Any, count: int) -> tuple[tuple[Any, ...], bool]
 
 
 def watched() -> bool:
-    """Return whether Triton is to call somebody at every launch, as its profiler asks; then Triton itself launches."""
+    """Return whether Triton has launch hooks, as its profiler installs; then every launch goes through Triton."""
     hooks = _runtime()
-    return any(h is not None and getattr(h, "calls", True) for h in (hooks.launch_enter_hook, hooks.launch_exit_hook))
+    return any(
+        hook is not None and getattr(hook, "calls", True) for hook in (hooks.launch_enter_hook, hooks.launch_exit_hook)
+    )
 
 
 @cache
 def _direct() -> bool:
-    """Return whether compiled kernels run on an NVIDIA GPU, so that their C function may be called."""
+    """Return whether compiled kernels run on an NVIDIA GPU, so that their C function can be called."""
     triton: Any = import_module("triton")
     if not triton.__version__.startswith(_TESTED):
         releases = " and ".join(release.rstrip(".") for release in _TESTED)
@@ -280,7 +290,7 @@ def _kind(argument: Any) -> object:
         return argument.dtype, argument.data_ptr() % 16 == 0
     if isinstance(argument, int):
         return argument % 16 == 0, argument == 1, -(2**31) <= argument < 2**31
-    return type(argument)  # a number, or nothing
+    return type(argument)  # a float, or None
 
 
 @cache

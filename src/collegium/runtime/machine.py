@@ -1,4 +1,4 @@
-"""What the choice of a tile needs to know of a GPU."""
+"""Properties of a GPU that the choice of tiles depends on."""
 
 from dataclasses import dataclass
 
@@ -10,20 +10,20 @@ from .devices import probe
 __all__ = ["Machine", "machine_at", "machine_for", "machine_of"]
 
 _SMS = 132  # of an H100 or H200
-_CLOCKED = 3.201e9 * 2 * 6144 / 8  # bytes a second, of an H200
-_SHARED = {(8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (12, 0): 99, (12, 1): 99}  # KiB a block may take
+_H200_BANDWIDTH = 3.201e9 * 2 * 6144 / 8  # nominal bytes a second
+_SHARED_KIB = {(8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (12, 0): 99, (12, 1): 99}  # of a block, by capability
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """What the choice of a tile needs of a GPU.
+    """Properties of a GPU that the choice of tiles depends on.
 
-    sms: multiprocessors. shared: bytes of shared memory one of them has for a block. bandwidth: bytes a microsecond, of
-    every GPU those of an H200, which the score was fitted to. slower: how much longer its memory takes than an H200's.
-    rate: bf16 FLOP a microsecond; FP8 runs twice as fast where ``fp8`` says the tensor cores have it. pdl: a kernel
-    may start before the one before it has finished. scaled: its tensor cores multiply four-bit weights and E4M3 rows
-    with block scales. copies: it has the tensor memory accelerator and products of Hopper. compiles: NVRTC is there
-    too, which large batches need.
+    sms: multiprocessors. shared: bytes of shared memory of a block. bandwidth: bytes a microsecond, for every GPU those
+    of an H200, to which the score was fitted. slower: relative extra time of its memory compared with an H200's. rate:
+    bf16 FLOP a microsecond; FP8 is twice as fast. fp8: the tensor cores multiply FP8. pdl: a kernel may start before
+    the previous one has finished (programmatic dependent launch). scaled: the tensor cores multiply four-bit weights
+    and E4M3 rows with block scales. copies: it has Hopper's tensor memory accelerator and warpgroup products. compiles:
+    it has these, and NVRTC is installed, which large batches need.
     """
 
     sms: int = _SMS
@@ -39,13 +39,13 @@ class Machine:
 
 
 def machine_of(capability: tuple[int, int], sms: int, bandwidth: float | None = None, *, nvrtc: bool = True) -> Machine:
-    """Return the machine of a CUDA ``capability`` with ``sms`` multiprocessors; the others as in ``DeviceFacts``."""
-    shared = _SHARED.get(capability, 227 if capability >= (9, 0) else 99) * 1024
+    """Return the machine of a CUDA ``capability`` with ``sms`` multiprocessors; the rest as in ``DeviceFacts``."""
+    shared = _SHARED_KIB.get(capability, 227 if capability >= (9, 0) else 99) * 1024
     hopper = capability == (9, 0)
     return Machine(
         sms=sms,
         shared=shared,
-        slower=_CLOCKED / (bandwidth or _CLOCKED) - 1,
+        slower=_H200_BANDWIDTH / (bandwidth or _H200_BANDWIDTH) - 1,
         fp8=capability >= (8, 9),
         pdl=capability >= (9, 0),
         scaled=capability[0] == 10,
@@ -55,7 +55,7 @@ def machine_of(capability: tuple[int, int], sms: int, bandwidth: float | None = 
 
 
 def machine_for(facts: DeviceFacts) -> Machine:
-    """Return the machine a plan is made for; what is not known of it is that of an H200."""
+    """Return the machine of a plan; unknown properties are those of an H200."""
     return machine_of(facts.capability or (9, 0), facts.sms or _SMS, facts.bandwidth, nvrtc=facts.nvrtc)
 
 

@@ -1,6 +1,6 @@
-"""Kernels in CUDA: compile them with NVRTC, which PyTorch brings, keep what was compiled, and start them.
+"""Compile kernels in CUDA with NVRTC, which PyTorch installs, cache the machine code, and launch them.
 
-NVRTC and the driver are called through ctypes, so nothing is built when the package is installed.
+NVRTC and the driver are called through ctypes, so the package has no build step.
 """
 
 from __future__ import annotations
@@ -25,18 +25,20 @@ from .user_cache import cache_folder, write_atomic
 
 __all__ = ["Boxes", "CudaKernel", "compiled", "nvrtc_found", "start"]
 
-# The driver's numbers: element types of a tensor map and its other settings, a function's most shared memory, and a
-# mode of capturing that forbids nothing.
-_ELEMENTS = {torch.float8_e4m3fn: 0, torch.float16: 6, torch.bfloat16: 9}
-_SWIZZLE_128, _PROMOTE_256, _MOST_SHARED, _RELAXED = 3, 3, 8, 2
-_ACROSS = 128  # bytes of a row that one copy takes
+# Constants of the CUDA driver.
+_ELEMENT_TYPES = {torch.float8_e4m3fn: 0, torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
+_SWIZZLE_128B = 3
+_L2_PROMOTION_256B = 3
+_MAX_DYNAMIC_SHARED_SIZE = 8  # CUfunction_attribute
+_CAPTURE_MODE_RELAXED = 2
+_BOX_BYTES = 128  # bytes of a row that one copy takes
 _Tensors = tuple[Tensor, *tuple[Tensor | None, ...]]
 
 
 class Boxes(NamedTuple):
-    """An argument for copies of boxes of ``box`` rows by 128 bytes: ``height`` rows of ``columns`` numbers.
+    """A kernel argument: a tensor map that copies boxes of ``box`` rows by 128 bytes.
 
-    step: bytes from row to row, a multiple of 16.
+    height, columns: of the matrix. step: bytes from row to row, a multiple of 16.
     """
 
     dtype: torch.dtype
@@ -47,34 +49,42 @@ class Boxes(NamedTuple):
 
 
 class CudaKernel:
-    """A kernel in CUDA: compiled once for each set of constants, loaded once for each of them and each device.
+    """A kernel in CUDA, compiled once for each set of constants, and loaded once for each set and device.
 
-    name: of its function. source: returns its text for some constants. shared: bytes of shared memory of a block.
+    name: of its function. source: returns the source text for given constants. shared: bytes of shared memory of a
+    block.
     """
 
     def __init__(self, name: str, source: Any, shared: int) -> None:
-        self._name, self._source, self.shared = name, source, shared
+        self.shared = shared
+        self._name = name
+        self._source = source
         self._loaded: dict[tuple[Any, ...], ctypes.c_void_p] = {}
         self._locks: dict[tuple[Any, ...], threading.Lock] = {}
 
     def on(self, device: torch.device, constants: Mapping[str, int]) -> ctypes.c_void_p:
         """Return the function for ``constants`` on ``device``, which is the current one."""
         key = (device.index, *constants.values())
-        found = self._loaded.get(key)
-        if found is None:
+        function = self._loaded.get(key)
+        if function is None:
             with self._locks.setdefault(key, threading.Lock()):
-                found = self._loaded[key] = self._loaded.get(key) or self._load(constants)
-        return found
+                function = self._loaded.get(key) or self._load(constants)
+                self._loaded[key] = function
+        return function
 
     def _load(self, constants: Mapping[str, int]) -> ctypes.c_void_p:
-        module, function = ctypes.c_void_p(), ctypes.c_void_p()
-        code = _kept(self._source(constants), self._name, constants)
-        mode = ctypes.c_int(_RELAXED)  # it may be loaded while a graph is captured, and is no part of it
+        module = ctypes.c_void_p()
+        function = ctypes.c_void_p()
+        code = _cached_code(self._source(constants), self._name, constants)
+        mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)  # it may be loaded while a graph is captured, and is no part of it
         _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
         try:
-            _done(_driver().cuModuleLoadData(ctypes.byref(module), code), f"loading {self._name}")
-            _done(_driver().cuModuleGetFunction(ctypes.byref(function), module, self._name.encode()), self._name)
-            _done(_driver().cuFuncSetAttribute(function, _MOST_SHARED, self.shared), f"shared memory of {self._name}")
+            _check(_driver().cuModuleLoadData(ctypes.byref(module), code), f"loading {self._name}")
+            _check(_driver().cuModuleGetFunction(ctypes.byref(function), module, self._name.encode()), self._name)
+            _check(
+                _driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_SIZE, self.shared),
+                f"shared memory of {self._name}",
+            )
         finally:
             _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
         return function
@@ -88,77 +98,83 @@ def start(
     forms: of the kernel's arguments. ``Boxes`` take one of the tensors, a number takes so many, as pointers side by
     side, and a ctypes structure none. Raises PlanError where NVRTC or the driver refuses.
     """
-    device, addresses = tensors[0].device, tuple(None if each is None else each.data_ptr() for each in tensors)
+    device = tensors[0].device
+    addresses = tuple(None if tensor is None else tensor.data_ptr() for tensor in tensors)
     with torch.cuda.device(device):
         stream = torch._C._cuda_getCurrentRawStream(device.index)  # pyright: ignore[reportPrivateUsage]
-        function, call = kernel.on(device, constants), _starter(kernel.shared, forms, addresses)
+        function = kernel.on(device, constants)
+        call = _starter(kernel.shared, forms, addresses)
         call(function, *sizes, stream, *addresses)
     noted(Step(call, (function, *sizes, stream), tensors))
 
 
 def _starter(shared: int, forms: Sequence[Any], first: tuple[int | None, ...]) -> Callable[..., None]:
-    """Return what starts a function: with arguments made once for the addresses ``first``, for others made anew."""
+    """Return a function that launches a kernel; arguments for the addresses ``first`` are created only once."""
 
-    def made(addresses: tuple[int | None, ...]) -> list[Any]:
-        left = iter(addresses)
-        return [_argument(form, left) for form in forms]
+    def arguments_for(addresses: tuple[int | None, ...]) -> list[Any]:
+        remaining = iter(addresses)
+        return [_argument(form, remaining) for form in forms]
 
     def call(function: ctypes.c_void_p, blocks: int, threads: int, stream: int, *addresses: int | None) -> None:
-        given = held if addresses == first else made(addresses)
-        there = (ctypes.c_void_p * len(given))(*(ctypes.addressof(each) for each in given))
-        at = ctypes.c_void_p(stream)
-        code = _driver().cuLaunchKernel(function, blocks, 1, 1, threads, 1, 1, shared, at, there, None)
-        _done(code, "starting a kernel")
+        arguments = first_arguments if addresses == first else arguments_for(addresses)
+        pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
+        stream_handle = ctypes.c_void_p(stream)
+        code = _driver().cuLaunchKernel(function, blocks, 1, 1, threads, 1, 1, shared, stream_handle, pointers, None)
+        _check(code, "starting a kernel")
 
-    held = made(first)
+    first_arguments = arguments_for(first)
     return call
 
 
 def nvrtc_found() -> bool:
-    """Return whether kernels in CUDA can be compiled here."""
+    """Return whether NVRTC is installed, so that kernels in CUDA can be compiled."""
     return _nvrtc() is not None
 
 
 def compiled(text: str, name: str, constants: Mapping[str, int], *options: str) -> tuple[bytes, str]:
-    """Return machine code for sm_90a, and what the compiler says; needs no GPU. Raises PlanError with its words."""
-    nvrtc, program, size = _nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
+    """Return machine code for sm_90a, and the compiler's log; needs no GPU. Raises PlanError with the log."""
+    nvrtc = _nvrtc()
     if nvrtc is None:
         raise PlanError(f"{name} is a kernel in CUDA, and NVRTC was not found; install nvidia-cuda-nvrtc")
-    asked = ["--gpu-architecture=sm_90a", "--std=c++17", "-default-device", "--diag-suppress=128", *options]
-    asked += [f"-D{constant}={value}" for constant, value in constants.items()]
-    given = (ctypes.c_char_p * len(asked))(*[option.encode() for option in asked])
-    made = nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), f"{name}.cu".encode(), 0, None, None)
-    _done(made, "nvrtcCreateProgram")
+    arguments = ["--gpu-architecture=sm_90a", "--std=c++17", "-default-device", "--diag-suppress=128", *options]
+    arguments += [f"-D{constant}={value}" for constant, value in constants.items()]
+    argument_array = (ctypes.c_char_p * len(arguments))(*[argument.encode() for argument in arguments])
+    program = ctypes.c_void_p()
+    size = ctypes.c_size_t()
+    created = nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), f"{name}.cu".encode(), 0, None, None)
+    _check(created, "nvrtcCreateProgram")
     try:
-        failed = nvrtc.nvrtcCompileProgram(program, len(asked), given)
-        _done(nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size)), "nvrtcGetProgramLogSize")
-        log = ctypes.create_string_buffer(size.value)
-        _done(nvrtc.nvrtcGetProgramLog(program, log), "nvrtcGetProgramLog")
-        said = log.value.decode()
-        _done(failed, f"NVRTC does not compile {name}: {said}")
-        _done(nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)), "nvrtcGetCUBINSize")
+        result = nvrtc.nvrtcCompileProgram(program, len(arguments), argument_array)
+        _check(nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size)), "nvrtcGetProgramLogSize")
+        log_buffer = ctypes.create_string_buffer(size.value)
+        _check(nvrtc.nvrtcGetProgramLog(program, log_buffer), "nvrtcGetProgramLog")
+        log = log_buffer.value.decode()
+        _check(result, f"NVRTC does not compile {name}: {log}")
+        _check(nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)), "nvrtcGetCUBINSize")
         code = ctypes.create_string_buffer(size.value)
-        _done(nvrtc.nvrtcGetCUBIN(program, code), "nvrtcGetCUBIN")
+        _check(nvrtc.nvrtcGetCUBIN(program, code), "nvrtcGetCUBIN")
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-    return code.raw, said
+    return code.raw, log
 
 
-def _kept(text: str, name: str, constants: Mapping[str, int]) -> bytes:
-    """Return machine code from the user's cache, or compile it and put it there.
+def _cached_code(text: str, name: str, constants: Mapping[str, int]) -> bytes:
+    """Return machine code from the user's cache, or compile it and store it there.
 
-    A file begins with the digest of its code; another one, or a folder that cannot be used, costs the second that
-    compiling takes and nothing else.
+    A file begins with the digest of its code; a damaged file, or a folder that cannot be used, costs only the second
+    that compiling takes.
     """
-    nvrtc, major, minor = _nvrtc(), ctypes.c_int(), ctypes.c_int()
+    nvrtc = _nvrtc()
+    major = ctypes.c_int()
+    minor = ctypes.c_int()
     if nvrtc is not None:
         nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
-    asked = repr((text, major.value, minor.value, torch.version.cuda, dict(constants)))
-    path = cache_folder("kernels") / f"{name}-{hashlib.sha256(asked.encode()).hexdigest()[:32]}.cubin"
+    key = repr((text, major.value, minor.value, torch.version.cuda, dict(constants)))
+    path = cache_folder("kernels") / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin"
     with suppress(OSError):
-        held = path.read_bytes()
-        if hashlib.sha256(held[32:]).digest() == held[:32]:
-            return held[32:]
+        content = path.read_bytes()
+        if hashlib.sha256(content[32:]).digest() == content[:32]:
+            return content[32:]
     code, _ = compiled(text, name, constants)
     with suppress(OSError):
         write_atomic(path, hashlib.sha256(code).digest() + code)
@@ -166,27 +182,39 @@ def _kept(text: str, name: str, constants: Mapping[str, int]) -> bytes:
 
 
 def _argument(form: Any, addresses: Iterator[int | None]) -> Any:
-    """Return a value of ctypes that lives as long as the caller holds it."""
+    """Return a ctypes value for an argument; the caller keeps it alive."""
     if isinstance(form, Boxes):
         return _tensor_map(form, next(addresses))
     return (ctypes.c_void_p * form)(*islice(addresses, form)) if isinstance(form, int) else form
 
 
 def _tensor_map(rows: Boxes, address: int | None) -> Any:
-    """Describe rows for the tensor memory accelerator; what lies outside of them is read as zero."""
-    room = (ctypes.c_uint64 * 24)()
-    made = (ctypes.c_uint64 * 16).from_buffer(room, -ctypes.addressof(room) % 64)
-    wide, narrow = ctypes.c_uint64, ctypes.c_uint32
+    """Return a tensor map for the tensor memory accelerator; elements outside of the matrix are read as zero."""
+    # A tensor map has 16 words and is aligned to 64 bytes.
+    storage = (ctypes.c_uint64 * 24)()
+    tensor_map = (ctypes.c_uint64 * 16).from_buffer(storage, -ctypes.addressof(storage) % 64)
+    rank = 2
+    interleave = 0
+    out_of_bounds_fill = 0
     code = _driver().cuTensorMapEncodeTiled(
-        ctypes.byref(made), _ELEMENTS[rows.dtype], 2, ctypes.c_void_p(address),
-        (wide * 2)(rows.columns, rows.height), (wide * 1)(rows.step),
-        (narrow * 2)(_ACROSS // rows.dtype.itemsize, rows.box), (narrow * 2)(1, 1), 0, _SWIZZLE_128, _PROMOTE_256, 0,
-    )  # fmt: skip
-    _done(code, f"describing {rows} for the tensor memory accelerator")
-    return made
+        ctypes.byref(tensor_map),
+        _ELEMENT_TYPES[rows.dtype],
+        rank,
+        ctypes.c_void_p(address),
+        (ctypes.c_uint64 * 2)(rows.columns, rows.height),
+        (ctypes.c_uint64 * 1)(rows.step),
+        (ctypes.c_uint32 * 2)(_BOX_BYTES // rows.dtype.itemsize, rows.box),
+        (ctypes.c_uint32 * 2)(1, 1),
+        interleave,
+        _SWIZZLE_128B,
+        _L2_PROMOTION_256B,
+        out_of_bounds_fill,
+    )
+    _check(code, f"describing {rows} for the tensor memory accelerator")
+    return tensor_map
 
 
-def _done(code: int, what: str) -> None:
+def _check(code: int, what: str) -> None:
     if code:
         raise PlanError(f"{what}: CUDA's error {code}; Overrides(kernel='reference') runs without kernels")
 
@@ -198,14 +226,16 @@ def _driver() -> ctypes.CDLL:
 
 @cache
 def _nvrtc() -> ctypes.CDLL | None:
-    """Return NVRTC of the CUDA that torch was built for: from a wheel beside torch, or as the system finds it."""
+    """Return NVRTC of torch's CUDA version: from a wheel installed with torch, or from the system's library path."""
     spec = find_spec("nvidia")
     major = (torch.version.cuda or "13").partition(".")[0]
-    folders = [Path(place) for place in (spec.submodule_search_locations or ())] if spec is not None else []
-    names = [str(path) for folder in folders for path in folder.glob(f"*/lib/libnvrtc.so.{major}")]
-    for name in (*names, f"libnvrtc.so.{major}"):
+    folders = [] if spec is None else [Path(folder) for folder in spec.submodule_search_locations or ()]
+    libraries = [path for folder in folders for path in folder.glob(f"*/lib/libnvrtc.so.{major}")]
+    for library in libraries:
         with suppress(OSError):
-            for other in sorted(Path(name).parent.glob(f"libnvrtc-builtins.so.{major}*")) if name in names else ():
-                ctypes.CDLL(str(other), ctypes.RTLD_GLOBAL)  # NVRTC asks for it by name alone
-            return ctypes.CDLL(name)
+            for builtins in sorted(library.parent.glob(f"libnvrtc-builtins.so.{major}*")):
+                ctypes.CDLL(str(builtins), ctypes.RTLD_GLOBAL)  # NVRTC loads it by name, without a path
+            return ctypes.CDLL(str(library))
+    with suppress(OSError):
+        return ctypes.CDLL(f"libnvrtc.so.{major}")
     return None

@@ -1,4 +1,4 @@
-"""What every module with packed weights has: an identity of its own, and clear refusals of what it cannot do."""
+"""Base of modules with packed weights: a unique handle, and clear errors for unsupported operations."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _NO_STATE = (
 
 
 class PackedModule(nn.Module):
-    """A module whose weights are neither parameters nor buffers, so that nothing in torch that changes those applies.
+    """A module whose weights are neither parameters nor buffers, so that torch's methods do not change them.
 
-    handle: a tensor on the module's device; its address tells a compiled graph which module to run. A copy and an
-    unpickled module get one of their own.
+    handle: a tensor on the module's device; its address tells a compiled graph which module to run. Copies and
+    unpickled modules get a new handle.
     """
 
     handle: Tensor
@@ -40,56 +40,56 @@ class PackedModule(nn.Module):
     @property
     def input_dtype(self) -> torch.dtype:
         """The dtype of the module's input and output."""
-        return self._kind_of_input
+        return self._input_dtype
 
     def identify(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Give the module a handle on ``device``; dtype: of its input. To be called once, by the constructor."""
-        self._kind_of_input = dtype
+        """Create the handle on ``device``; called once, by the constructor. dtype: of the module's input."""
+        self._input_dtype = dtype
         # An inference tensor could not be an input of a compiled graph outside inference mode.
         with torch.inference_mode(False):
             self.register_buffer("handle", torch.zeros(1, dtype=torch.uint8, device=device), persistent=False)
         announce(self)
 
     def _state(self) -> dict[str, Any]:
-        """Leave the handle out: sending a tensor to another process changes its address here too."""
+        """Return the state without the handle: sending a tensor to another process changes its address."""
         buffers = {name: tensor for name, tensor in self._buffers.items() if name != "handle"}
-        return {**self.__dict__, "_buffers": buffers, "_place": self.handle.device}
+        return {**self.__dict__, "_buffers": buffers, "_handle_device": self.handle.device}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled; copies are made without it."""
+        """Return the state to pickle; copies do not use it."""
         state = self._state()
         state["_packed"] = WithTensors({name: state.pop(name) for name in self.packed_names})
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copied or unpickled module under an identity of its own."""
+        """Restore a copied or unpickled module with a new handle."""
         state = {**state, **state.get("_packed", {})}
         state.pop("_packed", None)
-        place = state.pop("_place")
+        device = state.pop("_handle_device")
         super().__setstate__(state)
-        self.identify(place, self._kind_of_input)
+        self.identify(device, self._input_dtype)
 
     def __copy__(self) -> Self:
-        """Return a module with the same packed weights."""
-        made = type(self).__new__(type(self))
-        made.__setstate__(self._state())
-        return made
+        """Return a module that shares the packed weights."""
+        module = type(self).__new__(type(self))
+        module.__setstate__(self._state())
+        return module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return a module with packed weights of its own."""
-        made = type(self).__new__(type(self))
-        memo[id(self)] = made
-        made.__setstate__(copy.deepcopy(self._state(), memo))
-        return made
+        """Return a module with a copy of the packed weights."""
+        module = type(self).__new__(type(self))
+        memo[id(self)] = module
+        module.__setstate__(copy.deepcopy(self._state(), memo))
+        return module
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedModule:
-        """Allow what changes nothing; raises InputError for another device or dtype."""
-        probe = torch.empty(0, dtype=self._kind_of_input, device=self.handle.device)
-        found = fn(probe)
-        if (found.device, found.dtype) != (probe.device, probe.dtype):
+        """Accept functions that change nothing; raises InputError for another device or dtype."""
+        probe = torch.empty(0, dtype=self._input_dtype, device=self.handle.device)
+        result = fn(probe)
+        if (result.device, result.dtype) != (probe.device, probe.dtype):
             raise InputError(
                 f"{type(self).__name__} is packed for {probe.dtype} input on {probe.device} and was asked to become "
-                f"{found.dtype} on {found.device}; a packed layer does not move, load it again with device= and dtype="
+                f"{result.dtype} on {result.device}; a packed layer does not move, load it again with device= and dtype="
             )
         return self
 
@@ -101,13 +101,13 @@ class PackedModule(nn.Module):
         raise InputError(f"load_state_dict: {_NO_STATE}")
 
 
-def check_tensors(device: torch.device, **given: object) -> None:
-    """Refuse what is no tensor, lies elsewhere than the packed weights, or asks for a gradient; raises InputError."""
-    for name, tensor in given.items():
+def check_tensors(device: torch.device, **tensors: object) -> None:
+    """Raise InputError unless all ``tensors`` are tensors on ``device``, and none requires a gradient."""
+    for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor) or tensor.device != device:
-            found = f"on {tensor.device}" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
+            actual = f"on {tensor.device}" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
             raise InputError(
-                f"{name} is {found}, allowed: a tensor on {device}, where the packed weights are; move it, or build "
+                f"{name} is {actual}, allowed: a tensor on {device}, where the packed weights are; move it, or build "
                 "the layer with weights where it is (a packed layer does not move)"
             )
         if tensor.requires_grad:
@@ -119,7 +119,7 @@ class _RefusedBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, _anchor: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        # No view, which could not be changed in place.
+        # Not a view: views could not be modified in place.
         return rows.new_empty(0).set_(rows)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
     @staticmethod
@@ -133,7 +133,7 @@ class _RefusedBackward(torch.autograd.Function):
 def refuse_backward(rows: Tensor) -> Tensor:
     """Return ``rows`` such that a backward pass through them raises InputError.
 
-    Without it a loss of frozen weights fails with torch's error about tensors without ``grad_fn``.
+    Otherwise a loss of frozen weights fails with torch's error about tensors without ``grad_fn``.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return rows
@@ -141,9 +141,9 @@ def refuse_backward(rows: Tensor) -> Tensor:
     return cast("Tensor", _RefusedBackward.apply(rows, anchor))
 
 
-def refuse_gradient(**given: Tensor | None) -> None:
-    """Raise InputError when a gradient would be asked for of any tensor ``given`` by name."""
-    for name, tensor in given.items():
+def refuse_gradient(**tensors: Tensor | None) -> None:
+    """Raise InputError if any of ``tensors`` requires a gradient while gradients are enabled."""
+    for name, tensor in tensors.items():
         if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
             raise InputError(
                 f"inference only: {name} requires a gradient, and none passes through packed experts; call inside "
@@ -152,13 +152,13 @@ def refuse_gradient(**given: Tensor | None) -> None:
 
 
 def stored_bytes(*owners: object) -> int:
-    """Return the bytes of the memory behind all tensors of ``owners``; what several tensors share counts once."""
+    """Return the bytes of the storages of all tensors of ``owners``; shared storages count once."""
     blocks = (tensor.untyped_storage() for tensor in _tensors_of(owners))
     return sum({block.data_ptr(): block.nbytes() for block in blocks}.values())
 
 
 def _tensors_of(owner: object) -> Generator[Tensor]:
-    """Yield the tensors of dataclasses, tuples, lists and dicts, however deep they lie."""
+    """Yield the tensors of nested dataclasses, tuples, lists and dicts."""
     if isinstance(owner, Tensor):
         yield owner
     elif isinstance(owner, tuple | list):

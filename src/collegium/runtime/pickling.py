@@ -1,9 +1,9 @@
-"""Pickle objects that hold tensors of any dtype, whatever pickles them.
+"""Pickle objects that hold tensors of any dtype, with any pickler.
 
 ``pickle.loads`` of torch fails for a tensor in FP8, E8M0 or unsigned integers of more than 8 bits, after ``dumps``
-succeeded, and plain ``pickle`` writes a storage once for each of its views. So the memory of all tensors travels as
-bytes, each storage once, and dtype, place and strides of the tensors in it travel next to it. The bytes are tensors of
-uint8, so that ``torch.save``, ``pickle`` and ``torch.multiprocessing`` treat them as they treat any tensor.
+succeeded, and plain ``pickle`` writes a storage once for each of its views. So the memory of all tensors is pickled as
+bytes, each storage once, together with dtype, offset and strides of the tensors in it. The bytes are tensors of uint8,
+so that ``torch.save``, ``pickle`` and ``torch.multiprocessing`` handle them like any tensor.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _View(NamedTuple):
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles everything but tensors, of which it collects the storages."""
+    """Pickles everything but tensors, and collects their storages."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.DEFAULT_PROTOCOL)
@@ -39,7 +39,7 @@ class _Pickler(pickle.Pickler):
         self._numbers: dict[tuple[torch.device, int, int], int] = {}
 
     def persistent_id(self, obj: Any) -> _View | None:
-        """Return where a tensor is, None for anything else."""
+        """Return the view of a tensor, None for anything else."""
         if type(obj) is not Tensor:
             return None
         storage = obj.untyped_storage()
@@ -64,34 +64,31 @@ class _Unpickler(pickle.Unpickler):
         raw = self._storages[view.storage]
         # An inference tensor could not be written outside inference mode.
         with torch.inference_mode(False):
-            made = torch.empty(0, dtype=view.dtype, device=raw.device)
-            return made.set_(raw.untyped_storage(), view.offset, view.shape, view.strides)
+            tensor = torch.empty(0, dtype=view.dtype, device=raw.device)
+            return tensor.set_(raw.untyped_storage(), view.offset, view.shape, view.strides)
 
 
 class WithTensors:
-    """A value that pickles with the tensors in it; it is itself what is unpickled.
-
-    Copies are made of the value, not of this.
-    """
+    """Pickles a value together with the tensors in it; unpickling returns the value itself."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as the value without tensors, and the storages of its tensors."""
+        """Pickle the value without tensors, and the storages of its tensors."""
         file = io.BytesIO()
         pickler = _Pickler(file)
         pickler.dump(self.value)
         devices = [str(storage.device) for storage in pickler.storages]
-        return _restored, (file.getvalue(), pickler.storages, devices)
+        return _restore, (file.getvalue(), pickler.storages, devices)
 
 
-def _restored(skeleton: bytes, storages: list[Tensor], devices: list[str]) -> Any:
-    found = [str(storage.device) for storage in storages]
-    if found != devices:
-        one = next(place for place, (now, before) in enumerate(zip(found, devices, strict=True)) if now != before)
-        raise InputError(
-            f"packed weights were saved from {devices[one]} and are being loaded to {found[one]}; they are laid out "
-            "for the device they were packed for. Load them without map_location, or load the checkpoint again"
-        )
+def _restore(skeleton: bytes, storages: list[Tensor], devices: list[str]) -> Any:
+    for storage, saved_device in zip(storages, devices, strict=True):
+        if str(storage.device) != saved_device:
+            raise InputError(
+                f"packed weights were saved from {saved_device} and are being loaded to {storage.device}; they are "
+                "laid out for the device they were packed for. Load them without map_location, or load the checkpoint "
+                "again"
+            )
     return _Unpickler(io.BytesIO(skeleton), storages).load()

@@ -1,4 +1,4 @@
-"""Names for stretches of work that Nsight Systems shows."""
+"""Named ranges of work that Nsight Systems shows."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -17,9 +17,9 @@ def named(name: str, device: torch.device) -> AbstractContextManager[Any]:
 
 
 def show(on: bool = True) -> None:
-    """Show the steps of passes from now on, or no longer.
+    """Show the steps of passes from now on, or stop showing them.
 
-    Passes are then run by Python, step by step, instead of replayed from a list of launches; graphs are as they are.
+    Passes are then run by Python, step by step, instead of replayed from a list of launches; graphs do not change.
     """
     _steps["shown"] = on
 
@@ -30,5 +30,5 @@ def shown() -> bool:
 
 
 def step(name: str, device: torch.device) -> AbstractContextManager[Any]:
-    """Return ``named`` where steps are shown, and otherwise what does nothing in a tenth of a microsecond."""
+    """Return ``named`` while steps are shown, and otherwise a context that costs a tenth of a microsecond."""
     return named(name, device) if _steps["shown"] else _NOTHING

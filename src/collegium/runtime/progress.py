@@ -1,4 +1,4 @@
-"""How far a long piece of work is, told to a caller who wants to know."""
+"""Progress callback for long operations."""
 
 from collections.abc import Callable, Collection, Iterator
 from typing import TypeVar
@@ -10,9 +10,9 @@ Progress = Callable[[int, int, str], None]
 
 
 def counted(items: Collection[T], progress: Progress | None, text: Callable[[T], str], *, end: str = "") -> Iterator[T]:
-    """Yield ``items``, and call ``progress`` before each with (items done, items, text of this one).
+    """Yield ``items``, and call ``progress`` before each with (items done, number of items, text of this item).
 
-    end: text of a last call when all are done; none without it.
+    end: text of a last call when all are done; no such call without it.
     """
     for done, item in enumerate(items):
         if progress is not None:

@@ -1,8 +1,8 @@
-"""Start a pass again without computing anew what its launches follow from.
+"""Replay the kernel launches of a pass without recomputing their arguments.
 
-Between the caller's tensors and the arguments of its kernels a pass decides much: tiles, buffers, strides, compile-time
-parameters. All of it follows from the kinds of the caller's tensors, and the workspace gives every pass of one kind
-the same buffers. So the launches of one pass serve all others of its kind: only the caller's addresses differ.
+A pass computes tiles, buffers, strides and compile-time parameters from the caller's tensors. All of these depend only
+on dtype, shape and alignment of the tensors, and the workspace provides the same buffers to every pass of one kind. So
+the launches of one pass serve all passes of its kind: only the caller's addresses differ.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from .profiler_ranges import shown
 
 __all__ = ["Replay"]
 
-_KEPT = 256  # kinds of call remembered, some 10 KB each; the oldest goes first
+_MAX_KINDS = 256  # kinds of call that are stored, about 10 KB each; the oldest is dropped first
 
 
 class Replay:
-    """The launches of a function that starts kernels in a workspace and does nothing else.
+    """The launches of a function that only launches kernels in a workspace.
 
-    The first call of a kind compiles kernels and takes buffers, the second is recorded, later ones are repeated. A
-    function that calls torch for more than views, or a kernel that takes memory, is called every time.
+    The first call of a kind compiles kernels and allocates buffers, the second is recorded, later ones are replayed. A
+    function that calls torch for more than views, or a kernel that allocates memory, is called every time.
     """
 
     def __init__(self) -> None:
-        # True: to be recorded next time; False: to be called every time.
+        # True: record the next call; False: never record.
         self._kinds: dict[tuple[Any, ...], tuple[_Launch, ...] | bool] = {}
 
     def __reduce__(self) -> tuple[type[Replay], tuple[()]]:
-        """Copy as empty: the addresses are those of the tensors of one layer."""
+        """Copy as empty: the recorded addresses are of the tensors of one layer."""
         return Replay, ()
 
     def __call__(
@@ -42,8 +42,8 @@ class Replay:
     ) -> None:
         """Do what ``compute(inputs)`` does. inputs: may be a named tuple.
 
-        Inputs of one kind agree in dtype, device, shape, strides and in their addresses modulo 16. memory: what
-        tells apart the workspaces that ``compute`` takes buffers from; what was recorded in one is no good in another.
+        Inputs of one kind agree in dtype, device, shape, strides and addresses modulo 16. memory: identifies the
+        workspace in which ``compute`` allocates buffers; a recording is valid in one workspace only.
         """
         if watched() or shown():
             compute(inputs)
@@ -53,19 +53,21 @@ class Replay:
         for tensor in inputs:
             address = 0 if tensor is None else tensor.data_ptr()
             addresses.append(address)
-            own = None if tensor is None else (tensor.dtype, tensor.device, tensor.shape, tensor.stride(), address % 16)
-            kind.append(own)
+            if tensor is None:
+                kind.append(None)
+            else:
+                kind.append((tensor.dtype, tensor.device, tensor.shape, tensor.stride(), address % 16))
         key = tuple(kind)
-        found = self._kinds.get(key)
-        if isinstance(found, tuple):
-            _start(found, addresses, inputs[0].device)
-        elif found:
+        recording = self._kinds.get(key)
+        if isinstance(recording, tuple):
+            _start(recording, addresses, inputs[0].device)
+        elif recording:
             self._kinds[key] = _record(compute, inputs) or False
         else:
             compute(inputs)
-            if found is None:
-                if len(self._kinds) >= _KEPT:
-                    # Another thread may have been faster.
+            if recording is None:
+                if len(self._kinds) >= _MAX_KINDS:
+                    # Another thread may have removed it already.
                     self._kinds.pop(next(iter(self._kinds), key), None)
                 self._kinds[key] = True
 
@@ -73,7 +75,8 @@ class Replay:
 class _Launch(NamedTuple):
     """A launch with addresses in place of tensors.
 
-    holes: (position in ``arguments``, which of the caller's tensors) to be filled in. nested: as in ``Step``.
+    holes: pairs of a position in ``arguments`` and the index of the caller's tensor whose address belongs there.
+    nested: as in ``Step``. alive: tensors that must live as long as their addresses are used.
     """
 
     call: Callable[..., None]
@@ -81,11 +84,11 @@ class _Launch(NamedTuple):
     arguments: list[Any]
     nested: bool
     holes: tuple[tuple[int, int], ...]
-    kept: tuple[Tensor, ...]  # alive as long as their addresses
+    alive: tuple[Tensor, ...]
 
 
 class _StorageTracker(TorchDispatchMode):
-    """Sees whether torch did anything but name memory that is there already."""
+    """Detects whether torch does anything else than create views of existing memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,14 +97,15 @@ class _StorageTracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        made = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         # Not by the operation's schema: reshape and contiguous promise a view and sometimes copy.
-        views, base = made if isinstance(made, list | tuple) else (made,), args[0] if args else None
-        same = isinstance(base, torch.Tensor) and all(
-            isinstance(view, torch.Tensor) and _storage(view) == _storage(base) for view in views
+        outputs = result if isinstance(result, list | tuple) else (result,)
+        base = args[0] if args else None
+        same_storage = isinstance(base, torch.Tensor) and all(
+            isinstance(output, torch.Tensor) and _storage(output) == _storage(base) for output in outputs
         )
-        self.only_views &= same and not func._schema.is_mutable
-        return made
+        self.only_views &= same_storage and not func._schema.is_mutable
+        return result
 
 
 def _storage(tensor: Tensor) -> int:
@@ -109,34 +113,37 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _record(compute: Callable[[Any], None], inputs: tuple[Tensor | None, ...]) -> tuple[_Launch, ...]:
-    """Do ``compute(inputs)`` and return its launches, none where they are not all there is to it."""
-    with recorded() as steps, _StorageTracker() as witness:
+    """Do ``compute(inputs)`` and return its launches; none if a replay of them would not do the same."""
+    with recorded() as steps, _StorageTracker() as tracker:
         compute(inputs)
-    launches = [None if step is None else _open(step, inputs) for step in steps]
-    found = tuple([launch for launch in launches if launch is not None])
-    return found if witness.only_views and len(found) == len(steps) else ()
+    launches: list[_Launch] = []
+    for step in steps:
+        launch = None if step is None else _with_holes(step, inputs)
+        if launch is not None:
+            launches.append(launch)
+    return tuple(launches) if tracker.only_views and len(launches) == len(steps) else ()
 
 
-def _open(step: Step, inputs: tuple[Tensor | None, ...]) -> _Launch | None:
-    """Return ``step`` with holes for the caller's tensors, or None where it is not clear which those are."""
-    given = [(which, tensor) for which, tensor in enumerate(inputs) if tensor is not None]
-    places = {id(tensor): which for which, tensor in given}
-    storages = {_storage(tensor) for _, tensor in given}
+def _with_holes(step: Step, inputs: tuple[Tensor | None, ...]) -> _Launch | None:
+    """Return ``step`` with holes for the caller's tensors, or None if it is ambiguous which arguments those are."""
+    tensors = [(index, tensor) for index, tensor in enumerate(inputs) if tensor is not None]
+    index_of = {id(tensor): index for index, tensor in tensors}
+    storages = {_storage(tensor) for _, tensor in tensors}
     arguments = list(step.arguments)
     holes: list[tuple[int, int]] = []
-    kept: list[Tensor] = []
-    for place, argument in enumerate(arguments):
+    alive: list[Tensor] = []
+    for position, argument in enumerate(arguments):
         if isinstance(argument, torch.Tensor):
-            arguments[place] = argument.data_ptr()
-            if id(argument) in places:
-                holes.append((place, places[id(argument)]))
+            arguments[position] = argument.data_ptr()
+            if id(argument) in index_of:
+                holes.append((position, index_of[id(argument)]))
             elif _storage(argument) in storages:
                 return None  # another view of the caller's memory
             else:
-                kept.append(argument)
-    if len(places) != len(given):
+                alive.append(argument)
+    if len(index_of) != len(tensors):
         return None
-    return _Launch(step.call, list(step.head), arguments, step.nested, tuple(holes), tuple(kept))
+    return _Launch(step.call, list(step.head), arguments, step.nested, tuple(holes), tuple(alive))
 
 
 def _start(launches: tuple[_Launch, ...], addresses: list[int], device: torch.device) -> None:
@@ -144,12 +151,12 @@ def _start(launches: tuple[_Launch, ...], addresses: list[int], device: torch.de
         with torch.cuda.device(device):
             return _start(launches, addresses, device)
     stream = torch._C._cuda_getCurrentRawStream(device.index or 0)  # pyright: ignore[reportPrivateUsage]
-    for call, fixed_head, fixed, nested, holes, _ in launches:
-        head = fixed_head.copy()
+    for call, recorded_head, recorded_arguments, nested, holes, _ in launches:
+        head = recorded_head.copy()
         head[STREAM] = stream
-        arguments = fixed.copy()
-        for place, which in holes:
-            arguments[place] = addresses[which]
+        arguments = recorded_arguments.copy()
+        for position, index in holes:
+            arguments[position] = addresses[index]
         if nested:
             call(*head, arguments)
         else:

@@ -1,10 +1,10 @@
-"""Compile what a layer will need before it needs it.
+"""Compile the kernels of a layer before its first use.
 
-Triton compiles a kernel when it first runs with new compile-time arguments, seconds each. Those arguments follow from
-the layer and from the tiles chosen for a token count, so running one batch for each of those compiles everything.
-Compiled kernels stay in Triton's own cache on disk. Its key is a digest of the kernel's source and of every function
-and constant it uses, all compile-time arguments, the GPU and Triton's own version: another version of this package
-never runs a kernel of an older one.
+Triton compiles a kernel when it first runs with new compile-time arguments, which takes seconds. Those arguments depend
+on the layer and on the tiles chosen for a token count, so running one batch for each choice of tiles compiles
+everything. Compiled kernels are stored in Triton's cache on disk. Its key is a digest of the kernel's source and of
+every function and constant it uses, all compile-time arguments, the GPU and Triton's version, so no version of this
+package runs a kernel of another version.
 """
 
 import os
@@ -29,9 +29,9 @@ def warm_up(layers: Iterable[Any], progress: Callable[[int, int, str], None] | N
 
 
 def _kind(layer: Any) -> tuple[Hashable, ...]:
-    """Return what decides which kernel variants a layer needs.
+    """Return a key for the kernel variants that a layer needs.
 
-    Of layers over several ranks only what all ranks agree on: they have to warm up the same ones.
+    For layers over several ranks it has only what all ranks agree on, since they have to warm up the same layers.
     """
     if layer.plan.groups:
         return layer.plan.problem, layer.router is None, layer.after_expert is None
@@ -42,17 +42,17 @@ def _kind(layer: Any) -> tuple[Hashable, ...]:
 def sizes_for(variants: Callable[[int], frozenset[Hashable]], limit: int) -> list[int]:
     """Return token counts that together need every kernel variant that 1 to ``limit`` tokens can need.
 
-    variants: what a batch of so many tokens needs of the experts; the kernels around them depend on powers of two,
-    above or below, of the count of tokens.
+    variants: returns the kernel variants of the experts for a number of tokens. Other kernels depend on the powers of
+    two above and below the number of tokens.
     """
-    seen: set[Hashable] = set()
+    covered: set[Hashable] = set()
     sizes: list[int] = []
     for tokens in range(1, limit + 1):
         used = set(variants(tokens))
         if used:
             used.add((tokens.bit_length(), power_at_least(tokens)))
-        if not used <= seen:
-            seen |= used
+        if not used <= covered:
+            covered |= used
             sizes.append(tokens)
     return sizes
 
@@ -62,33 +62,32 @@ def run_all_paths(layer: Any, tokens: int) -> None:
     spec = layer.spec
     x = torch.zeros(tokens, spec.hidden_size, dtype=layer.input_dtype, device=layer.handle.device)
     out = torch.empty_like(x)
-    for asked in _ways_to_ask(layer, x):
-        # Batches run side by side, and this is the memory of as many passes only while they are compiled.
-        layer.compute((x, *asked, out), FreshMemory(x.device))
+    for arguments in _argument_kinds(layer, x):
+        # Batches run in parallel, so each has separate memory, only while they are compiled.
+        layer.compute((x, *arguments, out), FreshMemory(x.device))
 
 
-Asked = tuple[torch.Tensor | None, ...]
+def _argument_kinds(layer: Any, x: torch.Tensor) -> Iterator[tuple[torch.Tensor | None, ...]]:
+    """Yield logits, ids, weights, token ids and router input, as a caller may pass them with ``x [T, D]``.
 
-
-def _ways_to_ask(layer: Any, x: torch.Tensor) -> Iterator[Asked]:
-    """Yield logits, ids, weights, token ids and router input that a caller may give beside ``x [T, D]``.
-
-    In every dtype compiled for: ids are int32 or int64, weights and logits float32 or of x's dtype.
+    In every dtype that kernels are compiled for: ids in int32 or int64, weights and logits in float32 or x's dtype.
     """
-    rule, tokens, experts = layer.spec.routing, x.shape[0], layer.spec.num_experts
-    ids = torch.arange(tokens * rule.top_k, device=x.device).view(tokens, -1) % experts
+    routing = layer.spec.routing
+    tokens = x.shape[0]
+    experts = layer.spec.num_experts
+    ids = torch.arange(tokens * routing.top_k, device=x.device).view(tokens, -1) % experts
     dtypes = tuple(dict.fromkeys((torch.float32, x.dtype)))
-    for dtype, whole in product(dtypes, (torch.int64, torch.int32)):
-        yield None, ids.to(whole), torch.ones(ids.shape, dtype=dtype, device=x.device), None, None
-    if layer.router is None and (rule.correction_bias or rule.hash_routing or rule.expert_scale):
+    for dtype, id_dtype in product(dtypes, (torch.int64, torch.int32)):
+        yield None, ids.to(id_dtype), torch.ones(ids.shape, dtype=dtype, device=x.device), None, None
+    if layer.router is None and (routing.correction_bias or routing.hash_routing or routing.expert_scale):
         return
-    for dtype, whole in product(dtypes, (torch.int64, torch.int32) if rule.hash_routing else (torch.int64,)):
+    for dtype, id_dtype in product(dtypes, (torch.int64, torch.int32) if routing.hash_routing else (torch.int64,)):
         logits = torch.zeros(tokens, experts, dtype=dtype, device=x.device)
-        yield logits, None, None, torch.zeros(tokens, dtype=whole, device=x.device), None
+        yield logits, None, None, torch.zeros(tokens, dtype=id_dtype, device=x.device), None
     if layer.router is not None:
-        # Its own logits are float32, like the first of those.
-        known = torch.zeros(tokens, dtype=torch.int64, device=x.device)
-        yield None, None, None, known, None if rule.input_norm_eps is None else x
+        # The router's logits are float32, like the first logits above.
+        token_ids = torch.zeros(tokens, dtype=torch.int64, device=x.device)
+        yield None, None, None, token_ids, None if routing.input_norm_eps is None else x
 
 
 def compile_batches(
@@ -104,20 +103,20 @@ def compile_batches(
     progress: called with (done, total, text) after each.
     """
 
-    def one(tokens: int) -> int:
-        # Both belong to a thread, not to the process.
+    def run_batch(tokens: int) -> int:
+        # Both are settings of a thread, not of the process.
         with current_device(device), torch.inference_mode():
             run(tokens)
         return tokens
 
-    def tell(done: int, tokens: int) -> None:
+    def report(done: int, tokens: int) -> None:
         if progress is not None:
             progress(done, len(sizes), f"{tokens} tokens")
 
     if sizes:
-        # Alone, so that what all batches share is compiled once.
-        tell(1, one(sizes[0]))
+        # The first batch runs alone, so that what all batches share is compiled once.
+        report(1, run_batch(sizes[0]))
         with ThreadPoolExecutor(min(threads, os.cpu_count() or 1)) as pool:
-            for done, tokens in enumerate(pool.map(one, sizes[1:]), start=2):
-                tell(done, tokens)
+            for done, tokens in enumerate(pool.map(run_batch, sizes[1:]), start=2):
+                report(done, tokens)
     return len(sizes)
