@@ -25,6 +25,7 @@ from collegium.commands.bench import named_layer, planned_layer, random_inputs, 
 from collegium.commands.measure import driver_version, graph_pool, prepare_pass, take_turns, version_of
 from collegium.experts.triton import prefill, tiling
 from collegium.experts.triton.tiles import choice as tiles
+from collegium.experts.triton.tiles.problem import TileProblem
 from collegium.formats.unquantised import DTYPES
 from collegium.parallel.local import Local
 from collegium.planning import kernel_named
@@ -61,7 +62,7 @@ ABLATIONS: dict[str, tuple[tuple[str, str], ...]] = {
 }
 
 
-_LARGE = tiles.TileProblem(rows=1 << 20, experts=1, n_out=512, k_in=512, parts=1, block_k=64)
+_LARGE = TileProblem(rows=1 << 20, experts=1, n_out=512, k_in=512, parts=1, block_k=64)
 
 
 def text_of(constants: Mapping[str, int], left_out: tuple[tuple[str, str], ...]) -> str:

@@ -90,14 +90,14 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "gate and up swapped on loading", "checkpoint/loader.py",
         (Edit(
-            "_fill",
+            "_read_payloads",
             "$made[$field][$slot].put($half, $matrix)",
             "$made[$field][$slot].put(layer.spec.gate_up_parts - 1 - $half, $matrix)",
         ),), _LOAD,
     ),
     Mutant(
         "interleaved rows: odd is gate", "checkpoint/layout.py",
-        (Edit("source_of", "int($second)", "int(not $second)"),), _LOAD,
+        (Edit("source_of", "($half, 2)", "(1 - $half, 2)"),), _LOAD,
     ),
     Mutant(
         "gate and up swapped on writing", "commands/quantize.py",
@@ -490,18 +490,18 @@ MUTANTS: tuple[Mutant, ...] = (
         (Edit("_starter.call", "$held if $addresses == $first else made($addresses)", "$held"),), ("tests/cpu/test_replay.py",),
     ),
     Mutant(
-        "large tiles for a few rows of one expert", "experts/triton/tiles.py",
+        "large tiles for a few rows of one expert", "experts/triton/tiles/choice.py",
         (Edit(
             "large_from",
-            "1 if $problem.experts * $problem.parts * $problem.n_out >= $BAND * $machine.sms else 2.5",
-            "1 if $problem.experts * $problem.parts * $problem.n_out >= $BAND * $machine.sms else 1",
+            "1 if $enough else LARGE.few_experts",
+            "1",
         ),), _PREFILL[1:],
     ),
     Mutant(
         "the tiles of all experts for some", "experts/triton/dequantized.py",
         (Edit(
             "dequantized_groups",
-            "$tiles if $turn == $experts else tile_list($own, $rows, $tiles.tile, $memory)",
+            "$tiles if $size == $experts else tile_list($offsets, $rows, $tiles.tile, $memory)",
             "$tiles",
         ),), _LARGE,
     ),
@@ -510,8 +510,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (Edit("_step_scale", "$words << 24 - 8 * $QUARTER >> 24", "$words >> 8 * $QUARTER & 255"),), _BLOCKS,
     ),
     Mutant(
-        "steps of minima added", "experts/triton/lanes.py",
-        (Edit("_line_words", "[1, -1]", "[1, 1]"),), _BLOCKS,
+        "steps of minima added", "experts/triton/packing/gguf.py",
+        (Edit("_scale_words", "[1, -1]", "[1, 1]"),), _BLOCKS,
     ),
     Mutant(
         "sums of columns beyond a row", "kernels/columns.py",
@@ -522,12 +522,12 @@ MUTANTS: tuple[Mutant, ...] = (
         (Edit("columns_kernel", "expert * $columns", "(expert ^ 1) * $columns"),), _ORDERS,
     ),
     Mutant(
-        "rows of the first product in their own order", "experts/triton/packed.py",
-        (Edit("pack_both", "$weights = _rows_moved($weights)", "pass"),), _KERNEL,
+        "rows of the first product in their own order", "experts/triton/pack_experts.py",
+        (Edit("pack_both", "$weights = _reorder_middle($weights)", "pass"),), _KERNEL,
     ),
     Mutant(
-        "a bias that stays where it was", "experts/triton/packed.py",
-        (Edit("_rows_moved", "None if $bias is None else moved($bias)", "$bias"),), _KERNEL,
+        "a bias that stays where it was", "experts/triton/pack_experts.py",
+        (Edit("_reorder_middle", "None if $bias is None else reorder($bias)", "$bias"),), _KERNEL,
     ),
     Mutant(
         "bytes of a lane swapped", "kernels/decode.py",
@@ -567,12 +567,12 @@ MUTANTS: tuple[Mutant, ...] = (
         (Edit("unpack_nibbles", "($packed & 15, $packed >> 4)", "($packed >> 4, $packed & 15)"),), ("tests/cpu/test_formats_codecs.py", "tests/cpu/test_cpu_grouped.py", "tests/cpu/test_verify.py"),
     ),
     Mutant(
-        "quarters swapped (E2M1)", "experts/triton/lanes.py",
-        (Edit("_e2m1_lane", "($a, $b, $c, $d)", "($b, $a, $c, $d)"),), _KERNEL,
+        "quarters swapped (E2M1)", "experts/triton/packing/interleave.py",
+        (Edit("_pack_e2m1", "($a, $b, $c, $d)", "($b, $a, $c, $d)"),), _KERNEL,
     ),
     Mutant(
-        "quarters swapped (INT4)", "experts/triton/lanes.py",
-        (Edit("_int4_lane", "($a, $b, $c, $d)", "($b, $a, $c, $d)"),), _KERNEL,
+        "quarters swapped (INT4)", "experts/triton/packing/interleave.py",
+        (Edit("_pack_int4", "($a, $b, $c, $d)", "($b, $a, $c, $d)"),), _KERNEL,
     ),
     Mutant(
         "an INT4 code of three bits", "kernels/decode.py",
@@ -621,7 +621,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),), _CPU,
     ),
     Mutant(
-        "global scale divided instead of multiplied", "experts/triton/lanes.py",
+        "global scale divided instead of multiplied", "experts/triton/packing/mx.py",
         (Edit(
             "pack_nvfp4",
             "$own.reciprocal() if $payload.global_divides else $own",
@@ -629,7 +629,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),), _KERNEL,
     ),
     Mutant(
-        "compressed-tensors global scale multiplied", "experts/triton/lanes.py",
+        "compressed-tensors global scale multiplied", "experts/triton/packing/mx.py",
         (Edit("pack_nvfp4", "$own.reciprocal() if $payload.global_divides else $own", "$own"),), ("tests/cpu/test_proofs.py",),
     ),
     Mutant(
@@ -645,11 +645,11 @@ MUTANTS: tuple[Mutant, ...] = (
         ),), _CPU,
     ),
     Mutant(
-        "one global scale for both halves", "experts/triton/lanes.py",
+        "one global scale for both halves", "experts/triton/packing/mx.py",
         (Edit("pack_nvfp4", "$row_scale.unsqueeze(-1)", "$row_scale[:, :1].unsqueeze(-1)"),), _KERNEL,
     ),
     Mutant(
-        "one scale for both halves (FP8)", "experts/triton/lanes.py",
+        "one scale for both halves (FP8)", "experts/triton/packing/fp8.py",
         (Edit("pack_fp8_rows", "$scale.float()", "$scale[:, :1].float()"),), _KERNEL,
     ),
     Mutant(
@@ -657,7 +657,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (Edit(
             "NvFp4.decode",
             "$spread = self.global_scale.reshape(-1).repeat_interleave(self.shape[-2]).unsqueeze(-1)",
-            "own = self.global_scale\n$spread = (own[..., :1].expand_as(own) if own.dim() else own).reshape(-1).repeat_interleave(self.shape[-2]).unsqueeze(-1)",
+            "global_scale = self.global_scale\n$spread = (global_scale[..., :1].expand_as(global_scale) if global_scale.dim() else global_scale).reshape(-1).repeat_interleave(self.shape[-2]).unsqueeze(-1)",
         ),), ("tests/cpu/test_formats.py", "tests/cpu/test_audit.py", "tests/cpu/test_layer.py"),
     ),
     # Experts rotated by one.
@@ -672,9 +672,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "experts rotated by one", "experts/cpu/grouped.py",
         (Edit(
-            "_project",
-            "$matrix.tile($expert, $piece, $own.dtype, $scratch)",
-            "$matrix.tile(($expert + 1) % $matrix.shape[0], $piece, $own.dtype, $scratch)",
+            "_product",
+            "$matrix.tile($expert, $tile, $rows.dtype, $scratch)",
+            "$matrix.tile(($expert + 1) % $matrix.shape[0], $tile, $rows.dtype, $scratch)",
         ),), _CPU,
     ),
     Mutant(
@@ -721,7 +721,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "router weight applied twice", "ops/weighted_sum.py",
         (Edit(
-            "_summed",
+            "_reference",
             "$weights.float().t()[$span].reshape(-1, 1)",
             "$weights.float().t()[$span].reshape(-1, 1).square()",
         ),), ("tests/cpu/test_weighted_sum.py",),
@@ -752,12 +752,12 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "what E4M3 in float16 leaves of a scale forgotten", "experts/cpu/fused.py",
-        (Edit("_lines", "$_LARGEST + 8", "$_LARGEST"),), _FUSED,
+        (Edit("_e4m3_scales", "$_LARGEST + 8", "$_LARGEST"),), _FUSED,
     ),
     Mutant(
         "the scale of the row block before", "experts/cpu/fused.py",
         (Edit(
-            "_lines",
+            "_e4m3_scales",
             "$payload.scales.float().repeat_interleave($rows, dim=-2)",
             "$payload.scales.float().repeat_interleave($rows, dim=-2).roll(1, dims=-2)",
         ),), _FUSED,
@@ -796,7 +796,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "mins of a K block added", "experts/cpu/fused.py",
-        (Edit("_lines", "[1, -1]", "[1, 1]"),), _FUSED,
+        (Edit("_gguf_scales", "[1, -1]", "[1, 1]"),), _FUSED,
     ),
     Mutant(
         "the order of the first expert", "experts/cpu/fused.py",
@@ -918,12 +918,12 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "slots added in another order", "ops/weighted_sum.py",
-        (Edit("_summed", "$product.view($step, *$total.shape)", "$product.view($step, *$total.shape).flip(0)"),), ("tests/cpu/test_weighted_sum.py",),
+        (Edit("_reference", "$product.view($step, *$total.shape)", "$product.view($step, *$total.shape).flip(0)"),), ("tests/cpu/test_weighted_sum.py",),
     ),
     # Memory nobody wrote.
     Mutant(
         "dropped rows added to the sum", "ops/weighted_sum.py",
-        (Edit("_summed", "$product.masked_fill_($dropped.t()[$span].reshape(-1, 1), 0.0)", "pass"),), ("tests/cpu/test_weighted_sum.py", "tests/cpu/test_layer.py"),
+        (Edit("_reference", "$product.masked_fill_($dropped.t()[$span].reshape(-1, 1), 0.0)", "pass"),), ("tests/cpu/test_weighted_sum.py", "tests/cpu/test_layer.py"),
     ),
     Mutant(
         "padding rows left uninitialised", "experts/reference.py",
@@ -994,9 +994,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "router weight on the input dropped", "experts/triton/packed.py",
         (Edit(
-            "PackedExperts._rows_in",
+            "PackedExperts._gathered_operand",
             "$batch.input_weights",
-            "torch.ones($batch.source.numel(), device=$batch.x.device) if gathered else None",
+            "torch.ones($batch.source.numel(), device=$batch.x.device)",
         ),), ("tests/cpu/test_grouped_gemm.py::test_router_weight_on_the_input",),
     ),
     Mutant(
@@ -1099,7 +1099,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (Edit("_quarter_sum", "$quarter * $STEP", "($quarter ^ 1) * $STEP"),), _FOUR,
     ),
     Mutant(
-        "halves of a quarter swapped (INT4, E4M3 rows)", "experts/triton/words.py",
+        "halves of a quarter swapped (INT4, E4M3 rows)", "experts/triton/packing/w4a8.py",
         (Edit(
             "_int4_rows",
             "$codes.unflatten(-1, ($words.shape[-2], 4, 2, 4, 4)).permute(0, 1, 2, 5, 3, 4, 6)",
@@ -1117,7 +1117,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "g_idx out of range taken", "formats/integers.py",
-        (Edit("_group_of", "$low < 0 or $high >= $groups", "False"),), ("tests/cpu/test_published.py", "tests/cpu/test_published_scales.py"),
+        (Edit("_group_index", "$low < 0 or $high >= $groups", "False"),), ("tests/cpu/test_published.py", "tests/cpu/test_published_scales.py"),
     ),
     # Codes that look numbers up.
     Mutant(
@@ -1133,7 +1133,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),), ("tests/cpu/test_grouped_gemm.py::test_codes_that_look_numbers_up",),
     ),
     Mutant(
-        "terms of a looked up number swapped", "experts/triton/lanes.py",
+        "terms of a looked up number swapped", "experts/triton/packing/bnb4.py",
         (Edit(
             "pack_bnb4",
             "(($payload.table - $first.float()).to($first.dtype), $first)",
@@ -1158,8 +1158,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (Edit("grouped_tile", "gate_unit * $WHOLE_NUMBER", "up_unit * $WHOLE_NUMBER"),), ("tests/cpu/test_grouped_gemm.py",),
     ),
     Mutant(
-        "codes of a group without a unit kept", "experts/triton/lanes.py",
-        (Edit("_cleared", "torch.where($gone, $zeros, $codes)", "$codes"),), ("tests/cpu/test_grouped_gemm.py",),
+        "codes of a group without a unit kept", "experts/triton/packing/units.py",
+        (Edit("flush_codes", "torch.where($gone, $zeros, $codes)", "$codes"),), ("tests/cpu/test_grouped_gemm.py",),
     ),
     Mutant(
         "the unit of a K block forgotten", "kernels/grouped_gemm.py",
@@ -1178,33 +1178,33 @@ MUTANTS: tuple[Mutant, ...] = (
         (Edit("grouped_tile", "divisor($x.dtype.element_ty == tl.float16)", "1.0"),), ("tests/cpu/test_grouped_gemm.py",),
     ),
     Mutant(
-        "minima beside a zero half kept", "experts/triton/lanes.py",
-        (Edit("_line_words", "$steps * ($halves == $kept).unsqueeze(1)", "$steps"),), ("tests/cpu/test_grouped_gemm.py",),
+        "minima beside a zero half kept", "experts/triton/packing/gguf.py",
+        (Edit("_scale_words", "$steps * ($halves == $kept).unsqueeze(1)", "$steps"),), ("tests/cpu/test_grouped_gemm.py",),
     ),
     Mutant(
-        "a step of zero for a unit", "experts/triton/lanes.py",
-        (Edit("_line_words", "$steps + ($steps == 0)", "$steps"),), ("tests/cpu/test_grouped_gemm.py",),
+        "a step of zero for a unit", "experts/triton/packing/gguf.py",
+        (Edit("_scale_words", "$steps + ($steps == 0)", "$steps"),), ("tests/cpu/test_grouped_gemm.py",),
     ),
     Mutant(
-        "ones beyond the blocks of a file forgotten", "experts/triton/lanes.py",
+        "ones beyond the blocks of a file forgotten", "experts/triton/packing/gguf.py",
         (Edit(
-            "_filled_words",
+            "_pad_words",
             "functional.pad($scales, (0, $short), value=1.0)",
             "functional.pad($scales, (0, $short))",
         ),), ("tests/cpu/test_grouped_gemm.py",),
     ),
     # Beside float16 tokens.
     Mutant(
-        "what lanes in float16 leave of a scale forgotten", "experts/triton/lanes.py",
-        (Edit("pack_mx", "not $half", "$half"),), ("tests/cpu/test_grouped_gemm.py",),
+        "what lanes in float16 leave of a scale forgotten", "experts/triton/packing/mx.py",
+        (Edit("pack_mx", "_REMAINDER[$eight, $half]", "1"),), ("tests/cpu/test_grouped_gemm.py",),
     ),
     Mutant(
-        "what lanes in float16 leave of a global scale forgotten", "experts/triton/lanes.py",
+        "what lanes in float16 leave of a global scale forgotten", "experts/triton/packing/mx.py",
         (Edit("pack_nvfp4", "128.0 if $half else 512.0", "512.0"),), ("tests/cpu/test_grouped_gemm.py",),
     ),
     Mutant(
-        "the power of two of a row in float16 forgotten", "experts/triton/lanes.py",
-        (Edit("pack_plain", "$scale.copy_(power_of_two($power))", "$scale.fill_(1.0)"),), ("tests/cpu/test_grouped_gemm.py",),
+        "the power of two of a row in float16 forgotten", "experts/triton/packing/plain.py",
+        (Edit("_to_half", "$scale.copy_(power_of_two($power))", "$scale.fill_(1.0)"),), ("tests/cpu/test_grouped_gemm.py",),
     ),
     Mutant(
         "an exponent's bit of the third quarter lost (float16, as on a device)", "kernels/decode.py",
@@ -1280,7 +1280,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "merged: routed scaling factor on the shared expert", "ops/route_wide.py",
-        (Edit("widened", "torch.ones_like($more)", "torch.full_like(weights[:, :merged], 2.5)"),), ("tests/cpu/test_merged_shared.py::test_a_wide_one_is_cut_into_several",),
+        (Edit("append_shared_experts", "torch.ones_like($more)", "torch.full_like(weights[:, :merged], 2.5)"),), ("tests/cpu/test_merged_shared.py::test_a_wide_one_is_cut_into_several",),
     ),
     Mutant(
         "merged: kernel doubles the shared expert", "kernels/route.py",
@@ -1292,7 +1292,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "merged: foreign id reaches the shared expert", "ops/route_wide.py",
-        (Edit("widened", "($ids < -1) | ($ids >= $experts)", "$ids < -1"),), ("tests/cpu/test_merged_shared.py::test_a_routing_of_the_callers_own_reaches_routed_experts_alone",),
+        (Edit("append_shared_experts", "($ids < -1) | ($ids >= $experts)", "$ids < -1"),), ("tests/cpu/test_merged_shared.py::test_a_routing_of_the_callers_own_reaches_routed_experts_alone",),
     ),
     Mutant(
         "merged: kernel lets a foreign id reach the shared expert", "kernels/route.py",
@@ -1340,17 +1340,17 @@ MUTANTS: tuple[Mutant, ...] = (
         (Edit(
             "_local_range",
             "return (($placement.tp_rank * $width, ($placement.tp_rank + 1) * $width), $width)",
-            "start = min($placement.tp_rank * $width + 1, wide - $width)\nreturn ((start, start + $width), $width)",
+            "start = min($placement.tp_rank * $width + 1, intermediate - $width)\nreturn ((start, start + $width), $width)",
         ),), _LOAD,
     ),
     Mutant(
         "down bias added on every rank", "checkpoint/loader.py",
-        (Edit("_biases", "torch.zeros_like($down) if $placement.tp_rank else $down", "$down"),), _LOAD,
+        (Edit("_read_biases", "torch.zeros_like($down) if $placement.tp_rank else $down", "$down"),), _LOAD,
     ),
     # Checks that look away.
     Mutant(
         "forbidden scales loaded and audited as fine", "checkpoint/layout.py",
-        (Edit("read_matrix", "[_bad_scale($source, $stored)] if bool($payload.faults()) else []", "[]"),), ("tests/cpu/test_attacks.py", "tests/cpu/test_loader.py"),
+        (Edit("read_matrix", "[_scale_error($source, $stored)] if bool($payload.faults()) else []", "[]"),), ("tests/cpu/test_attacks.py", "tests/cpu/test_loader.py"),
     ),
     Mutant(
         "overlapping tensors believed", "checkpoint/header.py",
@@ -1423,20 +1423,20 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "an id that is no expert adds nothing", "ops/permute.py",
-        (Edit("_sorted", "torch.where($ids == -1, -1, -2)", "torch.where($ids == -1, -1, -1)"),), ("tests/cpu/test_permute.py", "tests/cpu/test_nan.py"),
+        (Edit("_reference", "torch.where($ids == -1, -1, -2)", "torch.where($ids == -1, -1, -1)"),), ("tests/cpu/test_permute.py", "tests/cpu/test_nan.py"),
     ),
     Mutant(
         "an id that is no expert adds nothing", "ops/weighted_sum.py",
-        (Edit("_summed", "torch.nan", "0.0"),), ("tests/cpu/test_weighted_sum.py", "tests/cpu/test_nan.py"),
+        (Edit("_reference", "torch.nan", "0.0"),), ("tests/cpu/test_weighted_sum.py", "tests/cpu/test_nan.py"),
     ),
     Mutant(
         "a NaN weight adds nothing", "ops/weighted_sum.py",
-        (Edit("_summed", "$weights.float()", "$weights.float().nan_to_num(0.0)"),), ("tests/cpu/test_weighted_sum.py", "tests/cpu/test_nan.py"),
+        (Edit("_reference", "$weights.float()", "$weights.float().nan_to_num(0.0)"),), ("tests/cpu/test_weighted_sum.py", "tests/cpu/test_nan.py"),
     ),
     Mutant(
         "a NaN weight on the input adds nothing", "ops/permute.py",
         (Edit(
-            "_sorted",
+            "_reference",
             "$input_weights.reshape(-1).to(torch.float32)",
             "$input_weights.reshape(-1).to(torch.float32).nan_to_num(0.0)",
         ),), _NAN,
@@ -1479,7 +1479,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a format without a kernel written as another", "ops/quantize.py",
-        (Edit("ActivationFormat.write", "raise _no_kernel(self)", "_CASTS[0].write(given, made)"),), ("tests/cpu/test_small_kernels.py::test_an_activation_format_without_a_kernel_is_refused",),
+        (Edit("ActivationFormat.write", "raise _no_kernel(self)", "_CASTS[0].write(source, out)"),), ("tests/cpu/test_small_kernels.py::test_an_activation_format_without_a_kernel_is_refused",),
     ),
     # Activations in eight bits.
     Mutant(
@@ -1513,9 +1513,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "scales across in the order of the tokens", "experts/triton/packed.py",
         (Edit(
-            "PackedExperts._both",
-            "across($x_scale, $source, used=$used, memory=part($memory, 'x'))",
-            "across($x_scale, None, used=$used, memory=part($memory, 'x'))",
+            "PackedExperts._run_sorted",
+            "transpose_scales($x_scale, $source, used=_used_rows($batch), memory=$memory)",
+            "transpose_scales($x_scale, None, used=_used_rows($batch), memory=$memory)",
         ),), _FOUR,
     ),
     # Scales of activations that a checkpoint has.
@@ -1525,7 +1525,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the calibrated scale of gate and up used for down", "experts/triton/packed.py",
-        (Edit("PackedExperts._both", "self.forms[1]", "self.forms[0]"),), _STATIC,
+        (Edit("PackedExperts._second_operand", "self.forms[1]", "self.forms[0]"),), _STATIC,
     ),
     Mutant(
         "the smallest calibrated scale of all experts", "checkpoint/activation_scales.py",
@@ -1537,7 +1537,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a calibrated scale that divides multiplied", "checkpoint/activation_scales.py",
-        (Edit("_scale", "$values.reciprocal()", "$values"),), _STATIC,
+        (Edit("_read_scale", "$values.reciprocal()", "$values"),), _STATIC,
     ),
     Mutant(
         "a rank's own calibrated scales", "loading.py",
@@ -1587,7 +1587,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "scales of rows left behind", "experts/triton/matrix.py",
         (Edit(
-            "PackedMatrix.each",
+            "PackedMatrix.map_tensors",
             "map_tensors(self, $change, 'values', 'scale', 'row_scale', 'bias', 'order')",
             "map_tensors(self, $change, 'values', 'scale', 'bias', 'order')",
         ),), ("tests/cpu/test_slots.py",),
@@ -1686,9 +1686,17 @@ _ON_GPU: dict[str, tuple[str, ...]] = {
     "kernels/prefill.cu": _GPU_LARGE,
     "kernels/quantize.py": _GPU_SMALL,
     "kernels/scales.py": _GPU_SMALL,
-    "experts/triton/lanes.py": (*_GPU, "tests/gpu/test_verify.py"),
+    "experts/triton/packing/bnb4.py": (*_GPU, "tests/gpu/test_verify.py"),
+    "experts/triton/packing/fp8.py": (*_GPU, "tests/gpu/test_verify.py"),
+    "experts/triton/packing/gguf.py": (*_GPU, "tests/gpu/test_verify.py"),
+    "experts/triton/packing/integers.py": (*_GPU, "tests/gpu/test_verify.py"),
+    "experts/triton/packing/interleave.py": (*_GPU, "tests/gpu/test_verify.py"),
+    "experts/triton/packing/mx.py": (*_GPU, "tests/gpu/test_verify.py"),
+    "experts/triton/packing/plain.py": (*_GPU, "tests/gpu/test_verify.py"),
+    "experts/triton/packing/units.py": (*_GPU, "tests/gpu/test_verify.py"),
+    "experts/triton/pack_experts.py": ("tests/gpu/test_static_scales.py", *_GPU_SMALL, *_GPU),
     "experts/triton/packed.py": ("tests/gpu/test_static_scales.py", *_GPU_SMALL, *_GPU),
-    "experts/triton/words.py": _GPU_FOUR,
+    "experts/triton/packing/w4a8.py": _GPU_FOUR,
 }
 GPU_MUTANTS: tuple[Mutant, ...] = (
     *_DEVICE,

@@ -243,7 +243,7 @@ def test_the_committed_trace_is_of_the_shipped_model(model):
         (("heatmap", SHIPPED / "model.safetensors", "--out", "x.png"), "InputError", "collegium load trace 1"),
         (("record", SHIPPED, "--out", "absent/x"), "InputError", "--out absent/x: cannot be written"),
         (("record", SHIPPED, "--out", "x", "--text", "absent"), "InputError", "absent: no such file"),
-        (("record", SHIPPED, "--out", "x", "--tokens", "1025"), "InputError", "made for 1024 positions"),
+        (("record", SHIPPED, "--out", "x", "--tokens", "1025"), "InputError", "supports 1024 positions"),
         (("record", "absent", "--out", "x"), "CheckpointError", "absent: no such folder"),
     ],
 )
@@ -260,7 +260,7 @@ def test_what_a_user_gets_wrong_is_one_message(words, kind, text, tmp_path, monk
 def test_short_texts_are_refused(tmp_path, monkeypatch):
     (tmp_path / "short.txt").write_text("Once upon a time")
     (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\xff")
-    for name, text in (("short.txt", "fewer --tokens"), ("bytes.txt", "no UTF-8 text")):
+    for name, text in (("short.txt", "smaller --tokens"), ("bytes.txt", "as UTF-8 text")):
         asked = ("balance", "record", SHIPPED, "--out", tmp_path / "x", "--text", tmp_path / name, "--device", "cpu")
         code, _, said = command(*asked)
         assert code == 1

@@ -12,6 +12,7 @@ from by_kernel import by_kernel
 from collegium import Limits, MoELayer, MoESpec, Overrides, Problem, Routing, RoutingSpec, encode_experts, plan
 from collegium.experts import KERNELS
 from collegium.experts.triton import packed as products
+from collegium.experts.triton.tiles.problem import TileChoice
 from collegium.ops.weighted_sum import weighted_sum
 from collegium.parallel.local import Local, LocalKind
 from collegium.pipelines import PipelineParts
@@ -108,6 +109,15 @@ def test_bits_are_those_of_the_sorted_way(
     swapped = moe_truth(x, made.gate_up.decode().flip(1), made.down.decode(), ids, kept, ActivationSpec())
     assert relative_error(found, truth) < most
     assert relative_error(found, swapped) > 0.3
+
+
+def test_tall_tiles_of_unsorted_rows() -> None:
+    _, packed = build("mxfp4", "fp8_group128")
+    tall = TileChoice(block_n=128, block_t=64, warps=4, stages=2)
+    x, routing = heavy_tailed(6, HIDDEN, seed=3).bfloat16(), odd_routing()
+    wanted = Split(parts=parts_of(packed))(x, routing, dtype=torch.float32)
+    found = Direct(parts=parts_of(replace(packed, tiles=(tall, tall))))(x, routing, dtype=torch.float32)
+    assert torch.equal(found.nan_to_num(1.5), wanted.nan_to_num(1.5))
 
 
 @pytest.mark.each_choice("weights", "activations")

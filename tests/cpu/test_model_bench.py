@@ -51,7 +51,7 @@ def test_wrong_experts_get_no_time_and_the_others_theirs(monkeypatch: pytest.Mon
     notes = {row.experts: row.note for row in rows}
     assert all(row.seconds and not row.note for row in rows[:3])
     assert all(row.seconds is None and row.tokens_per_second is None for row in rows[3:])
-    assert "away from FP32 truth, allowed 0.01" in notes["collegium mxfp4"]
+    assert "against FP32, above 0.01" in notes["collegium mxfp4"]
     assert notes["collegium nothing"].startswith("absent: ")
     assert "mxfp4" in notes["collegium nothing"]
 

@@ -1,4 +1,4 @@
-"""Experts kernels, one file each; the tuple's order is the order of preference."""
+"""Kernels that run experts, one file each; ``KERNELS`` lists them in order of preference."""
 
 from .base import ExpertKernel, PackedWeights, Product, Tiling
 from .cpu.fused import CpuFused

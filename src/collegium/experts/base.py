@@ -1,8 +1,8 @@
-"""What an experts kernel is: it refuses with a reason, packs weights once, and runs batches.
+"""Interface of a kernel that runs experts: it refuses with a reason, packs weights once, and runs batches.
 
-A kernel is a row of ``KERNELS``. Before any weight is seen it says how batches will be cut (``tiling``) and what
-memory they take (``regions``); ``pack`` returns the experts in its own layout, with the same answers. Whatever is not
-overridden below means "nothing to do": a kernel without tiles lists none, warms nothing up and is not tuned.
+A kernel is a row of ``KERNELS``. Before any weight is loaded it returns how batches will be cut (``tiling``) and the
+memory they take (``regions``); ``pack`` returns the experts in the kernel's layout, with the same tiling. Defaults
+below do nothing: a kernel without tiles lists none, warms nothing up and is not tuned.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ class Tiling:
     __slots__ = ()
 
     def family(self, rows: int) -> str:
-        """Return the name of the tiles a batch of ``rows`` rows runs with, for people; empty without tiles."""
+        """Return the printed name of the tiles of a batch of ``rows`` rows; empty without tiles."""
         return ""
 
     def block_t(self, rows: int) -> tuple[int, ...]:
-        """Return the row counts whose token tile lists ``run`` wants with a batch of ``rows`` rows, at most two."""
+        """Return the row counts whose token tile lists ``run`` needs with a batch of ``rows`` rows, at most two."""
         return ()
 
     def unsorted_tokens(self, top_k: int) -> int:
-        """Return the most tokens of ``top_k`` assignments that ``run_unsorted`` runs faster than ``run``; 0: none."""
+        """Return the most tokens of ``top_k`` assignments for which ``run_unsorted`` is faster; 0: none."""
         return 0
 
     def variants(self, rows: int, *, unsorted: bool) -> frozenset[Hashable]:
-        """Return what has to be compiled for a batch of ``rows`` rows; equal members are compiled once."""
+        """Return keys of the kernel variants that a batch of ``rows`` rows needs; equal keys are compiled once."""
         return frozenset()
 
 
@@ -70,7 +70,7 @@ class Product(Protocol):
 
 
 class PackedWeights:
-    """The experts of one layer in a kernel's own layout.
+    """The experts of one layer in a kernel's layout.
 
     report: what packing rounded, or None; printed with the layer. input_reach: of the weights, where activations are
     static.
@@ -81,7 +81,7 @@ class PackedWeights:
     input_reach: tuple[float, float] | None = None
 
     def summary(self, activations: str) -> str:
-        """Return lines for people: scales of static ``activations``, and the report."""
+        """Return printed lines: scales of static ``activations``, and the report."""
         report = "" if self.report is None else f"\nweights    {self.report}"
         if self.input_reach is None:
             return report
@@ -95,34 +95,34 @@ class PackedWeights:
 
     @property
     def input_codes(self) -> tuple[str, int] | None:
-        """Format and order of columns of the codes that ``run`` multiplies, None where it takes tokens alone."""
+        """Format and order of columns of the codes that ``run`` multiplies, None where it takes only tokens."""
         return None
 
     def output_spec(self, dtype: torch.dtype) -> tuple[int, torch.dtype] | None:
-        """Return width and dtype of the rows of tokens of ``dtype`` that ``run`` stores where ``batch.back`` says.
+        """Return width and dtype of the rows that ``run`` stores at ``batch.remote`` for tokens of ``dtype``.
 
-        None where it does not: such batches have no ``back``.
+        None where the kernel cannot store rows remotely: its batches have no ``remote``.
         """
         return None
 
     def run(self, batch: ContiguousBatch, memory: Memory | None = None) -> Tensor:
-        """Return ``[R, H]``, row r being its expert's output for ``x[source[r]]``, or ``batch.back.rows``.
+        """Return ``[R, H]``, row r being its expert's output for ``x[source[r]]``, or ``batch.remote.rows``.
 
-        float32, or the dtype the kernel's sums were rounded to. memory: where buffers come from. Raises InputError for
-        a batch of codes that the kernel does not multiply (``refuse_codes``).
+        float32, or the dtype the kernel rounds its sums to. memory: where buffers come from. Raises InputError for a
+        batch of codes that the kernel does not multiply (``refuse_codes``).
         """
         raise NotImplementedError
 
     def run_unsorted(self, x: Tensor, ids: Tensor, memory: Memory | None = None) -> Tensor:
         """Return ``[T * K, H]``, the rows of ``x [T, H]`` in the order of ``ids [T, K]``, with the bits of ``run``.
 
-        Only asked for up to ``tiling.unsorted_tokens`` tokens. Rows of ids outside ``0..E-1`` are uninitialised.
+        Called for up to ``tiling.unsorted_tokens`` tokens. Rows of ids outside ``0..E-1`` are uninitialised.
         """
         raise NotImplementedError
 
     @property
     def key(self) -> Hashable:
-        """What decides, beside the tiling, which kernel variants these experts need: equal keys, the same variants."""
+        """Everything besides the tiling that selects kernel variants: equal keys, the same variants."""
         return None
 
     def products(self) -> tuple[Product, ...]:
@@ -136,14 +136,14 @@ class PackedWeights:
     def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> PackedWeights:
         """Return these experts with ``change(tensor)`` for every tensor that has a row for each slot.
 
-        A kernel whose packing mixes experts leaves this as it is, and its experts stay where they were packed.
+        A kernel whose packing mixes experts does not override this; its experts cannot be moved.
         """
-        raise InputError(f"{type(self).__name__} mixes experts in its packing; none of them can be moved alone")
+        raise InputError(f"{type(self).__name__} mixes experts in its packing; none of them can be moved separately")
 
     def slots(self) -> tuple[Tensor, ...]:
         """Return the tensors that hold the experts, whose first dimension is the local slot; they are not copied.
 
-        Raises InputError where a slot has no bytes of its own.
+        Raises InputError where slots share memory.
         """
         tensors: list[Tensor] = []
 
@@ -155,8 +155,8 @@ class PackedWeights:
         shared = [tuple(t.shape) for t in tensors if t.shape[0] > 1 and t.stride(0) < t[0].numel()]
         if shared:
             raise InputError(
-                f"{type(self).__name__}: the slots of a tensor {shared[0]} share memory, so none can be moved alone; "
-                "give weights whose experts lie one after the other"
+                f"{type(self).__name__}: the slots of a tensor {shared[0]} share memory, so none can be moved "
+                "separately; pass weights whose experts are contiguous"
             )
         return tuple(tensors)
 
@@ -170,32 +170,32 @@ class PackedWeights:
         return tuple(tensor[slot] for tensor in self.slots())
 
     def put(self, slot: int, expert: tuple[Tensor, ...]) -> None:
-        """Copy a packed ``expert``, what ``take`` of experts packed like these returned, into ``slot``, bit by bit."""
+        """Copy a packed ``expert``, from ``take`` of experts packed like these, into ``slot``, bit by bit."""
         with torch.inference_mode():
             for target, source in zip(self.take(slot), expert, strict=True):
                 target.copy_(source)
 
     def resized(self, count: int) -> PackedWeights:
-        """Return room for ``count`` experts packed like these, uninitialised, to be filled by ``put``."""
+        """Return ``count`` uninitialised experts packed like these, to be filled by ``put``."""
         with torch.inference_mode(False):
             return self._map_tensors(lambda tensor: tensor.new_empty((count, *tensor.shape[1:])))
 
 
 def map_tensors(owner: Any, change: Callable[[Tensor], Tensor], *names: str) -> Any:
-    """Return the dataclass ``owner`` with ``change(tensor)`` for its tensors ``names``, those that are not None."""
+    """Return the dataclass ``owner`` with ``change(tensor)`` for its tensors ``names`` that are not None."""
     tensors = {name: getattr(owner, name) for name in names}
     return replace(owner, **{name: change(tensor) for name, tensor in tensors.items() if tensor is not None})
 
 
 def refuse_codes(batch: ContiguousBatch, kernel: str, format_name: str | None = None) -> None:
-    """Raise InputError for a batch of codes that ``kernel`` would read as numbers, or could not weight any more.
+    """Raise InputError for a batch of codes that ``kernel`` would read as numbers, or could no longer weight.
 
-    format_name: of the codes that it multiplies, None for a kernel that takes tokens alone.
+    format_name: of the codes that it multiplies, None for a kernel that takes only tokens.
     """
     if batch.scale is None:
         return
     if format_name is None:
-        raise InputError(f"{kernel}: the batch is {batch.x.dtype} codes with scales, this kernel takes tokens alone")
+        raise InputError(f"{kernel}: the batch is {batch.x.dtype} codes with scales, this kernel takes only tokens")
     if batch.x.dtype != torch.float8_e4m3fn or batch.input_weights is not None:
         weighted = "" if batch.input_weights is None else " and weights"
         raise InputError(
@@ -207,8 +207,8 @@ def refuse_codes(batch: ContiguousBatch, kernel: str, format_name: str | None = 
 class ExpertKernel(Protocol):
     """One row of ``KERNELS``.
 
-    capturable: by a CUDA graph; not where sizes are read on the host. takes_codes: batches of E4M3 codes with scales
-    too, where the activations are such.
+    capturable: by a CUDA graph; False where sizes are read on the host. takes_codes: also runs batches of E4M3 codes
+    with scales, where the activations are such.
     """
 
     name: str
@@ -224,7 +224,7 @@ class ExpertKernel(Protocol):
         return self.name, self.name
 
     def tiling(self, problem: ExpertsProblem) -> Tiling:
-        """Return how batches of ``problem`` will be cut, as far as that follows from the problem alone."""
+        """Return how batches of ``problem`` will be cut, as far as that follows from the problem."""
         return NO_TILES
 
     def regions(self, problem: ExpertsProblem) -> Regions:
@@ -232,5 +232,5 @@ class ExpertKernel(Protocol):
         ...
 
     def pack(self, weights: ExpertWeights[Any], problem: ExpertsProblem) -> PackedWeights:
-        """Bring logical weights into the kernel's own layout; the source may be dropped afterwards."""
+        """Bring logical weights into the kernel's layout; the source may be dropped afterwards."""
         ...

@@ -1,8 +1,8 @@
 """Tiles measured on this machine, in the user's cache directory; ``collegium tune`` writes them.
 
-A file is used only when everything it depends on is as it was when it was measured: GPU, Triton, this package and its
-kernels' source, sizes and formats, and when each tile in it is one the machine can run. Tiles change no bit of a
-result, so a file can cost time and nothing else.
+A file is used only if everything it depends on is unchanged since it was measured (GPU, Triton, this package and its
+kernels' source, sizes and formats) and the machine can run each tile in it. Tiles change no bit of a result, so a file
+can only cost time.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from .base import PackedWeights
 __all__ = ["tile_folder", "tile_key", "tile_path", "with_measured_tiles", "write_tiles"]
 
 _LOG = logging.getLogger("collegium")
-Tables = tuple[tuple[int, Any], ...]  # (rows, the tile measured to be best there), rows ascending
+Tables = tuple[tuple[int, Any], ...]  # (rows, the fastest measured tile there), rows ascending
 
 
 def tile_folder() -> Path:
@@ -51,7 +51,7 @@ def tile_key(problem: Problem) -> dict[str, Any]:
 
 
 def tile_path(problem: Problem, folder: Path | None = None) -> Path:
-    """Return the file of ``problem``: its name holds the GPU, the sizes and the formats."""
+    """Return the file of ``problem``, named by GPU, sizes and formats."""
     key = tile_key(problem)
     names = ("gpu", "hidden", "intermediate", "experts", "parts", "weights", "activations")
     name = "-".join(str(key[part]) for part in names)
@@ -67,9 +67,9 @@ def write_tiles(problem: Problem, tuned: Mapping[str, Tables], folder: Path | No
 
 
 def with_measured_tiles(packed: PackedWeights, problem: Problem, folder: Path | None = None) -> PackedWeights:
-    """Return ``packed`` with the tiles of this machine's file, or as it is: no file, no GPU, no products to tune.
+    """Return ``packed`` with the tiles of this machine's file; unchanged without a file, a GPU or products to tune.
 
-    A stale, foreign or damaged file is ignored with one warning a file.
+    A stale, foreign or damaged file is ignored with one warning.
     """
     if not packed.products() or (folder is None and problem.device.kind != "cuda"):
         return packed
@@ -96,7 +96,7 @@ def _read(path: Path, problem: Problem, packed: PackedWeights) -> dict[str, Tabl
         for entry in document[product.name]:
             rows, tile = int(entry.pop("rows")), type(product.default_tile(1))(**entry)
             if rows < 1 or tile not in product.candidates(rows):
-                raise ValueError(f"{product.name} at {rows} rows: {tile} is no tile of this machine")
+                raise ValueError(f"{product.name} at {rows} rows: {tile} does not run on this machine")
             table.append((rows, tile))
         tables[product.name] = tuple(sorted(table, key=lambda pair: pair[0]))
     return tables

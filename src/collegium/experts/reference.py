@@ -1,4 +1,4 @@
-"""The reference experts kernel: any format, any activation, CPU and GPU, exactly the recipe and nothing clever.
+"""The reference kernel: any format, any activation, CPU and GPU; slow and exact.
 
 For each row of expert e, with A the activation format (static ones have a scale for each of the two places) and float32
 for everything else::
@@ -8,7 +8,7 @@ for everything else::
     h  = A(activation(gu))                      [I]
     y  = h @ decode(down[e]).T + bias           [H]
 
-One expert's weights are decoded at a time. Every other kernel is judged against this one.
+One expert's weights are decoded at a time. All other kernels are tested against this one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["Reference", "ReferenceExperts"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReferenceExperts(PackedWeights):
-    """The weights as they were given."""
+    """The weights as they are stored."""
 
     weights: ExpertWeights[Payload]
     activation: ActivationSpec
@@ -41,7 +41,7 @@ class ReferenceExperts(PackedWeights):
     input_reach: tuple[float, float] | None = None
 
     def run(self, batch: ContiguousBatch, memory: Memory | None = None) -> Tensor:
-        """Return ``[R, H]`` float32; rows of dropped assignments are zero. The memory is torch's own."""
+        """Return ``[R, H]`` float32; rows of dropped assignments are zero. torch allocates the memory."""
         form = self.activations[0]
         refuse_codes(batch, Reference.name, form.name if form.e4m3 else None)
         hidden = self.weights.down.shape[-2]
@@ -63,19 +63,19 @@ class ReferenceExperts(PackedWeights):
 
 
 class Reference(ExpertKernel):
-    """Judge of all other kernels; reads the expert offsets on the host, so it cannot be captured in a CUDA graph."""
+    """Ground truth of all other kernels; reads the expert offsets on the host, so no CUDA graph can capture it."""
 
     name = "reference"
     takes_codes = True
 
     def regions(self, problem: ExpertsProblem) -> Regions:
-        """Decoded weights of one expert, and the rows of the largest batch all routed to one expert."""
-        hidden, intermediate, parts = problem.hidden, problem.intermediate, problem.parts
-        rows = problem.rows * (2 * hidden + (parts + 1) * intermediate)
-        return {"decoded": 4 * intermediate * hidden * parts, "rows": 4 * rows}
+        """Return the decoded weights of one expert, and the rows of the largest batch all routed to one expert."""
+        hidden, intermediate = problem.hidden, problem.intermediate
+        row = 2 * hidden + (problem.parts + 1) * intermediate
+        return {"decoded": 4 * intermediate * hidden * problem.parts, "rows": 4 * problem.rows * row}
 
     def pack(self, weights: ExpertWeights[Payload], problem: ExpertsProblem) -> ReferenceExperts:
-        """Keep the weights as they are."""
+        """Return the weights as they are."""
         forms = formats_within(problem.activation_format, weights.input_reach)
         reach = weights.input_reach if forms[0].static else None
         return ReferenceExperts(weights=weights, activation=problem.activation, activations=forms, input_reach=reach)

@@ -320,7 +320,9 @@ class Family:
         """Return the spec of a layer, default the last with routed experts; raises ConfigError and SpecError."""
         read = self.read(config)
         layers = self.layers_of(read)
-        spec = self.spec_of(read, layer if layer is not None else layers[-1] if layers else 0)
+        if layer is None:
+            layer = layers[-1] if layers else 0
+        spec = self.spec_of(read, layer)
         read.refuse_unread()
         return spec
 

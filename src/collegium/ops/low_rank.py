@@ -35,7 +35,8 @@ class LowRank:
             out = out[self.index - first]
         rows, columns = bounds[-2:]
         if self.transposed:
-            out, rows, columns = out.mT, columns, rows
+            out = out.mT
+            rows, columns = columns, rows
         stored = torch.arange(self.rows.start, self.rows.stop, self.rows.step)
         inside = (stored >= rows[0]) & (stored < rows[1])
         # A float64 product, rounded to float32, hardly depends on how it is cut.

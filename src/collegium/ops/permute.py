@@ -24,7 +24,7 @@ _PROGRAMS = 128
 
 
 class Owners(NamedTuple):
-    """Ranks that own the sorted assignments: N of each rank in turn, whose rows return to it.
+    """The ranks of the sorted assignments: N of each rank in turn, whose rows return to it.
 
     rows: ``[N, H]`` of this rank. deltas: ``[W]`` int64 or longer, bytes from them to each rank's, in its memory.
     """

@@ -257,7 +257,7 @@ class _NvFp4(ActivationFormat):
 
     The published recipe has one global scale for the tensor. Taken from the batch, it would let every row
     change the bits of all others; here it is ``amax(row) / (6 * 448)``, so a row depends on nothing but
-    itself. Static, it is the calibrated one of the published recipe; groups have their own scales.
+    itself. Static, it is the calibrated one of the published recipe; groups have separate scales.
     """
 
     max_value: ClassVar[float] = E2M1_MAX * E4M3_MAX

@@ -4,15 +4,14 @@ Shape letters: E experts, N output rows, K input columns, Kp columns as stored (
 
 A tile of decoded weights is written in bfloat16 with integer operations that torch vectorises: four E2M1 or
 INT4 codes become four bfloat16 numbers in one look-up of 16 bits, E4M3 codes are shifted into the bit fields of
-bfloat16. What a tile leaves out, a power of two per row or a global scale, is ``row_scale``: the caller
-multiplies the result by it in float32.
+bfloat16. A tile leaves out ``row_scale``, a power of two per row or a global scale: the caller multiplies the
+result by it in float32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -45,8 +44,7 @@ _STEP = 1 << 19
 class Scratch:
     """Temporary memory for one ``run``: ``size`` decoded weights, and indices for one round of operations.
 
-    longest: the longest row, which a round decodes at least. Made anew for each run, so runs in several threads
-    share none.
+    longest: the longest row, the least that a round decodes. Allocated for each run, so threads share none.
     """
 
     def __init__(self, size: int, longest: int) -> None:
@@ -99,7 +97,7 @@ class CodeMatrix:
 
     codes: ``[E, N, Kp/4]`` uint16, four 4-bit codes a word, lowest first, or ``[E, N, Kp]`` int8, E4M3 bits.
     table: ``[65536]`` int64, the four bfloat16 numbers of a word; None for E4M3.
-    scales: ``[E, N, G]``; ``step`` says what they are: ``exponent`` uint8 added to the exponent field;
+    scales: ``[E, N, G]``; ``step`` tells their kind: ``exponent`` uint8 added to the exponent field;
         ``e4m3`` uint8 and ``power`` uint8 (exponent field) and ``value`` (floating point) multiply; None: none.
     zeros: uint8 ``[E, N, G]``, subtracted from the codes before a ``value`` multiplies them, or None.
     row_scale: ``[E, N]`` float32 for the caller, or None. columns, group: K and the columns of a scale.
@@ -149,10 +147,10 @@ class CodeMatrix:
         """
         bits = scratch.bits(span.stop - span.start, self.stored_columns)
         step = max(1, _STEP // max(1, self.stored_columns))
-        pieces = [
-            self._decode(expert, slice(a, min(a + step, span.stop)), dtype, (bits[a - span.start :], scratch))
-            for a in range(span.start, span.stop, step)
-        ]
+        pieces: list[Tensor] = []
+        for start in range(span.start, span.stop, step):
+            rows = slice(start, min(start + step, span.stop))
+            pieces.append(self._decode(expert, rows, dtype, bits[start - span.start :], scratch))
         if dtype == torch.bfloat16:
             return bits.view(torch.bfloat16)
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
@@ -161,15 +159,16 @@ class CodeMatrix:
         """Return the matrix with ``change(tensor)`` for each tensor but the table that all share."""
         return map_tensors(self, change, "codes", "scales", "zeros", "row_scale")
 
-    def _decode(self, expert: int, span: slice, dtype: torch.dtype, where: tuple[Tensor, Scratch]) -> Tensor:
+    def _decode(self, expert: int, span: slice, dtype: torch.dtype, bits: Tensor, scratch: Scratch) -> Tensor:
+        """Decode rows ``span`` into the first rows of ``bits``."""
         codes = self.codes[expert, span]
         rows = codes.shape[0]
-        bits = where[0][:rows]
+        bits = bits[:rows]
         if self.table is None:
             bits.copy_(codes)
             bits.bitwise_left_shift_(4).bitwise_and_(_E4M3_MASK)
         else:
-            _look_up(self.table, codes, bits, where[1])
+            _look_up(self.table, codes, bits, scratch)
         values = bits.view(torch.bfloat16)
         if self.step == "exponent":
             assert self.scales is not None
@@ -196,9 +195,11 @@ class CodeMatrix:
     def _scale_by_value(self, values: Tensor, expert: int, span: slice, dtype: torch.dtype) -> Tensor:
         assert self.scales is not None
         rows = torch.arange(span.start, span.stop, device="cpu")
-        height = self.codes.shape[1] // self.parts
-        blocks = -(-height // self.row_block)
-        line = rows if self.row_block == 1 else rows // height * blocks + rows % height // self.row_block
+        line = rows
+        if self.row_block > 1:
+            height = self.codes.shape[1] // self.parts
+            blocks = -(-height // self.row_block)
+            line = rows // height * blocks + rows % height // self.row_block
         factor = self.scales[expert].index_select(0, line)
         if dtype != torch.bfloat16:
             values, factor = values.to(dtype), factor.to(dtype)
@@ -230,47 +231,67 @@ def _words(codes: Tensor) -> Tensor:
 
 def _mxfp4(payload: MxFp4) -> CodeMatrix:
     fields, largest = relative_e8m0(flat(payload.scales), _MX_FIELD)
-    more: dict[str, Any] = {"scales": fields, "step": "exponent", "row_scale": largest.mul_(0.5), "group": 32}
-    table = _table(tuple(v * 2.0**-63 for v in E2M1_VALUES))
-    return CodeMatrix(codes=_words(flat(payload.codes)), table=table, columns=payload.shape[-1], **more)
+    return CodeMatrix(
+        codes=_words(flat(payload.codes)),
+        table=_table(tuple(value * 2.0**-63 for value in E2M1_VALUES)),
+        scales=fields,
+        step="exponent",
+        row_scale=largest.mul_(0.5),
+        columns=payload.shape[-1],
+        group=32,
+    )
 
 
 def _nvfp4(payload: NvFp4) -> CodeMatrix:
     scale, codes = payload.global_scale.float(), flat(payload.codes)
     words = torch.empty(codes.shape, dtype=torch.uint8)
-    for expert, own in enumerate(codes):
-        grouped = unpack_nibbles(own).view(own.shape[0], -1, 16).transpose(1, 2)
-        words[expert] = pack_nibbles(grouped.reshape(own.shape[0], -1))
-    row_scale = by_row(scale.reciprocal() if payload.global_divides else scale, payload.shape)
-    more: dict[str, Any] = {"scales": flat(payload.scales.view(torch.uint8)), "step": "e4m3", "row_scale": row_scale}
-    table = _table(tuple(v * _E4M3_LIFT for v in E2M1_VALUES))
-    return CodeMatrix(codes=_words(words), table=table, columns=payload.shape[-1], group=16, strided=True, **more)
+    for expert, rows in enumerate(codes):
+        grouped = unpack_nibbles(rows).view(rows.shape[0], -1, 16).transpose(1, 2)
+        words[expert] = pack_nibbles(grouped.reshape(rows.shape[0], -1))
+    return CodeMatrix(
+        codes=_words(words),
+        table=_table(tuple(value * _E4M3_LIFT for value in E2M1_VALUES)),
+        scales=flat(payload.scales.view(torch.uint8)),
+        step="e4m3",
+        row_scale=by_row(scale.reciprocal() if payload.global_divides else scale, payload.shape),
+        columns=payload.shape[-1],
+        group=16,
+        strided=True,
+    )
 
 
 def _int4(payload: Int4Group | Int4Affine) -> CodeMatrix:
-    codes, zeros = flat(payload.codes), payload.zeros if isinstance(payload, Int4Affine) else None
-    codes = functional.pad(codes, (0, codes.shape[-1] % 2)) if codes.shape[-1] % 2 else codes
-    table = _table(tuple(float(code - (8 if zeros is None else 0)) for code in range(16)))
-    more: dict[str, Any] = {"scales": flat(payload.scales), "zeros": None if zeros is None else flat(zeros)}
-    more |= {"step": "value", "columns": payload.shape[-1], "group": payload.group_size}
-    return CodeMatrix(codes=_words(codes), table=table, **more)
+    codes = flat(payload.codes)
+    if codes.shape[-1] % 2:
+        codes = functional.pad(codes, (0, 1))
+    zeros = payload.zeros if isinstance(payload, Int4Affine) else None
+    middle = 8 if zeros is None else 0
+    return CodeMatrix(
+        codes=_words(codes),
+        table=_table(tuple(float(code - middle) for code in range(16))),
+        scales=flat(payload.scales),
+        zeros=None if zeros is None else flat(zeros),
+        step="value",
+        columns=payload.shape[-1],
+        group=payload.group_size,
+    )
 
 
 def _e4m3(payload: MxFp8 | Fp8Tensor | Fp8Channel | Fp8Block) -> CodeMatrix:
-    more: dict[str, Any] = {}
+    matrix = CodeMatrix(codes=flat(payload.codes.view(torch.int8)), columns=payload.shape[-1])
     match payload:
         case MxFp8():
             fields, largest = relative_e8m0(flat(payload.scales), _E4M3_FIELD)
-            more.update(scales=fields, step="power", row_scale=largest, group=32)
+            return replace(matrix, scales=fields, step="power", row_scale=largest, group=32)
         case Fp8Tensor():
-            more["row_scale"] = by_row(payload.scale, payload.shape)
+            return replace(matrix, row_scale=by_row(payload.scale, payload.shape))
         case Fp8Channel():
-            more["row_scale"] = payload.scales.flatten(1).float()
+            return replace(matrix, row_scale=payload.scales.flatten(1).float())
         case Fp8Block():
             parts = payload.shape[1] if len(payload.shape) == 4 else 1
-            row_block, group = payload.block
-            more.update(scales=flat(payload.scales), step="value", group=group, row_block=row_block, parts=parts)
-    return CodeMatrix(codes=flat(payload.codes.view(torch.int8)), columns=payload.shape[-1], **more)
+            rows, columns = payload.block
+            scales = flat(payload.scales)
+            return replace(matrix, scales=scales, step="value", group=columns, row_block=rows, parts=parts)
 
 
 CPU_FORMATS = (Bf16, Fp16, Fp32, Fp8Block, Fp8Tensor, Fp8Channel, MxFp8, MxFp4, NvFp4, Int4Group, Int4Affine)

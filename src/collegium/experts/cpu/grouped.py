@@ -7,12 +7,12 @@ For the rows of one expert, with A the dtype of x and C = bfloat16 if A is bfloa
     h  = A(activation(gu))                              float32
     y  = C(tile(down) @ h.T) * row_scale + bias         float32
 
-The CPU library packs its right operand on each call, so that is the small one, the tokens; but in bfloat16 without AMX
-it reads weights on the right where they lie, in half the time for few rows (EPYC with AVX512_BF16, November 2026). A
-tile is at most 4 million weights, so no decoded copy of the layer exists.
+The CPU library packs its right operand on each call, so the right one is the smaller, the tokens; but in bfloat16
+without AMX it reads weights on the right in place, in half the time for few rows (EPYC with AVX512_BF16, November
+2026). A tile is at most 4 million weights, so no decoded copy of the layer exists.
 
-Bfloat16 weights are multiplied by ``kernels.cpu_fused`` where it runs, from where they lie; C is float32 then. A call
-of the library ends when its slowest thread does, many times a layer; tasks of that kernel wait for nobody.
+``kernels.cpu_fused`` multiplies bfloat16 weights in place where it runs; C is float32 then. Each of the many library
+calls of a layer waits for its slowest thread; tasks of that kernel do not wait for each other.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from .panels import FusedMatrix, as_fused, missing_requirement, scratch_bytes
 
 __all__ = ["CpuExperts", "CpuGrouped", "cut_rows", "fast_activate", "starts_of", "tokens_of"]
 
-# Weights in one decoded tile, 8 MiB of bfloat16: each call of the CPU library costs some 30 microseconds whatever
+# Weights in one decoded tile, 8 MiB of bfloat16: each call of the CPU library costs about 30 microseconds whatever
 # its size, so tiles that stay in the second-level cache lose more than they save (Xeon with AMX, November 2026).
 _TILE = 1 << 22
-# From here on the library takes longer in bfloat16 than in float32, with the conversion, on a CPU with AVX2 alone (two
+# Rows from which on the library is slower in bfloat16 than in float32 with the conversion, on a CPU with AVX2 (two
 # cores of a Zen 3 EPYC, November 2026: 1.4 and 3.1 ms at 4 rows, 2.6 and 3.5 at 8, 5.0 and 2.4 at 12).
 _FLOAT32_ROWS = 9
 _HAS_TILES = bool(torch.cpu._is_amx_tile_supported())  # pyright: ignore[reportPrivateUsage]
 _Spans = list[tuple[int, slice]]  # experts and their rows
-_CHUNK_ROWS = 512  # rows whose intermediate values are kept at once, unless one expert has more
+_CHUNK_ROWS = 512  # rows with intermediate values in memory at once, unless one expert has more
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CpuExperts(PackedWeights):
-    """Both matrices as the CPU decodes them; the memory of a batch is torch's own.
+    """Both matrices as the CPU decodes them; torch allocates the memory of a batch.
 
-    turns: machine code may multiply BF16 weights where they lie.
+    fused: ``kernels.cpu_fused`` may multiply BF16 weights in place.
     """
 
     gate_up: PlainMatrix | CodeMatrix
@@ -70,39 +70,49 @@ class CpuExperts(PackedWeights):
         finished = self.down.row_scale is None and self.down_bias is None
         exact = torch.bfloat16 if finished and batch.x.dtype == torch.bfloat16 else torch.float32
         rows = torch.empty(batch.source.numel(), self.down.shape[1], dtype=exact, device=batch.x.device)
-        both = self._as_fused() if self.fused and batch.x.dtype == torch.bfloat16 else None
-        chunks = cut_rows(batch)
-        longest = max((own.stop - own.start for own, _ in chunks), default=0) if both is None else 0
-        room = torch.empty(longest, self.gate_up.shape[1], dtype=torch.float32, device=batch.x.device)
-        scratch, compute = _scratch(self), torch.bfloat16 if batch.x.dtype == torch.bfloat16 else torch.float32
+        fused = self._as_fused() if self.fused and batch.x.dtype == torch.bfloat16 else None
         with torch.inference_mode():
-            for run, spans in chunks:
-                x, out, inner = tokens_of(batch, run), rows[run], room[: run.stop - run.start]
-                if both is not None:
-                    where = starts_of(spans)
-                    hidden = fast_activate(both[0].multiply(x, *where), self.activation)
-                    out.copy_(both[1].multiply(hidden.to(x.dtype), *where))
-                    continue
-                _project(self.gate_up, self.gate_up_bias, x.to(compute), (spans, inner, scratch))
-                hidden = fast_activate(inner, self.activation).to(x.dtype)
-                _project(self.down, self.down_bias, hidden.to(compute), (spans, out, scratch))
+            if fused is None:
+                self._run_library(batch, rows)
+            else:
+                self._run_fused(batch, rows, *fused)
         return rows
 
+    def _run_library(self, batch: ContiguousBatch, rows: Tensor) -> None:
+        chunks = cut_rows(batch)
+        longest = max((chunk.stop - chunk.start for chunk, _ in chunks), default=0)
+        buffer = torch.empty(longest, self.gate_up.shape[1], dtype=torch.float32, device=batch.x.device)
+        scratch = _scratch(self)
+        compute = torch.bfloat16 if batch.x.dtype == torch.bfloat16 else torch.float32
+        for chunk, spans in chunks:
+            x = tokens_of(batch, chunk)
+            gate_up = buffer[: x.shape[0]]
+            _project(self.gate_up, self.gate_up_bias, x.to(compute), spans, gate_up, scratch)
+            hidden = fast_activate(gate_up, self.activation).to(x.dtype)
+            _project(self.down, self.down_bias, hidden.to(compute), spans, rows[chunk], scratch)
+
+    def _run_fused(self, batch: ContiguousBatch, rows: Tensor, gate_up: FusedMatrix, down: FusedMatrix) -> None:
+        for chunk, spans in cut_rows(batch):
+            x = tokens_of(batch, chunk)
+            experts, starts = starts_of(spans)
+            hidden = fast_activate(gate_up.multiply(x, experts, starts), self.activation)
+            rows[chunk].copy_(down.multiply(hidden.to(x.dtype), experts, starts))
+
     def _as_fused(self) -> tuple[FusedMatrix, FusedMatrix] | None:
-        """Return both matrices as machine code reads them where they lie, or None where it does not."""
-        both = (self.gate_up, self.gate_up_bias), (self.down, self.down_bias)
-        first, second = (as_fused(*own) for own in both)
+        """Return both matrices as ``kernels.cpu_fused`` reads them in place, or None where it cannot."""
+        first = as_fused(self.gate_up, self.gate_up_bias)
+        second = as_fused(self.down, self.down_bias)
         return None if first is None or second is None else (first, second)
 
     def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> CpuExperts:
-        made = replace(self, gate_up=self.gate_up.map_tensors(change), down=self.down.map_tensors(change))
-        return map_tensors(made, change, "gate_up_bias", "down_bias")
+        experts = replace(self, gate_up=self.gate_up.map_tensors(change), down=self.down.map_tensors(change))
+        return map_tensors(experts, change, "gate_up_bias", "down_bias")
 
 
 class CpuGrouped(ExpertKernel):
     """Any weight format on any CPU torch runs on; activations stay in the dtype of x.
 
-    Run to run the bits are the same for the same thread count. They may depend on how many rows an expert
+    Runs with the same thread count give the same bits. They may depend on how many rows an expert
     gets: the CPU library picks its kernel by the row count.
     """
 
@@ -127,16 +137,17 @@ class CpuGrouped(ExpertKernel):
         """Tiles, plus the rows of the largest batch all routed to one expert."""
         hidden, intermediate = problem.hidden, problem.intermediate
         # Indices and bfloat16 values, 2 bytes a weight each, and for float32 activations the pieces and their join.
-        longest, threads = max(hidden, intermediate), max(problem.device.threads, torch.get_num_threads())
+        longest = max(hidden, intermediate)
+        threads = max(problem.device.threads, torch.get_num_threads())
         tile = max(12 * max(_TILE, longest + 256), threads * scratch_bytes(longest))
         # Per row: x gathered, arranged and transposed, gate_up in two precisions, its activation, the result.
         row = 4 * (4 * hidden + (2 * problem.parts + 4) * intermediate)
         return {"tile": tile, "rows": max(1, problem.rows) * row}
 
     def pack(self, weights: ExpertWeights[Payload], problem: ExpertsProblem) -> CpuExperts:
-        """Share or re-lay the codes, one expert at a time, and keep biases in float32.
+        """Share or re-lay the codes, one expert at a time, and convert biases to float32.
 
-        Plain numbers are rounded to bfloat16 beside bfloat16 tokens, where they are not that already. Raises
+        Plain numbers are rounded to bfloat16 for bfloat16 tokens. Raises
         BadScaleError for scales or codes the format forbids.
         """
         experts = weights.down.shape[0]
@@ -153,36 +164,41 @@ class CpuGrouped(ExpertKernel):
 
 
 def _project(
-    matrix: PlainMatrix | CodeMatrix, bias: Tensor | None, x: Tensor, where: tuple[_Spans, Tensor, Scratch]
+    matrix: PlainMatrix | CodeMatrix, bias: Tensor | None, x: Tensor, spans: _Spans, out: Tensor, scratch: Scratch
 ) -> None:
-    """Write ``x [r, K] @ matrix[e].T * row_scale + bias`` of every (expert, rows) of ``where`` into its tensor."""
-    spans, out, scratch = where
-    width = matrix.shape[1]
+    """Write ``x [r, K] @ matrix[e].T * row_scale + bias`` of every (expert, rows) of ``spans`` to ``out``."""
     x = matrix.arrange(x)
     for expert, span in spans:
-        count = span.stop - span.start
-        wide = count >= _FLOAT32_ROWS and torch.backends.cpu.get_cpu_capability() == "AVX2"
-        own = x[span].float() if wide else x[span]
-        step = matrix.tile_rows(own.dtype, _TILE)
-        left = own.dtype == torch.bfloat16 and not _HAS_TILES
-        result = own.new_empty(count, width) if left else own.new_empty(width, count).t()
-        right = own if left else own.t().contiguous()
-        for begin in range(0, width, step):
-            piece = slice(begin, min(begin + step, width))
-            weights = matrix.tile(expert, piece, own.dtype, scratch)
-            if left:
-                torch.mm(right, weights.t(), out=result[:, piece])
-            elif count > 1:
-                torch.mm(weights, right, out=result.t()[piece])
-            else:  # a product of matrix and vector reads the weights faster
-                torch.mv(weights, right[:, 0], out=result[0, piece])
+        rows = x[span]
+        if rows.shape[0] >= _FLOAT32_ROWS and torch.backends.cpu.get_cpu_capability() == "AVX2":
+            rows = rows.float()
+        product = _product(matrix, expert, rows, scratch)
         # In the dtype of ``out``.
         if matrix.row_scale is None:
-            out[span].copy_(result)
+            out[span].copy_(product)
         else:
-            torch.mul(result, matrix.row_scale[expert], out=out[span])
+            torch.mul(product, matrix.row_scale[expert], out=out[span])
         if bias is not None:
             out[span].add_(bias[expert])
+
+
+def _product(matrix: PlainMatrix | CodeMatrix, expert: int, rows: Tensor, scratch: Scratch) -> Tensor:
+    """Return ``rows @ matrix[expert].T``, decoded a tile at a time."""
+    count, width = rows.shape[0], matrix.shape[1]
+    step = matrix.tile_rows(rows.dtype, _TILE)
+    tokens_left = rows.dtype == torch.bfloat16 and not _HAS_TILES
+    product = rows.new_empty(count, width) if tokens_left else rows.new_empty(width, count).t()
+    tokens = rows if tokens_left else rows.t().contiguous()
+    for begin in range(0, width, step):
+        tile = slice(begin, min(begin + step, width))
+        weights = matrix.tile(expert, tile, rows.dtype, scratch)
+        if tokens_left:
+            torch.mm(tokens, weights.t(), out=product[:, tile])
+        elif count > 1:
+            torch.mm(weights, tokens, out=product.t()[tile])
+        else:  # a product of matrix and vector reads the weights faster
+            torch.mv(weights, tokens[:, 0], out=product[0, tile])
+    return product
 
 
 def fast_activate(inner: Tensor, spec: ActivationSpec) -> Tensor:
@@ -199,9 +215,9 @@ def fast_activate(inner: Tensor, spec: ActivationSpec) -> Tensor:
 
 
 def cut_rows(batch: ContiguousBatch) -> list[tuple[slice, _Spans]]:
-    """Cut the rows of ``batch`` into runs of at most ``_CHUNK_ROWS``, or of one expert, and say whose a run's rows are.
+    """Cut the rows of ``batch`` into chunks of at most ``_CHUNK_ROWS``, or of one expert, with the spans of experts.
 
-    Rows of a span are counted from the first of their run.
+    Rows of a span are counted from the first of their chunk.
     """
     cuts: list[tuple[slice, _Spans]] = []
     start, spans = 0, _Spans()
@@ -217,20 +233,20 @@ def cut_rows(batch: ContiguousBatch) -> list[tuple[slice, _Spans]]:
 
 
 def tokens_of(batch: ContiguousBatch, span: slice) -> Tensor:
-    """Return the tokens of rows ``own``, times their weights where they have some."""
+    """Return the tokens of rows ``span``, times their input weights where there are any."""
     x = batch.x.index_select(0, batch.source[span])
     return x if batch.input_weights is None else (x.float() * batch.input_weights[span, None]).to(x.dtype)
 
 
 def starts_of(spans: _Spans) -> tuple[Tensor, Tensor]:
-    """Return the experts of ``spans``, and where the rows of each begin, as ``FusedMatrix`` takes them."""
-    # These are on the CPU whatever torch's default device is.
-    bounds = accumulate((own.stop - own.start for _, own in spans), initial=0)
+    """Return the experts of ``spans``, and where the rows of each begin, for ``FusedMatrix.multiply``."""
+    # LongTensor is on the CPU whatever torch's default device is.
+    bounds = accumulate((span.stop - span.start for _, span in spans), initial=0)
     return torch.LongTensor([expert for expert, _ in spans]), torch.LongTensor([*bounds])
 
 
 def _scratch(packed: CpuExperts) -> Scratch:
-    """Make room for the largest tile of the two projections."""
-    coded = [m for m in (packed.gate_up, packed.down) if isinstance(m, CodeMatrix)]
-    size = max((m.tile_rows(torch.bfloat16, _TILE) * m.stored_columns for m in coded), default=0)
-    return Scratch(size, max((m.stored_columns for m in coded), default=0))
+    """Return scratch memory for the largest tile of the two projections."""
+    matrices = [matrix for matrix in (packed.gate_up, packed.down) if isinstance(matrix, CodeMatrix)]
+    size = max((matrix.tile_rows(torch.bfloat16, _TILE) * matrix.stored_columns for matrix in matrices), default=0)
+    return Scratch(size, max((matrix.stored_columns for matrix in matrices), default=0))

@@ -1,4 +1,4 @@
-"""One projection of all experts as the kernel that Numba makes of ``kernels.cpu_fused`` reads it."""
+"""One projection of all experts as the kernel in ``kernels.cpu_fused``, compiled by Numba, reads it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ COLUMNS = 32  # columns of a tile
 # In the order of ``kernels.cpu_fused.SCALES``; uint8 is E8M0.
 _SCALES = (torch.uint8, torch.float8_e4m3fn, torch.int8, torch.bfloat16, torch.float16, torch.float32)
 _UNREAD = torch.zeros(1, 16, device="cpu")  # scales and values of numbers that have none
-# With these Numba compiles nothing, or without AVX, which ends the process.
+# With these settings Numba compiles nothing, or without AVX, which ends the process.
 _SWITCHES = {"DISABLE_JIT": 1, "ENABLE_AVX": 0, "CPU_NAME": "generic"}
 TENSORS = ("codes", "scales", "supers", "values", "order", "factors", "bias")
 
 
 def missing_requirement() -> str | None:
-    """Return what this machine lacks to run the kernel, and what to do, or None."""
+    """Return what this machine needs to run the kernel, and how to get it, or None."""
     if sys.platform != "linux" or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         return f"found {torch.backends.cpu.get_cpu_capability()} on {sys.platform}; it needs AVX2 or AVX512 on linux"
     if not find_spec("numba"):
@@ -45,7 +45,7 @@ class FusedMatrix:
     """One projection of all experts, sixteen rows side by side, for codes of b bits.
 
     codes: uint8 ``[E, Np/16, Kp/2, 4 b]``, in the layout of ``kernels.cpu_fused``; b is 16 for numbers in rows. scales:
-    ``[E, Np/16, G, 16]``, or ``[E, Np/16, G, 32]`` with what ``shift`` says (``SHIFTS`` there) behind them. supers:
+    ``[E, Np/16, G, 16]``, or ``[E, Np/16, G, 32]`` followed by what ``shift`` names (``SHIFTS`` there). supers:
     float16 ``[E, Np/16, Kp/256, 16 or 32]``, which multiply int8 scales, or None. values: float32 ``[E, 16]``, what the
     lower four bits of a code mean; to codes of eight bits the first is added. floats: codes are E4M3, scales for
     2^-8 of what they mean. order: int64 ``[E, Kp]``, the column of x for each column of codes, K for none; None where
@@ -74,27 +74,47 @@ class FusedMatrix:
             return self._multiply_halves(x, experts, bounds)
         kernel: Any = import_module("collegium.kernels.cpu_fused")
         tiles, threads = kernel.has_tiles(), torch.get_num_threads()
-        panels, pairs, wide = self.codes.shape[1:]
-        if self.order is not None:
-            rows = functional.pad(x, (0, 1)).split(bounds.diff().tolist())
-            x = torch.cat([own.index_select(1, order) for own, order in zip(rows, self.order[experts], strict=True)])
-        elif x.shape[1] != 2 * pairs:
-            x = functional.pad(x, (0, 2 * pairs - x.shape[1]))
+        panels, pairs, panel_bytes = self.codes.shape[1:]
+        x = self._arrange(x, experts, bounds, 2 * pairs)
         x = x if kernel.PAIR_BYTES == 4 else x.float()
-        out = (torch.empty if tiles else torch.zeros)(x.shape[0], panels * 16, dtype=torch.float32, device=x.device)
+        allocate = torch.empty if tiles else torch.zeros
+        out = allocate(x.shape[0], panels * 16, dtype=torch.float32, device=x.device)
         scratch = torch.empty(threads, scratch_bytes(2 * pairs), dtype=torch.uint8, device=x.device)
-        tensors = {name: getattr(self, name) for name in TENSORS}
-        tensors |= {"experts": experts, "bounds": bounds, "x": x.contiguous(), "out": out, "scratch": scratch}
-        fields = {name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None}
-        blocks, kind, shift = panels * 16 // TASK, _SCALES.index(self.scales.dtype), kernel.SHIFTS.index(self.shift)
-        fields |= {"tasks": experts.numel() * blocks, "blocks": blocks, "bits": wide // 4, "pairs": pairs}
-        fields |= {"kind": kind, "shift": shift, "tiles": tiles, "line": self.scales[0, 0, 0].nbytes}
-        fields |= {"group": self.group, "groups": self.scales.shape[2], "floats": self.floats}
+        tensors = {
+            **{name: getattr(self, name) for name in TENSORS},
+            "experts": experts,
+            "bounds": bounds,
+            "x": x.contiguous(),
+            "out": out,
+            "scratch": scratch,
+        }
+        blocks = panels * 16 // TASK
+        fields = {
+            **{name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None},
+            "tasks": experts.numel() * blocks,
+            "blocks": blocks,
+            "bits": panel_bytes // 4,
+            "pairs": pairs,
+            "kind": _SCALES.index(self.scales.dtype),
+            "shift": kernel.SHIFTS.index(self.shift),
+            "tiles": tiles,
+            "line": self.scales[0, 0, 0].nbytes,
+            "group": self.group,
+            "groups": self.scales.shape[2],
+            "floats": self.floats,
+        }
         kernel.run(np.array([fields.get(name, 0) for name in kernel.FIELDS], dtype=np.int64), threads)
         return out
 
+    def _arrange(self, x: Tensor, experts: Tensor, bounds: Tensor, padded_cols: int) -> Tensor:
+        """Return ``x`` in the order of each expert's columns, or padded to ``padded_cols``."""
+        if self.order is None:
+            return x if x.shape[1] == padded_cols else functional.pad(x, (0, padded_cols - x.shape[1]))
+        by_expert = zip(functional.pad(x, (0, 1)).split(bounds.diff().tolist()), self.order[experts], strict=True)
+        return torch.cat([rows.index_select(1, order) for rows, order in by_expert])
+
     def _multiply_halves(self, x: Tensor, experts: Tensor, bounds: Tensor) -> Tensor:
-        """Do it for float16: each number is the sum of two bfloat16 numbers, exactly, which are two rows."""
+        """Multiply float16 rows: each number is exactly the sum of two bfloat16 numbers, which become two rows."""
         upper = x.bfloat16()
         # Nothing is left of an infinity.
         lower = (x.float() - upper.float()).nan_to_num(0.0, 0.0, 0.0).bfloat16()
@@ -104,7 +124,7 @@ class FusedMatrix:
 
 
 def as_fused(matrix: PlainMatrix | CodeMatrix, bias: Tensor | None) -> FusedMatrix | None:
-    """Return a matrix of bfloat16 numbers where they lie, or None for others, and sizes that the kernel does not read.
+    """Return a matrix of bfloat16 numbers in place, or None for other numbers and sizes that the kernel cannot read.
 
     bias: float32 ``[E, N]`` or None.
     """

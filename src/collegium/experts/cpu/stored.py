@@ -1,4 +1,4 @@
-"""What both CPU kernels ask of a payload before they lay it out."""
+"""Checks and shapes of payloads that both CPU kernels need before they re-lay them."""
 
 from torch import Tensor
 
@@ -15,14 +15,14 @@ def flat(stored: Tensor) -> Tensor:
 
 def by_row(per_matrix: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Repeat one number a matrix ``[E]`` or ``[E, P]`` for each of its rows: ``[E, P * N]`` float32."""
-    spread = per_matrix.reshape(*shape[:-2], 1).float().expand(shape[:-1])
-    return spread.reshape(shape[0], -1).contiguous()
+    per_row = per_matrix.reshape(*shape[:-2], 1).float().expand(shape[:-1])
+    return per_row.reshape(shape[0], -1).contiguous()
 
 
 def refuse_faults(payload: Payload, name: str) -> None:
     """Raise BadScaleError where decoding would turn a NaN of ``payload`` into a number; elsewhere it stays NaN."""
-    hides = isinstance(payload, MxFp4 | MxFp8 | NvFp4 | Fp8Tensor | Fp8Channel | Fp8Block)
-    for expert in range(payload.shape[0] if hides else 0):
+    hides_nan = isinstance(payload, MxFp4 | MxFp8 | NvFp4 | Fp8Tensor | Fp8Channel | Fp8Block)
+    for expert in range(payload.shape[0] if hides_nan else 0):
         if bool(payload[expert].faults().any()):
             raise BadScaleError(
                 f"{name}, local expert {expert}: {payload.name} holds a forbidden scale or a NaN; its result would "

@@ -6,6 +6,7 @@ Shape letters: E experts, P parts (2: gate and up; 1), N outputs of a part, K in
 from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -47,7 +48,7 @@ def dequantized_groups(
         stop = min(start + size, experts)
         group_offsets = offsets[start : stop + 1]
         group_tiles = tiles if size == experts else tile_list(group_offsets, rows, tiles.tile, memory)
-        group = matrix.map_tensors(lambda tensor, span=slice(start, stop): tensor[span])
+        group = matrix.map_tensors(itemgetter(slice(start, stop)))
         yield ExpertGroup(dequantize_experts(group, buffer), group_offsets, group_tiles)
 
 

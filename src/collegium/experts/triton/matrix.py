@@ -41,7 +41,7 @@ class RangeReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedMatrix:
-    """Weights ``[E, P, N, K]`` as a kernel reads them; ``layout`` says which shapes and dtypes the tensors have.
+    """Weights ``[E, P, N, K]`` as a kernel reads them; ``layout`` has the shapes and dtypes of the tensors.
 
     scale: of groups or blocks, None where no scale is applied in the K loop. row_scale: float32 factors of whole rows,
     or None; for some lanes the table of numbers (``Lanes``). bias: ``[E, P, N]`` floating, or None. order: int32

@@ -153,7 +153,9 @@ class PackedExperts(PackedWeights):
             source = None
         x, x_scale = rescale((x, x_scale), self.gate_up, None, memory_x)
         if isinstance(x_scale, Tensor) and reads_transposed_scales(self.activations, self.gate_up.layout, first.tile):
-            x_scale = transpose_scales(x_scale, source, memory=memory_x)
+            # The product reads transposed scales by assignment. Only measured tiles are that tall for so few rows.
+            token = torch.arange(count, device=x.device) // top_k
+            x_scale = transpose_scales(x_scale, token, memory=memory_x)
         middle = self._middle(count, out, memory)
         grouped_gemm(x, self.gate_up, ids, first, middle, source=source, x_scale=x_scale, activation=self.activation)
         h, h_scale = self._second_operand(middle, second.tile, None, memory)
@@ -161,7 +163,15 @@ class PackedExperts(PackedWeights):
 
     def products(self) -> tuple[MeasuredProduct, ...]:
         """Return gate_up and down."""
-        return MeasuredProduct(packed=self, index=0, name="gate_up"), MeasuredProduct(packed=self, index=1, name="down")
+        gate_up = MeasuredProduct(
+            name="gate_up",
+            matrix=self.gate_up,
+            tiling=self.tiling,
+            activation=self.activation,
+            form=self.forms[0],
+            first=True,
+        )
+        return gate_up, replace(gate_up, name="down", matrix=self.down, form=self.forms[1], first=False)
 
     def with_measured(self, tables: Mapping[str, TunedTiles]) -> PackedExperts:
         """Return the same experts with measured tiles."""

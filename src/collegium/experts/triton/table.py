@@ -111,7 +111,8 @@ class TritonKernel:
         Tokens are E4M3 codes of any input, or the 16-bit input itself. Down may have weights of another format, which
         the kernel of that format multiplies.
         """
-        weights, tokens, dtype = problem.weight_format, problem.activation_format, problem.dtype
+        weights, tokens = problem.weight_format, problem.activation_format
+        dtype = problem.dtype
         known_weights = dict.fromkeys(row.weights for row in TABLE[self.name])
         if weights not in known_weights:
             return f"asked for {weights} weights; it takes {_either(known_weights)}"

@@ -170,7 +170,8 @@ def middle_format(
 
 def product_regions(problem: ExpertsProblem, tiling: ProductTiling) -> Regions:
     """Return the memory ``PackedExperts.run`` takes at most: operands, middle rows, result, tile lists."""
-    dtype, form, rows = DTYPES[problem.dtype], tiling.activations, problem.rows
+    rows, dtype = problem.rows, DTYPES[problem.dtype]
+    form = tiling.activations
     name = None if form is None else form.name
     result = dtype.itemsize if form is None or dtype == torch.bfloat16 else 4
     intermediate, hidden = problem.intermediate, problem.hidden

@@ -4,72 +4,72 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...ops.operand import operand, transpose_scales
-from ...types import ContiguousBatch
+from ...ops.quantize import ActivationFormat
+from ...types import ActivationSpec, ContiguousBatch
 from .grouped import TileList, grouped_gemm, rescale, tile_list
 from .matrix import PackedMatrix
 from .tiles.candidates import candidates
 from .tiles.choice import choose
 from .tiles.problem import TileChoice, TileProblem
 from .tiles.score import score
-from .tiling import reads_transposed_scales
-
-if TYPE_CHECKING:
-    from .packed import PackedExperts
+from .tiling import ProductTiling, reads_transposed_scales
 
 __all__ = ["MeasuredProduct"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredProduct:
-    """One of the two products; index: 0 for gate_up, 1 for down."""
+    """One of the two products, as a function of its tile.
 
-    packed: PackedExperts
-    index: int
+    first: gate_up, which gathers tokens and applies the activation. form: of its rows, None for rows in their dtype.
+    """
+
     name: str
-
-    @property
-    def _matrix(self) -> PackedMatrix:
-        return self.packed.down if self.index else self.packed.gate_up
+    matrix: PackedMatrix
+    tiling: ProductTiling
+    activation: ActivationSpec
+    form: ActivationFormat | None
+    first: bool
 
     def _problem(self, rows: int) -> TileProblem:
-        return self.packed.tiling.problem_of(self._matrix.layout, rows)
+        return self.tiling.problem_of(self.matrix.layout, rows)
 
     def default_tile(self, rows: int) -> TileChoice:
         """Return the tile chosen from the sizes alone."""
-        return choose(self._problem(rows), self.packed.machine)
+        return choose(self._problem(rows), self.tiling.machine)
 
     def candidates(self, rows: int) -> tuple[TileChoice, ...]:
         """Return every tile that fits, the fastest by the score first."""
-        problem, machine = self._problem(rows), self.packed.machine
+        problem, machine = self._problem(rows), self.tiling.machine
         return tuple(sorted(candidates(problem, machine), key=lambda tile: score(problem, tile, machine)))
 
     def runner(self, batch: ContiguousBatch) -> Callable[[TileChoice], Tensor]:
         """Return this product of ``batch`` as a function of its tile; the second product reads random rows."""
-        packed, matrix, first = self.packed, self._matrix, self.index == 0
+        matrix, first = self.matrix, self.first
         count = batch.source.numel()
         _, _, n_out, k_in = matrix.layout.shape
         x = batch.x if first else torch.randn(count, k_in, device=batch.x.device).to(batch.x.dtype)
-        rows = operand(x, packed.forms[self.index], order=matrix.layout.row_order)
+        rows = operand(x, self.form, order=matrix.layout.row_order)
         codes, scale = rescale(rows, matrix, None, None)
         out = torch.empty(count, n_out, dtype=torch.bfloat16, device=x.device)
-        options: dict[str, Any] = {"source": batch.source, "activation": packed.activation} if first else {}
+        options: dict[str, Any] = {"source": batch.source, "activation": self.activation} if first else {}
         tile_lists: dict[TileChoice, TileList] = {}
         # The kernel that quantises the second product's rows writes transposed scales at no cost.
         transposed = None
-        if not first and isinstance(scale, Tensor) and reads_transposed_scales(packed.activations, matrix.layout):
+        if not first and isinstance(scale, Tensor) and reads_transposed_scales(self.tiling.activations, matrix.layout):
             transposed = transpose_scales(scale, None)
 
         def run(tile: TileChoice) -> Tensor:
             if tile not in tile_lists:
                 tile_lists[tile] = tile_list(batch.expert_offsets, count, tile)
             x_scale = scale
-            if isinstance(scale, Tensor) and reads_transposed_scales(packed.activations, matrix.layout, tile):
+            if isinstance(scale, Tensor) and reads_transposed_scales(self.tiling.activations, matrix.layout, tile):
                 x_scale = transpose_scales(scale, batch.source) if first else transposed
             return grouped_gemm(codes, matrix, batch.expert_offsets, tile_lists[tile], out, x_scale=x_scale, **options)
 

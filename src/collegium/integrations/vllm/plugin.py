@@ -79,7 +79,9 @@ def register() -> None:
         return
     try:
         layers = import_extra(f"{_LAYERS}.routed_experts", "vllm 0.32 or later", group="vllm").RoutedExperts
-        build, find, weights = layers.__init__, layers._get_quant_method, layers.get_expert_weights
+        original_init = layers.__init__
+        original_get_quant_method = layers._get_quant_method
+        original_get_expert_weights = layers.get_expert_weights
     except (AttributeError, MissingExtraError) as error:
         if _mode() == "require":
             raise
@@ -90,30 +92,32 @@ def register() -> None:
         return
     layers.collegium = None
 
-    @functools.wraps(build)
+    @functools.wraps(original_init)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         config = import_extra("vllm.config", group="vllm").get_current_vllm_config()
         object.__setattr__(self, "collegium", _State(config=config))
         object.__setattr__(self, "weight_loader", _recording(self, self.weight_loader))
-        build(self, *args, **kwargs)
+        original_init(self, *args, **kwargs)
         _plan_before_loading(self, self.collegium)
 
-    @functools.wraps(find)
+    @functools.wraps(original_get_quant_method)
     def get_quant_method(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return find(self, *args, **kwargs)
+            return original_get_quant_method(self, *args, **kwargs)
         except Exception as error:  # of many classes: vLLM has no kernel for this machine
             self.collegium.vllm_error = error
             with _without_kernel_check():
-                return find(self, *args, **kwargs)
+                return original_get_quant_method(self, *args, **kwargs)
 
-    @functools.wraps(weights)
+    @functools.wraps(original_get_expert_weights)
     def get_expert_weights(self: Any) -> Any:
-        return (
-            _expert_bytes(self.quant_method.packed) if isinstance(self.quant_method, _method_class()) else weights(self)
-        )
+        if isinstance(self.quant_method, _method_class()):
+            return _expert_bytes(self.quant_method.packed)
+        return original_get_expert_weights(self)
 
-    layers.__init__, layers._get_quant_method, layers.get_expert_weights = init, get_quant_method, get_expert_weights
+    layers.__init__ = init
+    layers._get_quant_method = get_quant_method
+    layers.get_expert_weights = get_expert_weights
 
 
 def _expert_bytes(packed: MoELayer) -> list[Tensor]:

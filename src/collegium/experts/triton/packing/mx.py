@@ -22,6 +22,8 @@ __all__ = ["pack_mx", "pack_nvfp4", "unpack_mx", "unpack_nvfp4"]
 _DECODED = {(False, False): 126, (False, True): 14, (True, False): 120, (True, True): 8}
 # E8M0 byte of a row's largest scale after packing, likewise.
 _LARGEST = {(False, False): 253, (False, True): 30, (True, False): 247, (True, True): 30}
+# What the largest scale leaves of that: of 2^126 and 2^120 1, in float16 of 2^15 2 and 128.
+_REMAINDER = {(False, False): 1, (False, True): 2, (True, False): 1, (True, True): 128}
 # An E4M3 scale of NVFP4 becomes itself times 2^117, in float16 times 2^7.
 _NVFP4_SCALE = {False: 117, True: 7}
 
@@ -36,11 +38,11 @@ def pack_mx(payload: MxFp4 | MxFp8, bias: Tensor | None, *, half: bool = False) 
     layout = LANES[payload.name].of(payload.shape)
     eight = isinstance(payload, MxFp8)
     relative, largest = relative_e8m0(payload.scales, _LARGEST[eight, half])
-    # In float16 lanes decode to code times 2^-14, or 2^-8, of which 2^15 leaves 2 and 128.
-    remainder = (128 if eight else 2) if half else 1
     values = interleave_bytes(payload.codes, layout) if eight else _interleave_e2m1(payload.codes, layout, half=half)
     scale = to_scale_words(relative, layout.k_blocks)
-    return PackedMatrix(layout=layout, values=values, scale=scale, row_scale=largest / remainder, bias=bias)
+    return PackedMatrix(
+        layout=layout, values=values, scale=scale, row_scale=largest / _REMAINDER[eight, half], bias=bias
+    )
 
 
 def unpack_mx(packed: PackedMatrix, *, half: bool = False) -> Unpacked:

@@ -123,7 +123,8 @@ def _pack_rows(
     """Pack the rows that ``rows_of`` returns, some tiles at a time."""
     experts, parts, n_out, _ = payload.shape
     layout = layout.of(payload.shape)
-    tiles, blocks, device = layout.row_tiles, layout.k_blocks, payload.codes.device
+    tiles, blocks = layout.row_tiles, layout.k_blocks
+    device = payload.codes.device
     tile_rows = _ROW_TILE // parts  # of each part
     values = torch.empty(layout.values_shape, dtype=layout.stored, device=device)
     pairs = layout.scale_dtype == torch.uint8  # four bytes of a row and block, packed as one word

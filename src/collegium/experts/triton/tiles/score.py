@@ -80,7 +80,8 @@ def _stored_program(problem: TileProblem, tile: TileChoice, machine: Machine) ->
 
 
 def _decoded_score(problem: TileProblem, tile: TileChoice, machine: Machine) -> float:
-    hit, weights, rows_per_expert = problem.experts_hit, problem.weight_bytes, problem.rows_per_expert
+    hit, rows_per_expert = problem.experts_hit, problem.rows_per_expert
+    weights = problem.weight_bytes
     tiles = _token_tiles(rows_per_expert, tile.block_t)
     columns = math.ceil(problem.n_out / tile.columns)
     # Weights and tokens come from the L2 cache for every further tile.
