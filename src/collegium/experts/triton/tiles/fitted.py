@@ -21,6 +21,7 @@ __all__ = [
     "DecodedTile",
     "DecodedTiles",
     "Fit",
+    "FourBitConstants",
     "decoded_tiles",
 ]
 
