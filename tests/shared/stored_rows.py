@@ -20,7 +20,7 @@ from collegium.parallel.rendezvous import rendezvous_of
 from collegium.parallel.symm_mem import SymmMem
 from collegium.parallel.symmetric_buffer import PeerArena, symmetric_buffers
 from collegium.pipelines import PipelineParts
-from collegium.pipelines.split import Split
+from collegium.pipelines.split import OverlappedSplit, Split
 from collegium.planning import kernel_named
 from collegium.runtime.memory import MemoryMap, memory_map
 from collegium.testing.compare import heavy_tailed, random_experts
@@ -61,7 +61,7 @@ class _Layer:
     reach: SymmMem
     number: int
     places: MemoryMap
-    split: Split
+    split: OverlappedSplit
     alone: Split
 
     def run(self, x: Tensor, routing: Routing, *, stored: bool = True) -> tuple[Tensor, Tensor]:
@@ -139,7 +139,14 @@ def _layer(case: Case, rank: int, world: int) -> _Layer:
     )
     local = Local(num_experts=EXPERTS, weight_on_input=case.carried)
     one = PipelineParts(experts=packed(made, whole), dispatcher=local, top_k=case.top_k, num_experts=EXPERTS)
-    return _Layer(case, reach, blocks.register_layer(places), places, Split(parts=own), Split(parts=one))
+    return _Layer(
+        case,
+        reach,
+        blocks.register_layer(places),
+        places,
+        OverlappedSplit(parts=own, dispatcher=reach),
+        Split(parts=one),
+    )
 
 
 def _given(case: Case, turn: int, rank: int, tokens: int) -> tuple[Tensor, Routing]:
