@@ -119,7 +119,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "{$name: $tensor for $name, $tensor in self._buffers.items() if $name != 'handle'}",
             "{$name: $tensor for $name, $tensor in self._buffers.items()}",
         ),
-        Edit("PackedModule.__setstate__", "self.identify($place, self._kind_of_input)", "$place.type"),), ("tests/cpu/test_compiled_models.py",),
+        Edit("PackedModule.__setstate__", "self.identify($place, self._input_dtype)", "$place.type"),), ("tests/cpu/test_compiled_models.py",),
     ),
     Mutant(
         "a gradient is not refused", "runtime/packed_module.py",
@@ -149,7 +149,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "scales of another token", "parallel/message_format.py",
-        (Edit("TokenMessage.read", "$found.pop(0)", "$found.pop(0).flip(0)"),), _RANKS,
+        (Edit("TokenMessage.unpack", "$blocks.pop(0).contiguous()", "$blocks.pop(0).flip(0)"),), _RANKS,
     ),
     Mutant(
         "a token without room adds nothing", "parallel/all_to_all_fixed.py",
@@ -163,8 +163,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "a graph without room is not told", "parallel/all_to_all_fixed.py",
         (Edit(
             "AllToAllFixed._agree",
-            "self.missed.add_(($count - self.room).clamp(min=0).sum())",
-            "self.missed.mul_(($count - self.room).clamp(min=0).sum())",
+            "self.overflow.add_(($counts - self.rank_tokens).clamp(min=0).sum())",
+            "self.overflow.mul_(($counts - self.rank_tokens).clamp(min=0).sum())",
         ),), _RANKS,
     ),
     Mutant(
@@ -178,7 +178,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "parts of FP8 without weights", "parallel/combine.py",
         (Edit(
-            "ReducedCombine.parts",
+            "ReducedCombine.pack",
             "weighted_sum($rows, $slots, $weights, torch.float32)",
             "weighted_sum($rows, $slots, None, torch.float32)",
         ),), _REDUCED,
@@ -186,7 +186,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a token of nobody alone is zero", "parallel/expert_parallel.py",
         (Edit(
-            "by_rank",
+            "permute_by_rank",
             "$rank.amin(dim=1, keepdim=True).clamp(max=-1)",
             "$rank.amin(dim=1, keepdim=True).clamp(-1, -1)",
         ),), _REDUCED,
@@ -487,7 +487,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a repeated kernel in CUDA with the tensors of the first call", "runtime/nvrtc.py",
-        (Edit("_starter.call", "$held if $addresses == $first else made($addresses)", "$held"),), ("tests/cpu/test_replay.py",),
+        (Edit("_starter.call", "$arguments if $addresses == $first else arguments_for($addresses)", "$arguments"),), ("tests/cpu/test_replay.py",),
     ),
     Mutant(
         "large tiles for a few rows of one expert", "experts/triton/tiles/choice.py",
@@ -1566,23 +1566,23 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a checksum of what arrived compared with itself", "balance/mover.py",
-        (Edit("Mover._settled", "$sums[$move.expert]", "checksum(parts)"),), _MOVE,
+        (Edit("Mover._verify", "checksum($parts) == $expected", "checksum($parts) == checksum($parts)"),), _MOVE,
     ),
     Mutant(
         "the slot of the destination sent", "balance/mover.py",
-        (Edit("Mover._carry", "$move.source_slot if $send else $move.slot", "$move.slot"),), _MOVE,
+        (Edit("Mover._exchange", "$move.source_slot if $send else $move.slot", "$move.slot"),), _MOVE,
     ),
     Mutant(
         "an expert dropped before its copy is there", "balance/mover.py",
         (Edit(
-            "_dropped",
+            "_drop_moved",
             "{$expert for $own, $target in zip($held, $targets, strict=True) for $expert in $own if $expert in $target}",
             "{$expert for $own, $target in zip($held, $targets, strict=True) for $expert in $target}",
         ),), _ROUNDS,
     ),
     Mutant(
         "a switch that keeps the number of copies", "parallel/expert_map.py",
-        (Edit("ExpertMap.switch", "self.copies.copy_($copies)", ""),), ("tests/cpu/test_expert_map.py",),
+        (Edit("ExpertMap.switch", "self.replica_counts.copy_($tables.replica_counts)", ""),), ("tests/cpu/test_expert_map.py",),
     ),
     Mutant(
         "scales of rows left behind", "experts/triton/matrix.py",
@@ -1667,7 +1667,7 @@ _DEVICE: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the sum does not wait for a shared expert beside it", "runtime/side_stream.py",
-        (Edit("run_on_side_stream.joined", "torch.cuda.current_stream($device).wait_stream($side)", "pass"),), _GPU_BESIDE,
+        (Edit("run_on_side_stream.wait", "torch.cuda.current_stream($device).wait_stream($side)", "pass"),), _GPU_BESIDE,
     ),
     Mutant(
         "a shared expert begins before its tokens are there", "runtime/side_stream.py",

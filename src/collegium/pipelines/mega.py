@@ -196,7 +196,8 @@ class Mega:
         up, down, act, table = experts.gate_up, experts.down, experts.activation, dispatcher.expert_map
         programs = cut.programs * experts.machine.sms if on_gpu else 1
         args = (
-            peers.head, peers.deltas, ids, weights, table.physical_ids, table.replica_counts, table.load, table.recording,
+            peers.head, peers.deltas, ids, weights,
+            table.physical_ids, table.replica_counts, table.load, table.recording,
             x, buf["sent/codes"], words[0], buf["sent/scales"], buf["sent/ids"], buf["x"], words[1], buf["scale"],
             buf["counters"], buf["lists"], buf["experts/middle"], buf["experts/h/codes"], buf["experts/h/scales"],
             *up.pointers, *down.pointers, buf["experts/rows"], added, out,

@@ -89,7 +89,8 @@ class PackedModule(nn.Module):
         if (result.device, result.dtype) != (probe.device, probe.dtype):
             raise InputError(
                 f"{type(self).__name__} is packed for {probe.dtype} input on {probe.device} and was asked to become "
-                f"{result.dtype} on {result.device}; a packed layer does not move, load it again with device= and dtype="
+                f"{result.dtype} on {result.device}; a packed layer does not move, load it again with device= and "
+                "dtype="
             )
         return self
 
