@@ -20,7 +20,7 @@ def test_ranks_that_disagree_are_told_so_on_every_rank() -> None:
         assert "found rank 0: 5 tokens, top-3, layer 1; rank 1: 65 tokens, top-3, layer 1" in errors[0]
         assert "rank 0: 2 tokens, top-2, layer 1; rank 1: 2 tokens, top-3, layer 1" in errors[1]
         assert "all_gather: building a layer: ranks 0 and 1 differ" in errors[2]
-        assert "asked for rank 0 of 3, experts 0 to 2, torch.distributed has rank" in errors[3]
+        assert "planned for rank 0 of 3, experts 0 to 2, torch.distributed has rank" in errors[3]
         assert "found rank 0: 4 tokens, top-3, layer 1; rank 1: 4 tokens, top-3, layer 2; call layers" in errors[4]
 
 

@@ -204,9 +204,9 @@ def test_moves_that_pay_off():
         ([1.0, float("nan")], ((0,), (1,)), {}, "finite and not negative"),
         ([1, 1], ((0, 0), (1, -1)), {}, "each once on a rank"),
         ([1, 1], ((0, 2), (1, -1)), {}, "experts 0 to 1"),
-        ([1, 1, 1], ((0,), (1,)), {}, "3 experts were asked to fit in 2 slots"),
-        ([1, 1, 1], ((0, 1), (2, -1)), {"hosts": 3}, "2 ranks were asked on 3 hosts"),
-        ([1, 1, 1], ((0, 1), (2, -1)), {"groups": 2}, "3 experts were asked in 2 groups"),
+        ([1, 1, 1], ((0,), (1,)), {}, "3 experts do not fit in 2 slots"),
+        ([1, 1, 1], ((0, 1), (2, -1)), {"hosts": 3}, "2 ranks were requested on 3 hosts"),
+        ([1, 1, 1], ((0, 1), (2, -1)), {"groups": 2}, "3 experts were requested in 2 groups"),
         ([1] * 6, ((0, 1, 2, 3), (4, 5)), {"hosts": 2, "groups": 2}, "2 groups of 3 experts"),
         ([1] * 6, ((0, 1, 2, 3, 4), (5,)), {"hosts": 2, "groups": 2}, "room for \\[1, 0\\]"),
     ],
@@ -219,7 +219,7 @@ def test_what_cannot_be_placed_is_refused(policy, load, slots, more, text):
 def test_an_unknown_policy_names_the_known_ones():
     with pytest.raises(InputError, match=r"'best'.*greedy, least_moves"):
         policy_named("best")
-    with pytest.raises(InputError, match="asked for 1"):
+    with pytest.raises(InputError, match="requested are 1"):
         widened(((0, 1),), 1)
     with pytest.raises(InputError, match="same ranks"):
         moves(((0,),), ((0,), (1,)))

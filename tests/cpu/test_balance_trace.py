@@ -238,7 +238,7 @@ def test_the_committed_trace_is_of_the_shipped_model(model):
         (("simulate", TRACE, "--replicas", "many"), "InputError", "numbers separated by commas"),
         (("simulate", TRACE, "--policy", "best"), "InputError", "known: greedy, least_moves"),
         (("simulate", TRACE, "--picture", "x.doc"), "InputError", "--picture x.doc"),
-        (("simulate", TRACE, "--hosts", "3"), "InputError", "4 ranks were asked on 3 hosts"),
+        (("simulate", TRACE, "--hosts", "3"), "InputError", "4 ranks were requested on 3 hosts"),
         (("heatmap", TRACE, "--out", "absent/x.png"), "InputError", "the folder absent does not exist"),
         (("heatmap", SHIPPED / "model.safetensors", "--out", "x.png"), "InputError", "collegium load trace 1"),
         (("record", SHIPPED, "--out", "absent/x"), "InputError", "--out absent/x: cannot be written"),

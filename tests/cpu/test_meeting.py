@@ -116,5 +116,5 @@ def test_ranks_in_different_calls_are_told() -> None:
     assert "rank 0 is at 'layer 0' while this rank is at 'layer 1'" in found[2][0]
     for own in found:
         assert "plan: ranks 0 and 2 differ: 0 and 1" in own[1]
-    assert "all_gather: asked for rank 0 of 3, experts 0, torch.distributed has rank 1 of 3" in found[1][2]
+    assert "all_gather: planned for rank 0 of 3, experts 0, torch.distributed has rank 1 of 3" in found[1][2]
     assert "no process group is called 'nobody'" in found[0][-1]

@@ -212,7 +212,7 @@ def test_failing_policies_are_reported_and_retried() -> None:
     assert first == second
     said, held, switched = first
     assert said[0] == "no idea"
-    assert "needed are as many ranks, slots enough, and the experts there are" in said[1]
+    assert "needed are as many ranks, slots enough, and the existing experts" in said[1]
     assert len(said) == 2
     assert held == [[0, 1, 2], [3, 4]]
     assert switched
@@ -220,7 +220,7 @@ def test_failing_policies_are_reported_and_retried() -> None:
 
 @pytest.mark.parametrize(("asked", "text"), [({"interval": 0}, "interval=0"), ({"every": 0}, "every=0")])
 def test_times_that_never_come_are_refused(asked: Any, text: str) -> None:
-    with pytest.raises(InputError, match=f"balancing: {text} was asked for; allowed: 1 call or more"):
+    with pytest.raises(InputError, match=f"balancing: {text} was requested; allowed: 1 call or more"):
         Balancer({}, **asked)
 
 
@@ -234,7 +234,7 @@ def test_layers_in_one_kernel_are_refused() -> None:
 
 def test_what_cannot_be_balanced_is_refused_on_every_rank() -> None:
     for errors in run_ranks(refused, 2):
-        assert "balancing layer a: asked for rank" in errors[0]
+        assert "balancing layer a: found rank" in errors[0]
         assert "Placement.spare of at least 1" in errors[0]
         assert "every rank that holds it needs the same packed bytes, found checksums rank 0:" in errors[1]
         assert "allowed are ['a'], when idle" in errors[2]

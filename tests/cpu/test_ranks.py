@@ -73,16 +73,16 @@ def test_unshareable_is_one_error_everywhere(
     monkeypatch.setenv(FOLDERS, os.pathsep.join(map(str, (*folders, trained))))
     first, other = run_ranks(refusals, 2)
     says = {
-        "does not multiply": "experts=3, slices=2 were asked for, torch.distributed has 2 ranks; 3 x 2 has to be 2",
-        "nothing left": "experts=None, slices=3 were asked for",
-        "other on one rank": "Ranks.of: ranks 0 and 1 differ: spare 0 and 1; every rank has to ask for the same",
-        "no such dimension": "experts='model', slices=None were asked for, the mesh has dimensions ('experts',)",
+        "does not multiply": "experts=3, slices=2 were requested, torch.distributed has 2 ranks; 3 x 2 has to be 2",
+        "nothing left": "experts=None, slices=3 were requested",
+        "other on one rank": "Ranks.of: ranks 0 and 1 differ: spare 0 and 1; every rank has to request the same",
+        "no such dimension": "experts='model', slices=None were requested, the mesh has dimensions ('experts',)",
         "a name without a mesh": "name dimensions of a mesh, and no mesh was given",
-        "no such context": "slices=None, context='prefill' were asked for, the mesh has dimensions ('experts',)",
-        "a context of experts": "experts='experts', slices=None, context='experts' were asked for",
+        "no such context": "slices=None, context='prefill' were requested, the mesh has dimensions ('experts',)",
+        "a context of experts": "experts='experts', slices=None, context='experts' were requested",
         "a context without a mesh": "{'context': 'experts'} name dimensions of a mesh, and no mesh was given",
-        "contexts that do not divide": "context=3 was asked for, 2 ranks split the experts; allowed is a",
-        "contexts of the same tokens": "same_tokens=True and context=2 were asked for; 2 context-parallel ranks hold",
+        "contexts that do not divide": "context=3 was requested, 2 ranks split the experts; allowed is a",
+        "contexts of the same tokens": "same_tokens=True and context=2 were requested; 2 context-parallel ranks hold",
         "contexts on one rank": "Ranks.of: ranks 0 and 1 differ: context 1 and 2",
         "more ranks than experts": "1 experts were to be split over 2 ranks; a rank holds at least one",
         "map": "(missing [2, 3, 4], unknown [])",
@@ -169,12 +169,12 @@ def test_who_holds_what() -> None:
 @pytest.mark.parametrize(
     ("asked", "text"),
     [
-        ({"order": [(0, 1), (2, 3)]}, r"order=\[\(0, 1\), \(2, 3\)\] was asked for; allowed: .* a tuple with the"),
+        ({"order": [(0, 1), (2, 3)]}, r"order=\[\(0, 1\), \(2, 3\)\] was requested; allowed: .* a tuple with the"),
         ({"order": ([0, 1], (2, 3))}, r"every rank needs a tuple .* \(ranks \[0\] have not\)"),
         ({"order": ((0, 1), (2, 3.0))}, r"every rank needs a tuple .* \(ranks \[1\] have not\)"),
         ({"order": (0, 1)}, r"\(ranks \[0, 1\] have not\)"),
-        ({"replicas": 0.5}, r"replicas=0.5, spare=0 were asked for"),
-        ({"spare": "1"}, r"replicas=0, spare='1' were asked for"),
+        ({"replicas": 0.5}, r"replicas=0.5, spare=0 were requested"),
+        ({"spare": "1"}, r"replicas=0, spare='1' were requested"),
     ],
 )
 def test_wrong_placements_are_refused(asked: dict[str, Any], text: str) -> None:

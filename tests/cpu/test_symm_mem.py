@@ -124,7 +124,7 @@ def test_ranks_that_disagree_are_told_so_on_every_rank() -> None:
         assert "found rank 0: 5 tokens, top-3, layer 0; rank 1: 65 tokens, top-3, layer 0" in errors[0]
         assert "rank 0: 2 tokens, top-2, layer 0; rank 1: 2 tokens, top-3, layer 0" in errors[1]
         assert "symm_mem: building a layer" in errors[2]
-        assert "asked for rank 0 of 3, experts 0 to 2" in errors[3]
+        assert "planned for rank 0 of 3, experts 0 to 2" in errors[3]
         assert "rank 0: 4 tokens, top-3, layer 0; rank 1: 4 tokens, top-3, layer 1" in errors[4]
 
 

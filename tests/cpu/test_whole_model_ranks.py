@@ -114,7 +114,7 @@ def test_a_rank_that_fails_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None
         ({"WORLD_SIZE": "2"}, ("generate", SHIPPED), "WORLD_SIZE=2 is set and RANK, LOCAL_RANK, MASTER_ADDR, MASTER_P"),
         ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "two"}, ("verify", SHIPPED), "WORLD_SIZE='two' is set"),
         ({"RANK": "3"}, ("generate", SHIPPED), "RANK=3 and WORLD_SIZE=2 are set"),
-        ({}, ("generate", SHIPPED, "--device", "cuda:1"), "device 'cuda:1' was asked for on 2 ranks"),
+        ({}, ("generate", SHIPPED, "--device", "cuda:1"), "device 'cuda:1' was requested on 2 ranks"),
         ({}, ("inspect", SHIPPED), "inspect was started on 2 ranks; generate, verify and bench-model run on several"),
         ({}, ("generate", SHIPPED), "which another program has; choose another with --master-port"),
     ],

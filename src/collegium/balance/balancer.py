@@ -2,7 +2,7 @@
 
 Between steps every rank calls ``Balancer.step``, equally often: the number of the call is a clock that all ranks share.
 Every few calls the ranks exchange their progress. They act at the next such call, all at the same one, so a map is
-switched between the same two steps on every rank, and nobody waits.
+switched between the same two steps on every rank, and no rank waits.
 """
 
 from __future__ import annotations
@@ -172,8 +172,8 @@ class Balancer:
         unknown = [name for name in placements if name not in layers]
         if unknown or self._queue or self._placing is not None:
             raise InputError(
-                f"balancing: asked to move layers {list(placements)} with {len(self._queue)} rounds under way; allowed "
-                f"are {list(layers)}, when idle"
+                f"balancing: requested moves of layers {list(placements)} with {len(self._queue)} rounds under way; "
+                f"allowed are {list(layers)}, when idle"
             )
         steps = [step for name, slots in placements.items() for step in _steps(layers[name], slots)]
         self._queue.extend(steps)
@@ -345,7 +345,7 @@ class _LoadCopy(NamedTuple):
 
 def _check_positive(name: str, value: object) -> None:
     if not isinstance(value, int) or value < 1:
-        raise InputError(f"balancing: {name}={value!r} was asked for; allowed: 1 call or more")
+        raise InputError(f"balancing: {name}={value!r} was requested; allowed: 1 call or more")
 
 
 def _common_group(layers: Mapping[Any, MoELayer]) -> tuple[str, torch.device]:
@@ -358,7 +358,7 @@ def _common_group(layers: Mapping[Any, MoELayer]) -> tuple[str, torch.device]:
         placement = layer.plan.problem.placement
         if placement is None or layer.dispatcher.expert_map is None or placement.spare < 1:
             raise InputError(
-                f"balancing layer {name}: asked for {placement} with dispatcher {layer.plan.dispatcher}; needed are "
+                f"balancing layer {name}: found {placement} with dispatcher {layer.plan.dispatcher}; needed are "
                 "experts split over ranks by a dispatcher with a map, and Placement.spare of at least 1"
             )
         for kind in PIPELINES:

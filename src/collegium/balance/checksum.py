@@ -46,7 +46,7 @@ def checksum(expert: Iterable[Tensor]) -> Tensor:
             total = lanes if total is None else total + lanes
         offset += words.numel()
     if total is None:
-        raise InputError("checksum: an expert without a byte was given; every packed expert has some")
+        raise InputError("checksum: an expert without bytes; every packed expert has some")
     return total
 
 

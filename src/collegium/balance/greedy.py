@@ -41,9 +41,7 @@ def greedy(load: ArrayLike, current: Slots, *, hosts: int = 1, groups: int = 1) 
     is_held = holders(current, len(loads))
     sizes = [len(rank_slots) for rank_slots in current]
     if sum(sizes) < len(loads):
-        raise InputError(
-            f"greedy: {len(loads)} experts were asked to fit in {sum(sizes)} slots; give more slots a rank"
-        )
+        raise InputError(f"greedy: {len(loads)} experts do not fit in {sum(sizes)} slots; give more slots a rank")
     packed: list[set[int]] = [set() for _ in current]
     parts = _parts(loads, sizes, hosts, groups)
     for part in parts:
@@ -67,7 +65,9 @@ def greedy(load: ArrayLike, current: Slots, *, hosts: int = 1, groups: int = 1) 
 def host_of(ranks: int, hosts: int) -> list[int]:
     """Return the host of every rank; raises InputError where hosts are not equally large."""
     if hosts < 1 or ranks % hosts:
-        raise InputError(f"hosts: {ranks} ranks were asked on {hosts} hosts; each host needs the same number of ranks")
+        raise InputError(
+            f"hosts: {ranks} ranks were requested on {hosts} hosts; each host needs the same number of ranks"
+        )
     return [rank * hosts // ranks for rank in range(ranks)]
 
 
@@ -76,7 +76,7 @@ def _parts(loads: NDArray[np.float64], sizes: Sequence[int], hosts: int, groups:
     host_indices = host_of(len(sizes), hosts)
     experts = len(loads)
     if groups < 1 or experts % groups:
-        raise InputError(f"groups: {experts} experts were asked in {groups} groups; each needs the same number")
+        raise InputError(f"groups: {experts} experts were requested in {groups} groups; each needs the same number")
     if hosts == 1 or groups == 1:
         return [_Part(list(range(len(sizes))), list(range(experts)))]
     group_size = experts // groups
@@ -84,7 +84,7 @@ def _parts(loads: NDArray[np.float64], sizes: Sequence[int], hosts: int, groups:
     free_groups = [sum(sizes[rank] for rank in host_ranks) // group_size for host_ranks in ranks]
     if sum(free_groups) < groups:
         raise InputError(
-            f"hosts: {groups} groups of {group_size} experts were asked on hosts with room for {free_groups}; give "
+            f"hosts: {groups} groups of {group_size} experts were requested on hosts with room for {free_groups}; give "
             "more slots a rank, or do not name hosts"
         )
     group_loads = [float(loads[g * group_size : (g + 1) * group_size].sum()) for g in range(groups)]

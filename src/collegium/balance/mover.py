@@ -64,8 +64,8 @@ def rounds(current: Slots, target: Slots, slot_counts: Sequence[int]) -> tuple[R
     full = [rank for rank, (ids, count) in enumerate(zip(targets, slot_counts, strict=False)) if len(ids) > count]
     if len(targets) != len(slots) or mismatch or full:
         raise InputError(
-            f"moving experts: asked for {[sorted(ids) for ids in targets]} in {list(slot_counts)} slots of "
-            f"{len(slots)} ranks; needed are as many ranks, slots enough, and the experts there are; wrong are "
+            f"moving experts: requested {[sorted(ids) for ids in targets]} in {list(slot_counts)} slots of "
+            f"{len(slots)} ranks; needed are as many ranks, slots enough, and the existing experts; wrong are "
             f"{sorted(mismatch) or full}"
         )
     result: list[Round] = []
@@ -120,7 +120,7 @@ def _nearest_source(locations: list[_Location], rank: int, ranks: int, stays: Ca
 
 
 def _drop_moved(slots: list[list[int]], targets: list[set[int]]) -> bool:
-    """Empty slots of experts that have reached a target elsewhere; return whether there were any."""
+    """Empty slots of experts that have reached a target elsewhere; return whether any was emptied."""
     settled = {
         expert for rank_slots, target in zip(slots, targets, strict=True) for expert in rank_slots if expert in target
     }
@@ -154,7 +154,7 @@ class _Arrival(NamedTuple):
 
 
 class Mover:
-    """Carries out this rank's part of one round at a time, in a thread and on a CUDA stream of its own.
+    """Carries out this rank's part of one round at a time, in a thread and on a separate CUDA stream.
 
     rendezvous: of the ranks that split the experts; all of them create their movers together.
     """

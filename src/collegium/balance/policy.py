@@ -43,7 +43,7 @@ def policy_named(name: str) -> Policy:
     """Return the policy ``name``; raises InputError with the names of all policies."""
     policy = next((row for row in POLICIES if row.name == name), None)
     if policy is None:
-        raise InputError(f"policy {name!r} was asked for; known: {', '.join(row.name for row in POLICIES)}")
+        raise InputError(f"policy {name!r} was requested; known: {', '.join(row.name for row in POLICIES)}")
     return policy
 
 

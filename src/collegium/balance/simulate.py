@@ -88,7 +88,7 @@ def simulate(
     for count in replicas:
         if not 0 <= count <= experts * (ranks - 1):
             raise InputError(
-                f"simulate: {count} replicas of {experts} experts on {ranks} ranks were asked; allowed are 0 to "
+                f"simulate: {count} replicas of {experts} experts on {ranks} ranks were requested; allowed are 0 to "
                 f"{experts * (ranks - 1)}, every expert on every rank"
             )
         width = max(-(-(experts + count) // ranks), *(len(rank_slots) for rank_slots in start))

@@ -91,7 +91,7 @@ def widened(slots: Slots, width: int) -> Slots:
     """Return ``slots`` with empty slots added until every rank has ``width``; raises InputError where one has more."""
     widths = [len(rank_slots) for rank_slots in slots]
     if any(count > width for count in widths):
-        raise InputError(f"placement: ranks have {widths} slots, asked for {width}; ask for more")
+        raise InputError(f"placement: ranks have {widths} slots, requested are {width}; request more")
     return tuple(rank_slots + (-1,) * (width - len(rank_slots)) for rank_slots in slots)
 
 
@@ -116,7 +116,7 @@ def moves(old: Slots, new: Slots) -> tuple[Move, ...]:
     far. A destination may hold what another move still reads: read all sources first, or move in stages.
     """
     if len(old) != len(new):
-        raise InputError(f"moves: from {len(old)} to {len(new)} ranks was asked; both need the same ranks")
+        raise InputError(f"moves: from {len(old)} to {len(new)} ranks was requested; both need the same ranks")
     locations: dict[int, list[_Location]] = {}
     for rank, rank_slots in enumerate(old):
         for slot, expert in enumerate(rank_slots):

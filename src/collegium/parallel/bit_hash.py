@@ -47,7 +47,7 @@ def bit_hash(tensor: Tensor) -> Tensor:
 
 
 def one_value(tensor: Tensor) -> Tensor:
-    """Return a scalar bool on the device of ``tensor``: whether all elements have the same bits, or there are none."""
+    """Return a scalar bool on the device of ``tensor``: whether all elements, if any, have the same bits."""
     if tensor.numel() == 0:
         return torch.ones((), dtype=torch.bool, device=tensor.device)
     raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).view(tensor.numel(), -1)

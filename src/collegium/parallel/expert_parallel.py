@@ -45,7 +45,7 @@ def refuse_split(problem: Problem) -> str | None:
     """
     placement = problem.placement
     if placement is None or placement.world_size == 1:
-        return "there is one rank; this dispatcher exchanges tokens between ranks"
+        return "the plan is for one rank; this dispatcher exchanges tokens between ranks"
     if not placement.ranks:
         return f"{placement} has no Placement.ranks; it needs the experts of every rank"
     empty = [rank for rank, ids in enumerate(placement.ranks) if not ids]

@@ -21,7 +21,7 @@ def group_named(name: str) -> distributed.ProcessGroup:
     """Return the process group ``name``, torch's default group for an empty name; raises InputError if none exists."""
     if not (distributed.is_available() and distributed.is_initialized()):
         raise InputError(
-            "several ranks were asked for, and torch.distributed is not initialised in this process; launch with "
+            "several ranks were requested, and torch.distributed is not initialised in this process; launch with "
             "torchrun, and call torch.distributed.init_process_group() before layers are built"
         )
     if not name:
@@ -32,7 +32,7 @@ def group_named(name: str) -> distributed.ProcessGroup:
     except (RuntimeError, ValueError) as error:
         raise InputError(
             f"no process group is called {name!r} in this process: it was destroyed, or is of other ranks; make the "
-            "layers anew with Ranks.of for the groups there are"
+            "layers anew with Ranks.of for the existing groups"
         ) from error
 
 
@@ -56,6 +56,6 @@ def check_ranks(caller: str, placement: Placement) -> None:
         if (actual_rank, actual_size) != (rank, size):
             label = f"process group {name}" if name else "torch.distributed"
             raise InputError(
-                f"{caller}: asked for {placement}, {label} has rank {actual_rank} of {actual_size}; make the placement "
-                "for the ranks there are (Ranks does), or launch with as many ranks"
+                f"{caller}: planned for {placement}, {label} has rank {actual_rank} of {actual_size}; make the "
+                "placement for the existing ranks (Ranks does), or launch with as many ranks"
             )

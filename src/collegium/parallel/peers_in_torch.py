@@ -47,7 +47,7 @@ def raise_status(
     If a peer had given up before, because of another rank, its head holds the cause. dead_ranks: returns the group
     ranks whose process has ended; these are named whatever was recorded.
     """
-    code, seen, expected = heads[rank][HEAD_STATUS : HEAD_STATUS + 3].tolist()
+    code, flag, expected = heads[rank][HEAD_STATUS : HEAD_STATUS + 3].tolist()
     if not code:
         return
     dead = dead_ranks()
@@ -58,14 +58,14 @@ def raise_status(
         if not cause[0] or cause[0] >> 16 == rank:
             break
         rank = code >> 16
-        code, seen, expected = cause
+        code, flag, expected = cause
     phase = _PHASES[code >> 8 & 255]
     peer = ranks[code >> 16]
     lost = tuple(ranks[index] for index in dead) or (peer,)
     if dead:
         reason = f"rank {', '.join(map(str, lost))} has ended"
     else:
-        reason = _describe_fault(code & 255, peer, seen, expected)
+        reason = _describe_fault(code & 255, peer, flag, expected)
     raise RankError(
         f"symm_mem {phase} on rank {ranks[rank]}: {reason}. Output since then is NaN. Ranks that are left may plan "
         "anew (collegium.balance.elastic), or all call renew() of layer.workspaces and go on",
@@ -74,13 +74,13 @@ def raise_status(
     )
 
 
-def _describe_fault(fault: int, peer: int, seen: int, expected: int) -> str:
+def _describe_fault(fault: int, peer: int, flag: int, expected: int) -> str:
     if fault == FAULT_LATE:
         return f"rank {peer} did not come within the time a rank waits; it ended, hangs or makes other calls"
     if fault == FAULT_OTHER_CALL:
         return (
-            f"rank {peer} is in another call: it brings {seen & 0xFFFFFF} tokens, top-{seen >> 24 & 255}, to layer "
-            f"{seen >> 32 & 0xFFF}, while this rank is in layer {expected >> 8 & 0xFFF}, top-{expected & 255}; every "
+            f"rank {peer} is in another call: it brings {flag & 0xFFFFFF} tokens, top-{flag >> 24 & 255}, to layer "
+            f"{flag >> 32 & 0xFFF}, while this rank is in layer {expected >> 8 & 0xFFF}, top-{expected & 255}; every "
             "rank makes the same calls in the same order, and replays graphs that were captured together"
         )
     return f"rank {peer} gave up before this rank did, and reports the reason"
@@ -125,11 +125,11 @@ def _wait_for_flag(peers: PeerBuffers, flags: int, rank: int, phase: str) -> int
     raise AssertionError
 
 
-def _give_up(peers: PeerBuffers, fault: int, phase: str, rank: int, seen: int, expected: int = 0) -> None:
+def _give_up(peers: PeerBuffers, fault: int, phase: str, rank: int, flag: int, expected: int = 0) -> None:
     """Record the fault, notify every peer, and raise the RankError."""
     peers.head[HEAD_EPOCH] = -1
     failed_word = next(word for word, name in _PHASES.items() if name == phase)
-    status = [fault | failed_word << 8 | rank << 16, seen, expected]
+    status = [fault | failed_word << 8 | rank << 16, flag, expected]
     peers.head[HEAD_STATUS : HEAD_STATUS + 3] = torch.tensor(status)
     for flags in (HEAD_POSTS, HEAD_ROWS):
         _write_flags(peers, flags, -1)

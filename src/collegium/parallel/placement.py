@@ -19,7 +19,7 @@ __all__ = ["expert_ids_of", "linear", "round_robin", "tensor_parallel"]
 def _check(num_experts: int, rank: int, world_size: int) -> None:
     if num_experts < 1 or world_size < 1 or not 0 <= rank < world_size:
         msg = (
-            f"placement of {num_experts} experts for rank {rank} of {world_size} was asked; allowed are at least 1 "
+            f"placement of {num_experts} experts for rank {rank} of {world_size} was requested; allowed are at least 1 "
             "expert, at least 1 rank and a rank below their number"
         )
         raise InputError(msg)

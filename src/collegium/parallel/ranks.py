@@ -93,21 +93,10 @@ class Ranks:
             "context": context,
         }
         if mesh is None:
-            expert_ranks, slice_ranks = _rank_counts(experts, slices, context)
-            settings["experts"] = expert_ranks
-            settings["slices"] = slice_ranks
-            rendezvous_of().agree(settings, "Ranks.of")
-            group, slice_group = _create_groups(expert_ranks, slice_ranks)
-            device = _device(None)
+            group, slice_group = _agree_on_counts(experts, slices, context, settings)
         else:
-            group, slice_group = _groups_of_mesh(mesh, experts, slices, context)
-            settings["mesh"] = mesh.mesh_dim_names
-            settings["experts"] = experts
-            settings["slices"] = slices
-            for name in (group, slice_group):
-                if name is not None:
-                    rendezvous_of(name).agree(settings, "Ranks.of")
-            device = _device(mesh.device_type)
+            group, slice_group = _agree_on_mesh(mesh, experts, slices, context, settings)
+        device = _device(None if mesh is None else mesh.device_type)
         _check_devices(device, (group, slice_group))
         rank, world_size = _rank_and_size(group)
         slice_rank, slice_count = _rank_and_size(slice_group)
@@ -156,7 +145,7 @@ class Ranks:
         max_replicas = min(map(len, candidates))
         if not _are_ints(self.replicas, self.spare) or not 0 <= self.replicas <= max_replicas or self.spare < 0:
             raise InputError(
-                f"Ranks: replicas={self.replicas!r}, spare={self.spare!r} were asked for {num_experts} experts on "
+                f"Ranks: replicas={self.replicas!r}, spare={self.spare!r} were requested {num_experts} experts on "
                 f"{self.world_size} ranks; allowed are 0 to {max_replicas} replicas a rank, which are all experts of "
                 "the other ranks, and 0 or more spare slots"
             )
@@ -189,7 +178,7 @@ class Ranks:
         split = {"linear": linear, "round_robin": round_robin}.get(str(self.order))
         if split is None:
             raise InputError(
-                f"Ranks: order={self.order!r} was asked for; allowed: 'linear', 'round_robin', or a tuple with the "
+                f"Ranks: order={self.order!r} was requested; allowed: 'linear', 'round_robin', or a tuple with the "
                 "experts of every rank"
             )
         return split(num_experts, self.rank, self.world_size).ranks
@@ -207,6 +196,32 @@ class Ranks:
                 f"{sorted(present - expected)[:8]})"
             )
         return table
+
+
+def _agree_on_counts(
+    experts: str | int | None, slices: str | int | None, context: str | int | None, settings: dict[str, Any]
+) -> tuple[str | None, str | None]:
+    """Agree on ``settings`` and the numbers of ranks; return the names of this rank's groups."""
+    expert_ranks, slice_ranks = _rank_counts(experts, slices, context)
+    settings = settings | {"experts": expert_ranks, "slices": slice_ranks}
+    rendezvous_of().agree(settings, "Ranks.of")
+    return _create_groups(expert_ranks, slice_ranks)
+
+
+def _agree_on_mesh(
+    mesh: DeviceMesh,
+    experts: str | int | None,
+    slices: str | int | None,
+    context: str | int | None,
+    settings: dict[str, Any],
+) -> tuple[str | None, str | None]:
+    """Agree on ``settings`` and the dimensions of ``mesh``; return the names of this rank's groups."""
+    groups = _groups_of_mesh(mesh, experts, slices, context)
+    settings = settings | {"mesh": mesh.mesh_dim_names, "experts": experts, "slices": slices}
+    for name in groups:
+        if name is not None:
+            rendezvous_of(name).agree(settings, "Ranks.of")
+    return groups
 
 
 def _candidate_replicas(ids: tuple[tuple[int, ...], ...], rank: int) -> list[int]:
@@ -245,7 +260,7 @@ def _rank_counts(experts: str | int | None, slices: str | int | None, context: s
     expert_ranks = experts if isinstance(experts, int) else world // max(1, slice_ranks)
     if expert_ranks < 1 or slice_ranks < 1 or expert_ranks * slice_ranks != world:
         raise InputError(
-            f"Ranks: experts={experts}, slices={slices} were asked for, torch.distributed has {world} ranks; "
+            f"Ranks: experts={experts}, slices={slices} were requested, torch.distributed has {world} ranks; "
             f"{expert_ranks} x {slice_ranks} has to be {world}. Launch with as many ranks, or leave out one of the two "
             "numbers"
         )
@@ -266,12 +281,12 @@ def _contexts(
         count = context if isinstance(context, int) else 1
         if count < 1 or size % count:
             raise InputError(
-                f"Ranks: context={context} was asked for, {size} ranks split the experts; allowed is a number that "
+                f"Ranks: context={context} was requested, {size} ranks split the experts; allowed is a number that "
                 "divides them"
             )
     if same_tokens and count > 1:
         raise InputError(
-            f"Ranks: same_tokens=True and context={context!r} were asked for; {count} context-parallel ranks hold "
+            f"Ranks: same_tokens=True and context={context!r} were requested; {count} context-parallel ranks hold "
             "other tokens of the same sequences. Leave one of the two out"
         )
     return rank % count, count
@@ -311,9 +326,7 @@ def _groups_of_mesh(
 ) -> tuple[str | None, str | None]:
     """Return the names of this rank's groups along dimensions of ``mesh``; experts and context form one group."""
     if not hasattr(mesh, "mesh_dim_names"):
-        raise InputError(
-            f"Ranks: {mesh!r} was given as the mesh; allowed: a DeviceMesh, or none for all ranks there are"
-        )
+        raise InputError(f"Ranks: {mesh!r} was given as the mesh; allowed: a DeviceMesh, or none for all ranks")
     dims = tuple(mesh.mesh_dim_names or ())
     if experts is None and slices is None and context is None and mesh.ndim == 1:
         experts = dims[0] if dims else 0
@@ -323,7 +336,7 @@ def _groups_of_mesh(
     if not requested or not distinct or not known:
         context_text = "" if context is None else f", context={context!r}"
         raise InputError(
-            f"Ranks: experts={experts!r}, slices={slices!r}{context_text} were asked for, the mesh has dimensions "
+            f"Ranks: experts={experts!r}, slices={slices!r}{context_text} were requested, the mesh has dimensions "
             f"{dims} of {tuple(mesh.shape)} ranks; name one of them, or different ones"
         )
     if mesh.get_coordinate() is None:
@@ -375,5 +388,5 @@ def _check_devices(device: str, groups: Iterable[str | None]) -> None:
             host, name = duplicates[0]
             raise InputError(
                 f"Ranks: several ranks have {name} of {host} as their device; call "
-                "torch.cuda.set_device(LOCAL_RANK) on each before, and launch as many processes as there are GPUs"
+                "torch.cuda.set_device(LOCAL_RANK) on each before, and launch one process for each GPU"
             )

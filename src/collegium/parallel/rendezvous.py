@@ -155,7 +155,7 @@ class Rendezvous:
             names = [name for name in {**first, **second} if first.get(name) != second.get(name)]
             difference = "; ".join(f"{name} {first.get(name)} and {second.get(name)}" for name in names)
         text = (
-            f"{phase}: ranks {self.ranks[0]} and {self.ranks[other]} differ: {difference}; every rank has to ask for "
+            f"{phase}: ranks {self.ranks[0]} and {self.ranks[other]} differ: {difference}; every rank has to request "
             "the same"
         )
         raise known_to_all(InputError(text))

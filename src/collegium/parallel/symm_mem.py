@@ -134,7 +134,7 @@ class SymmMem:
             format_name, order = codes
         row_format = activation_format(format_name)
         sent_memory = part(memory, "sent")
-        # All ranks allocate the maximum number of tokens, since a rank computes peers' addresses from its own.
+        # All ranks allocate the maximum number of tokens, since a rank derives peers' addresses from local ones.
         buffers = {
             name: alloc(sent_memory, name, shape, dtype, x.device)
             for name, (shape, dtype) in row_format.buffers(
@@ -245,7 +245,7 @@ class SymmMem:
         return self.rows(posted.peers.bound, posted.sent.ids.shape[1])
 
     def check(self) -> None:
-        """Wait for the device, and raise the RankError of a pass since which the output is NaN, if there is one."""
+        """Wait for the device, and raise the RankError of a failed pass, since which the output is NaN."""
         self.blocks.check()
 
     def peers_of(self, memory: Memory, tokens: int, device: torch.device) -> PeerBuffers:

@@ -49,7 +49,7 @@ def process_group(
     if distributed.is_available() and distributed.is_initialized():
         ranks = Ranks.of(same_tokens=same_tokens)
         if not ranks.device.startswith(device or ""):
-            raise InputError(f"device {device!r} was asked for, the backend of torch.distributed serves {ranks.device}")
+            raise InputError(f"device {device!r} was requested, the backend of torch.distributed serves {ranks.device}")
         yield ranks
         return
     if ranks_started(environ) < 2:
@@ -86,7 +86,9 @@ def _join(environ: MutableMapping[str, str], device: str | None) -> str:
         raise InputError(f"RANK={rank} and WORLD_SIZE={world} are set; a rank is below their number")
     backend = "gloo"
     if device not in (None, "cpu", "cuda"):
-        raise InputError(f"device {device!r} was asked for on {world} ranks; allowed: cpu, cuda, each takes its own")
+        raise InputError(
+            f"device {device!r} was requested on {world} ranks; allowed: cpu, or cuda for one GPU per rank"
+        )
     if device == "cuda" or (device is None and torch.cuda.is_available()):
         local_ranks = max(local_rank + 1, _number(environ, "LOCAL_WORLD_SIZE", local_rank + 1))
         gpus = torch.cuda.device_count()

@@ -94,4 +94,4 @@ def refuse_others(function: Callable[..., object], others: Mapping[str, object])
             raise InputError(f"{call}: {name}={value!r} is not an argument here; {_ALTERNATIVES[name]}")
         similar = get_close_matches(name, allowed, 1)
         closest = f"did you mean {similar[0]}? " if similar else ""
-        raise InputError(f"{call}: there is no argument {name!r}; {closest}allowed: {', '.join(allowed)}")
+        raise InputError(f"{call}: unknown argument {name!r}; {closest}allowed: {', '.join(allowed)}")

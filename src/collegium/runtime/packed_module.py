@@ -88,14 +88,14 @@ class PackedModule(nn.Module):
         result = fn(probe)
         if (result.device, result.dtype) != (probe.device, probe.dtype):
             raise InputError(
-                f"{type(self).__name__} is packed for {probe.dtype} input on {probe.device} and was asked to become "
+                f"{type(self).__name__} is packed for {probe.dtype} input on {probe.device} and cannot become "
                 f"{result.dtype} on {result.device}; a packed layer does not move, load it again with device= and "
                 "dtype="
             )
         return self
 
     def state_dict(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise InputError: there is none."""
+        """Raise InputError: a packed layer has no state_dict."""
         raise InputError(f"state_dict: {_NO_STATE}")
 
     def _load_from_state_dict(self, *_: Any, **__: Any) -> NoReturn:
