@@ -63,7 +63,7 @@ for hidden, inner, top_k, kind, weights, wide in json.load(sys.stdin):
     with pretending((9, 0)) as launches, torch.inference_mode():
         small = replace(spec, num_experts=4, routing=replace(rule, top_k=1))
         packed, table = layer_on(small, act).experts, ExpertMap(placed, 8, "cpu")
-        reach = SymmMem(inner=Local(num_experts=4), map=table, limit=600, blocks=None, on_gpu=True)
+        reach = SymmMem(inner=Local(num_experts=4), expert_map=table, limit=600, blocks=None, on_gpu=True)
         run = Mega(parts=PipelineParts(experts=packed, dispatcher=reach, top_k=top_k, num_experts=4))
         memory = Arena(torch.empty(chosen.workspace_bytes, dtype=torch.uint8), memory_map(chosen.regions))
 

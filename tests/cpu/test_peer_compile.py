@@ -54,7 +54,7 @@ for weights, activations, hidden, carried, combine in json.load(sys.stdin):
         table = ExpertMap(placed, 8, "cpu")
         inner = Local(num_experts=4, weight_on_input=carried)
         reduced = reduced_combine(chosen.problem)
-        reach = SymmMem(inner=inner, map=table, limit=600, blocks=None, on_gpu=True, reduced=reduced)
+        reach = SymmMem(inner=inner, expert_map=table, limit=600, blocks=None, on_gpu=True, reduced=reduced)
         run = SplitKind().build(PipelineParts(experts=packed, dispatcher=reach, top_k=top_k, num_experts=4))
         memory = Arena(torch.empty(chosen.workspace_bytes, dtype=torch.uint8), memory_map(chosen.regions))
         for tokens in (0, 1, 8, 65, 600):

@@ -162,7 +162,7 @@ class Ranks:
         for made, own, table in zip(plans, placed, self.tables, strict=True):
             inner = Local(num_experts=made.problem.slots)
             blocks: Any = None
-            reach = SymmMem(inner=inner, map=table, limit=most, blocks=blocks, on_gpu=True)
+            reach = SymmMem(inner=inner, expert_map=table, limit=most, blocks=blocks, on_gpu=True)
             self.pipelines.append(Mega(parts=parts_of(taken_by(weights, own), made, reach, small=False)))
         whole = planned(case, None, most)
         self.one = Split(parts=parts_of(weights, whole, Local(num_experts=EXPERTS), small=self.device.type == "cpu"))
@@ -253,7 +253,7 @@ def _process(case: Case, rank: int, world: int) -> _Process:
     made, whole, weights = planned(case, placed, pipeline="mega"), planned(case, None), encoded(case, cpu)
     places, blocks = memory_map(made.regions), symmetric_buffers("", cpu)
     inner, table = Local(num_experts=made.problem.slots), ExpertMap(placed, EXPERTS, cpu)
-    reach = SymmMem(inner=inner, map=table, limit=MOST, blocks=blocks, on_gpu=True)
+    reach = SymmMem(inner=inner, expert_map=table, limit=MOST, blocks=blocks, on_gpu=True)
     mega = Mega(parts=parts_of(taken_by(weights, placed), made, reach, small=False))
     one = Split(parts=parts_of(weights, whole, Local(num_experts=EXPERTS), small=True))
     return _Process(case, reach, blocks.register_layer(places), places, mega, one)
@@ -318,7 +318,7 @@ def crowded(process: int, programs: int) -> list[str]:
     deltas = [block.data_ptr() - own.data_ptr() for block in found]
     mirror = torch.zeros(1, dtype=torch.int64)
     table, inner, nobody = ExpertMap(placed, EXPERTS, cpu), Local(num_experts=made.problem.slots), None
-    reach = SymmMem(inner=inner, map=table, limit=MOST, blocks=nobody, on_gpu=True)  # pyright: ignore[reportArgumentType]
+    reach = SymmMem(inner=inner, expert_map=table, limit=MOST, blocks=nobody, on_gpu=True)  # pyright: ignore[reportArgumentType]
     mega = Mega(parts=parts_of(taken_by(weights, placed), made, reach, small=False))
     one = Split(parts=parts_of(weights, whole, Local(num_experts=EXPERTS), small=True))
     interpreter: Any = import_module("triton.runtime.interpreter").interpreter_builder
