@@ -18,9 +18,15 @@ __all__ = [
     "FOUR_BIT",
     "LARGE",
     "STORED",
+    "DecodedConstants",
     "DecodedTile",
     "DecodedTiles",
+    "DeepConstants",
+    "DequantizeConstants",
     "Fit",
+    "FourBitConstants",
+    "LargeConstants",
+    "StoredConstants",
     "decoded_tiles",
 ]
 
