@@ -76,8 +76,8 @@ class MoELayer(PlannedModule):
         problem = plan.problem
         weights = as_payloads(weights)
         shared = None if shared is None else SharedWeights(experts=as_payloads(shared.experts), gate=shared.gate)
+        check_shared(plan, weights, shared, after_expert)
         check_weights(weights, plan.routed_problem.routed)
-        check_shared(plan, shared, after_expert)
         check_extras(problem.spec, router, latent)
         check_after_expert(problem, after_expert)
         self.checked = checked

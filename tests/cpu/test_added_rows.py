@@ -296,7 +296,7 @@ class Loud(Split):
 
 class LoudKind(SplitKind):
     name = "loud"
-    does = "one kernel for everything"
+    description = "one kernel for everything"
 
     def refuse(self, asked: Any) -> str | None:
         if asked.problem.spec.routing.method != "renormalize_naive":

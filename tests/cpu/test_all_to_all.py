@@ -59,7 +59,7 @@ def test_ranks_that_disagree_are_told_so_on_every_rank(name: str) -> None:
 
 
 ROOM = 4
-CAPTURED = "collegium.parallel.all_to_all_fixed.captured"
+CAPTURED = "collegium.parallel.all_to_all_fixed.is_capturing"
 
 
 def _to(ranks: list[list[int]], *, world: int) -> torch.Tensor:
@@ -225,7 +225,7 @@ def test_plans_describe_wire_and_capture() -> None:
     made = plan(_asked(placed, graph=True, limits=Limits(max_tokens=100, rank_tokens=30)))
     assert (made.dispatcher, made.capturable, made.capacity) == ("all_to_all_fixed", True, 4 * 2 * 30)
     assert "with room for 30 from one to another" in made.explain()
-    assert "all_to_all: asked for a layer that a CUDA graph can capture" in made.explain()
+    assert "all_to_all: a layer that a CUDA graph can capture was requested" in made.explain()
     sizes = {region.name: region.nbytes for region in made.regions}
     # 256 columns of two bytes and two places, in whole 64 bytes.
     assert sizes["sent"] == sizes["arrived"] == 4 * 30 * 576

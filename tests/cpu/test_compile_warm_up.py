@@ -62,7 +62,7 @@ def built(spec, rule, activations, parts):
         given["router"] = RouterWeights(weight=torch.zeros(EXPERTS, HIDDEN), **extra)
     if "shared" in parts:
         name, gated = parts["shared"]
-        made = replace(made, shared=SharedSpec(intermediate_size=96, gated=gated))
+        made = replace(made, shared=SharedSpec(intermediate_size=96, gated=gated, weight_format=name))
         alone = replace(made, intermediate_size=96, num_experts=1, routing=RoutingSpec(top_k=1), shared=None)
         experts = random_weights(replace(alone, weight_format=name), torch.device("cpu"))
         given["shared"] = SharedWeights(experts=experts, gate=torch.zeros(1, HIDDEN) if gated else None)

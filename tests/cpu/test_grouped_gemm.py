@@ -715,7 +715,7 @@ def test_wrong_rows_are_refused() -> None:
         ops.grouped_gemm(torch.zeros(4, 91).bfloat16(), packed.down, offsets, tiles, out)
     with raises_with(InputError, "torch.float16"):
         ops.grouped_gemm(torch.zeros(4, 90).half(), packed.down, offsets, tiles, out)
-    with pytest.raises(InputError, match="others neither"):
+    with pytest.raises(InputError, match="others need neither"):
         ops.grouped_gemm(torch.zeros(4, 90).bfloat16(), packed.down, offsets, tiles, out, x_scale=torch.ones(4, 1))
     with raises_with(InputError, "(4, 175)"):
         ops.grouped_gemm(torch.zeros(4, 90).bfloat16(), packed.down, offsets, tiles, out[:, :175])

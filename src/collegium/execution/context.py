@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import pipelines as pipeline_table
 from ..experts import PackedWeights
 from ..parallel import Dispatcher, wrapped_for
 from ..parallel.input_check import InputCheck, input_check
-from ..pipelines import PIPELINES, Pipeline, PipelineParts
+from ..pipelines import Pipeline, PipelineParts
 from ..planning import Plan, dispatcher_named, token_ranges
 from ..runtime.memory import MemoryMap, Workspaces, memory_map, shared_workspaces
 from .handshake import Handshake, handshake_of
@@ -57,7 +58,7 @@ def build_context(
     problem, tiling = plan.routed_problem, experts.tiling
     kind = wrapped_for(dispatcher_named(plan.dispatcher), problem)
     # ``split`` always: for empty batches, and for batches that packing finds to be faster sorted.
-    pipeline_kinds = [kind for kind in PIPELINES if kind.name in (*plan.pipelines, "split")]
+    pipeline_kinds = [row for row in pipeline_table.PIPELINES if row.name in (*plan.pipelines, "split")]
     plan = plan.with_token_ranges(token_ranges(pipeline_kinds, kind, tiling, problem))
     dispatcher = kind.build(problem)
     parts = PipelineParts(

@@ -101,17 +101,21 @@ def merge_shared(
     return replace(routed, gate_up=gate_up, down=down)
 
 
-def check_shared(plan: Plan, shared: SharedWeights[Payload] | None, after_expert: object) -> None:
+def check_shared(
+    plan: Plan, weights: ExpertWeights[Payload], shared: SharedWeights[Payload] | None, after_expert: object
+) -> None:
     """Compare the shared expert that a layer is built from with its plan; raises InputError.
 
     Raises PlanError where ``after_expert`` would be applied to a merged shared expert.
     """
     spec = plan.problem.spec
     if plan.merged_shared_experts:
-        if shared is not None:
+        experts, planned = weights.gate_up.shape[0], plan.routed_problem.slots
+        if shared is not None or experts != planned:
             raise InputError(
-                "shared: the plan merges the shared expert with the routed experts; pass "
-                "MoELayer(collegium.merge_shared(plan, weights, shared), plan) without shared="
+                f"shared: the plan merges the shared expert with the routed experts, {planned} in all, and found "
+                f"{experts} experts {'without' if shared is None else 'and'} shared= weights; build "
+                "MoELayer(collegium.merge_shared(plan, weights, shared), plan), without shared="
             )
         if after_expert is not None:
             raise forced_shared_error("merged", "after_expert is for the rows of the routed experts alone")
@@ -121,14 +125,15 @@ def check_shared(plan: Plan, shared: SharedWeights[Payload] | None, after_expert
         return
     gate_shape = (1, spec.hidden_size) if spec.shared.gated else None
     check_tensor("shared", "gate", shared.gate, gate_shape, f"gated={spec.shared.gated}")
-    planned = plan.problem.shared()
+    shared_problem = plan.problem.shared()
     gate_up, down = shared.experts.gate_up.name, shared.experts.down.name
-    if (gate_up, down) != planned.formats:
+    if (gate_up, down) != shared_problem.formats:
         raise InputError(
             f"shared: the payloads are {format_names((gate_up, down))}, the plan is for "
-            f"{format_names(planned.formats)}; plan with SharedSpec(weight_format={gate_up!r}, down_format={down!r})"
+            f"{format_names(shared_problem.formats)}; plan with SharedSpec(weight_format={gate_up!r}, "
+            f"down_format={down!r})"
         )
-    check_weights(shared.experts, planned)
+    check_weights(shared.experts, shared_problem)
 
 
 def check_shared_unchanged(old: Plan, new: Plan) -> None:
