@@ -126,6 +126,7 @@ def facts_of(arch: int, changes: dict[str, Any], *_: Any) -> list[Any]:
     """What ``make test`` compiles at least once."""
     return [
         arch,
+        ("X_SCALE and DEPTH", changes.get("X_SCALE"), changes.get("DEPTH")),
         *((name, changes.get(name)) for name in ("WEIGHT", "X_SCALE", "DEPTH", "BLOCK_N", "BLOCK_T", "PARTS")),
     ]
 

@@ -420,7 +420,7 @@ def test_separate_router_input_is_required(tmp_path: Path) -> None:
     write(tmp_path, {"model_type": "gemma4", "text_config": text}, tensors)
     layer = load_layer(tmp_path, 0, dtype="fp32", device="cpu")
     x = randn(TOKENS, D)
-    with pytest.raises(InputError, match="give router_input"):
+    with pytest.raises(InputError, match="pass router_input"):
         layer(x)
     with raises_with(InputError, "router_input"):
         layer(x, router_input=x[:3])

@@ -64,7 +64,7 @@ def test_faults_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: 
 def test_the_page_counts_what_was_run() -> None:
     rows = list(csv.DictReader((ROOT / "benchmarks" / "results" / "fuzz.csv").read_text().splitlines()))
     page = (ROOT / "docs" / "hostile-files.md").read_text(encoding="utf-8")
-    found = re.search(r"([\d,]+) inputs were run .* there (?:was|were) ([\d,]+) faults?:?", page.replace("\n", " "))
+    found = re.search(r"ran ([\d,]+) inputs: .*?,? and ([\d,]+) (?:was|were) (?:a )?faults?", page.replace("\n", " "))
     assert found is not None
     assert int(found[1].replace(",", "")) == sum(int(row["inputs"]) for row in rows)
     assert int(found[2].replace(",", "")) == sum(int(row["faults"]) for row in rows)

@@ -37,8 +37,10 @@ def interrupted_after(seconds: float, *words: str) -> tuple[int, str, str]:
 @pytest.mark.parametrize(("name", "seconds"), [("generate", 1.0), ("generate", 4.0), ("verify", 1.0)])
 def test_an_interrupt_is_one_line(name: str, seconds: float) -> None:
     code, out, err = interrupted_after(seconds, name, *WORDS[name])
-    assert (code, out) == (130, "")
-    assert err.splitlines() == ["Interrupted: stopped by Ctrl-C"]
+    # Python ends itself by the signal if the interrupt met code compiled from a string (a dataclass being defined);
+    # shells show 130 for both.
+    assert code in (130, -signal.SIGINT)
+    assert (out, err.splitlines()) == ("", ["Interrupted: stopped by Ctrl-C"])
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RecursionError("half an import"), ImportError("half")])

@@ -227,5 +227,5 @@ def test_mega_refusals_give_reasons() -> None:
 
 def test_a_function_that_sees_rows_is_refused() -> None:
     parts = replace(Ranks(CASES[0], 2).pipelines[0].parts, after_expert=lambda rows: rows)
-    with pytest.raises(InputError, match=r"found after_expert, .* take Overrides\(pipeline='split'\)"):
+    with pytest.raises(InputError, match=r"found after_expert, .* use Overrides\(pipeline='split'\)"):
         Mega(parts=parts)

@@ -36,7 +36,7 @@ from collegium.parallel.local import Local
 from collegium.parallel.placement import linear
 from collegium.parallel.symm_mem import SymmMem
 from collegium.pipelines import PipelineParts
-from collegium.pipelines.split import Split
+from collegium.pipelines.split import SplitKind
 from collegium.runtime.memory import Arena, memory_map
 
 tool = triton.__path__[0] + "/backends/nvidia/bin/cuobjdump"
@@ -55,7 +55,7 @@ for weights, activations, hidden, carried, combine in json.load(sys.stdin):
         inner = Local(num_experts=4, weight_on_input=carried)
         reduced = reduced_combine(chosen.problem)
         reach = SymmMem(inner=inner, map=table, limit=600, blocks=None, on_gpu=True, reduced=reduced)
-        run = Split(parts=PipelineParts(experts=packed, dispatcher=reach, top_k=top_k, num_experts=4))
+        run = SplitKind().build(PipelineParts(experts=packed, dispatcher=reach, top_k=top_k, num_experts=4))
         memory = Arena(torch.empty(chosen.workspace_bytes, dtype=torch.uint8), memory_map(chosen.regions))
         for tokens in (0, 1, 8, 65, 600):
             x = torch.zeros(tokens, hidden, dtype=torch.bfloat16)

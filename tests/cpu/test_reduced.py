@@ -132,7 +132,7 @@ def test_the_errors_are_those_of_the_page() -> None:
     truth = (rows.double().view(tokens, top_k, hidden) * weights.double()[:, :, None]).sum(1)
     exact = relative_error(weighted_sum(rows, slots, weights, torch.bfloat16), truth)
     page = (Path(__file__).parents[2] / "docs" / "several-gpus.md").read_text(encoding="utf-8")
-    assert f"| {exact:.4f}, BF16 rounding alone |" in page
+    assert f"| {exact:.4f}, from rounding to BF16 only |" in page
     for world, (form, line) in product((2, 4, 8), ((None, "| `reduced` |"), ("fp8_group128", "| `reduced_fp8` |"))):
         owner = torch.randint(world, slots.shape, generator=torch.Generator().manual_seed(3))
         wire = ReducedCombine(dtype=torch.bfloat16, hidden=hidden, form=form)

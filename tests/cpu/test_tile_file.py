@@ -366,11 +366,11 @@ def test_batches_of_zeros(monkeypatch):
     seen: list[tuple[object, ...]] = []
     compute = MoELayer.compute
 
-    def noted(self, x, *asked):
-        *given, out, memory = asked
+    def noted(self, tensors, memory):
+        x, *given, out = tensors
         assert isinstance(memory, FreshMemory)
         out.fill_(torch.nan)
-        compute(self, x, *asked)
+        compute(self, tensors, memory)
         assert not x.any()
         assert not out.any(), "experts of zeros without biases"
         seen.append((tuple(x.shape), *[None if each is None else each.dtype for each in given[:3]]))

@@ -253,21 +253,21 @@ CASES = {
 }  # fmt: skip
 # Known to the layer but not as a whole model, with what the error says of each.
 NOT_WHOLE = {
-    "arctic": "does not know this model type",
-    "glm4v_moe_text": "no class that writes text",
-    "glm5_next_text": "no class that writes text",
-    "kimi_k3": "does not know this model type",
-    "minimax_m1": "does not know this model type",
-    "minimax_m3": "does not know this model type",
-    "minimax_text_01": "does not know this model type",
-    "minimax_vl_01": "does not know this model type",
+    "arctic": "does not support this model type",
+    "glm4v_moe_text": "no text generation class",
+    "glm5_next_text": "no text generation class",
+    "kimi_k3": "does not support this model type",
+    "minimax_m1": "does not support this model type",
+    "minimax_m3": "does not support this model type",
+    "minimax_text_01": "does not support this model type",
+    "minimax_vl_01": "does not support this model type",
     "qwen3_omni_moe": "speech model",
-    "qwen3_omni_moe_text": "no class that writes text",
-    "qwen3_vl_moe_text": "no class that writes text",
-    "step3_text": "does not know this model type",
-    "step3_vl": "does not know this model type",
-    "step3p5": "no class that writes text",
-    "step3p7_text": "does not know this model type",
+    "qwen3_omni_moe_text": "no text generation class",
+    "qwen3_vl_moe_text": "no text generation class",
+    "step3_text": "does not support this model type",
+    "step3_vl": "does not support this model type",
+    "step3p5": "no text generation class",
+    "step3p7_text": "does not support this model type",
 }
 # Those that `make test` runs as whole models: one of each kind of layer and router.
 MAIN = {

@@ -20,7 +20,8 @@ from collegium.parallel.rendezvous import rendezvous_of
 from collegium.parallel.symm_mem import SymmMem
 from collegium.parallel.symmetric_buffer import PeerArena, symmetric_buffers
 from collegium.pipelines import PipelineParts
-from collegium.pipelines.split import Split
+from collegium.pipelines.base import Pipeline
+from collegium.pipelines.split import SplitKind
 from collegium.planning import kernel_named
 from collegium.runtime.memory import MemoryMap, memory_map
 from collegium.testing.compare import heavy_tailed, random_experts
@@ -61,8 +62,8 @@ class _Layer:
     reach: SymmMem
     number: int
     places: MemoryMap
-    split: Split
-    alone: Split
+    split: Pipeline
+    alone: Pipeline
 
     def run(self, x: Tensor, routing: Routing, *, stored: bool = True) -> tuple[Tensor, Tensor]:
         """Return the layer's output in a pass of kernels, and what came to this rank's rows, poisoned before."""
@@ -139,7 +140,7 @@ def _layer(case: Case, rank: int, world: int) -> _Layer:
     )
     local = Local(num_experts=EXPERTS, weight_on_input=case.carried)
     one = PipelineParts(experts=packed(made, whole), dispatcher=local, top_k=case.top_k, num_experts=EXPERTS)
-    return _Layer(case, reach, blocks.register_layer(places), places, Split(parts=own), Split(parts=one))
+    return _Layer(case, reach, blocks.register_layer(places), places, SplitKind().build(own), SplitKind().build(one))
 
 
 def _given(case: Case, turn: int, rank: int, tokens: int) -> tuple[Tensor, Routing]:

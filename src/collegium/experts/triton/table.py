@@ -32,7 +32,7 @@ from .tiling import CODES, ProductTiling, e4m3_format, product_regions, refuse_m
 __all__ = ["TABLE", "Row", "TritonBf16", "TritonFp8", "TritonKernel", "TritonW4A8", "TritonW4A16", "TritonW8A16"]
 
 
-class Row(NamedTuple):
+class _Row(NamedTuple):
     """Weights of a format with tokens in one of some activation formats.
 
     layout: without sizes; integers are taken to have 16-bit scales of 128 columns and blocks of GGUF to be Q4_K, the
@@ -56,38 +56,38 @@ _Q4_K = replace(LANES["int4"], scale_kind=STEP_SCALE, words=3)
 # By kernel; the first row that takes a pair of formats runs it.
 TABLE = {
     "triton_bf16": (
-        Row("bf16", _EITHER, ROWS["plain"], pack_plain, passes_half=True),
-        Row("fp16", ("fp16",), ROWS["plain"], pack_plain, passes_half=True),
-        Row("fp16", ("bf16",), replace(ROWS["plain"], halved=True), pack_plain),
+        _Row("bf16", _EITHER, ROWS["plain"], pack_plain, passes_half=True),
+        _Row("fp16", ("fp16",), ROWS["plain"], pack_plain, passes_half=True),
+        _Row("fp16", ("bf16",), replace(ROWS["plain"], halved=True), pack_plain),
     ),
     "triton_fp8": (
-        Row("fp8_block", CODES, ROWS["fp8_block"], partial(pack_fp8_block, native=True)),
-        Row("fp8_tensor", CODES, ROWS["fp8_rows"], partial(pack_fp8_rows, native=True)),
-        Row("fp8_channel", CODES, ROWS["fp8_rows"], partial(pack_fp8_rows, native=True)),
-        Row("fp8_block", _EITHER, LANES["fp8_block"], partial(pack_fp8_block, native=False)),
-        Row("fp8_tensor", _EITHER, LANES["fp8_rows"], partial(pack_fp8_rows, native=False)),
-        Row("fp8_channel", _EITHER, LANES["fp8_rows"], partial(pack_fp8_rows, native=False)),
-        Row("mxfp8", _EITHER, LANES["mxfp8"], pack_mx, passes_half=True),
+        _Row("fp8_block", CODES, ROWS["fp8_block"], partial(pack_fp8_block, native=True)),
+        _Row("fp8_tensor", CODES, ROWS["fp8_rows"], partial(pack_fp8_rows, native=True)),
+        _Row("fp8_channel", CODES, ROWS["fp8_rows"], partial(pack_fp8_rows, native=True)),
+        _Row("fp8_block", _EITHER, LANES["fp8_block"], partial(pack_fp8_block, native=False)),
+        _Row("fp8_tensor", _EITHER, LANES["fp8_rows"], partial(pack_fp8_rows, native=False)),
+        _Row("fp8_channel", _EITHER, LANES["fp8_rows"], partial(pack_fp8_rows, native=False)),
+        _Row("mxfp8", _EITHER, LANES["mxfp8"], pack_mx, passes_half=True),
     ),
     "triton_w4a8": (
         # Triton 3.6 compiles no product that is scaled by the tensor core and again by the tokens' groups.
-        Row("mxfp4", ("fp8_token",), WORDS["mxfp4_pairs"], partial(pack_w4a8, scaled=True), scaled=True),
-        Row("mxfp4", CODES, WORDS["mxfp4"], pack_w4a8),
-        Row("nvfp4", CODES, WORDS["nvfp4"], pack_w4a8),
-        Row("int4_group", CODES, WORDS["int4_1"], pack_w4a8),
+        _Row("mxfp4", ("fp8_token",), WORDS["mxfp4_pairs"], partial(pack_w4a8, scaled=True), scaled=True),
+        _Row("mxfp4", CODES, WORDS["mxfp4"], pack_w4a8),
+        _Row("nvfp4", CODES, WORDS["nvfp4"], pack_w4a8),
+        _Row("int4_group", CODES, WORDS["int4_1"], pack_w4a8),
     ),
     "triton_w4a16": (
-        Row("mxfp4", _EITHER, LANES["mxfp4"], pack_mx, passes_half=True),
-        Row("nvfp4", _EITHER, LANES["nvfp4"], pack_nvfp4, passes_half=True),
-        Row("int4_group", _EITHER, LANES["int4"], pack_int),
-        Row("int4_affine", _EITHER, _ZEROED["int4"], pack_int),
-        Row("int4_ordered", _EITHER, _ZEROED["int4"], pack_int),
-        Row("bnb4", _EITHER, LANES["table"], pack_bnb4, passes_half=True),
-        Row("gguf", _EITHER, _Q4_K, pack_gguf, passes_half=True),
+        _Row("mxfp4", _EITHER, LANES["mxfp4"], pack_mx, passes_half=True),
+        _Row("nvfp4", _EITHER, LANES["nvfp4"], pack_nvfp4, passes_half=True),
+        _Row("int4_group", _EITHER, LANES["int4"], pack_int),
+        _Row("int4_affine", _EITHER, _ZEROED["int4"], pack_int),
+        _Row("int4_ordered", _EITHER, _ZEROED["int4"], pack_int),
+        _Row("bnb4", _EITHER, LANES["table"], pack_bnb4, passes_half=True),
+        _Row("gguf", _EITHER, _Q4_K, pack_gguf, passes_half=True),
     ),
     "triton_w8a16": (
-        Row("int8_affine", _EITHER, _ZEROED["int8"], pack_int),
-        Row("int8_ordered", _EITHER, _ZEROED["int8"], pack_int),
+        _Row("int8_affine", _EITHER, _ZEROED["int8"], pack_int),
+        _Row("int8_ordered", _EITHER, _ZEROED["int8"], pack_int),
     ),
 }
 
@@ -160,7 +160,7 @@ class TritonKernel:
         """Return the memory of both products of a batch at most."""
         return product_regions(problem, self.tiling(problem))
 
-    def _rows(self, problem: ExpertsProblem, machine: Machine) -> tuple[Row, Row]:
+    def _rows(self, problem: ExpertsProblem, machine: Machine) -> tuple[_Row, _Row]:
         """Return the table rows of gate_up and of down."""
         kernels = self.kernels(problem)
         tokens = problem.activation_format
@@ -168,12 +168,12 @@ class TritonKernel:
         return _row(kernels[0], gate_up, tokens, machine), _row(kernels[1], down, tokens, machine)
 
 
-def _row(name: str, weights: str, tokens: str, machine: Machine) -> Row:
+def _row(name: str, weights: str, tokens: str, machine: Machine) -> _Row:
     fitting = (row for row in TABLE[name] if _takes(row, weights, tokens))
     return next(row for row in fitting if machine.scaled or not row.scaled)
 
 
-def _takes(row: Row, weights: str, tokens: str) -> bool:
+def _takes(row: _Row, weights: str, tokens: str) -> bool:
     return row.weights == weights and tokens in row.tokens
 
 
