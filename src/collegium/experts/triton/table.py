@@ -29,7 +29,7 @@ from .packing import (
 )
 from .tiling import CODES, ProductTiling, e4m3_format, product_regions, refuse_machine
 
-__all__ = ["TABLE", "Row", "TritonBf16", "TritonFp8", "TritonKernel", "TritonW4A8", "TritonW4A16", "TritonW8A16"]
+__all__ = ["TABLE", "TritonBf16", "TritonFp8", "TritonKernel", "TritonW4A8", "TritonW4A16", "TritonW8A16"]
 
 
 class _Row(NamedTuple):
