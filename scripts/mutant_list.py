@@ -1280,7 +1280,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "merged: routed scaling factor on the shared expert", "ops/route_wide.py",
-        (Edit("append_shared_experts", "torch.ones_like($more)", "torch.full_like(weights[:, :merged], 2.5)"),), ("tests/cpu/test_merged_shared.py::test_a_wide_one_is_cut_into_several",),
+        (Edit("append_shared_experts", "torch.ones_like($more)", "torch.full_like($more, 2.5, dtype=torch.float32)"),), ("tests/cpu/test_merged_shared.py::test_a_wide_one_is_cut_into_several",),
     ),
     Mutant(
         "merged: kernel doubles the shared expert", "kernels/route.py",

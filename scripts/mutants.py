@@ -7,7 +7,7 @@ a missing test. What killed what is in docs/mutants.md.
     python scripts/mutants.py                 run all (about a quarter of an hour on one core), write the table
     python scripts/mutants.py --only clamp    those whose name or file holds the text
     python scripts/mutants.py --gpu --jobs 12     those of the kernels; on a machine with a GPU
-    python scripts/mutants.py --dry           only apply each, and parse what it gives
+    python scripts/mutants.py --dry           apply and parse each, report all that fail
     python scripts/mutants.py --page          write docs/mutants.md anew from the committed results
 """
 
@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -53,6 +54,19 @@ def applied(mutant: Mutant, text: str) -> str:
         msg = f"{mutant.name} in {mutant.file}: nothing is changed"
         raise ValueError(msg)
     return changed
+
+
+def _dry_errors(mutants: Sequence[Mutant]) -> list[str]:
+    """Apply each mutant and return one message for each that does not apply or does not parse."""
+    errors: list[str] = []
+    for mutant in mutants:
+        try:
+            applied(mutant, (_SOURCE / mutant.file).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            errors.append(f"{mutant.name} in {mutant.file}: no such file")
+        except (ValueError, SyntaxError) as error:
+            errors.append(str(error))
+    return errors
 
 
 def _tried(mutant: Mutant) -> tuple[Mutant, str, float]:
@@ -153,10 +167,11 @@ def main() -> int:
     known = {(row["mutant"], row["file"]) for row in _rows()} if asked.new else set[tuple[str, str]]()
     chosen = [m for m in chosen if (m.name, m.file) not in known]
     if asked.dry:
-        for mutant in chosen:
-            applied(mutant, (_SOURCE / mutant.file).read_text(encoding="utf-8"))
-        print(f"{len(chosen)} mutants apply")
-        return 0
+        errors = _dry_errors(chosen)
+        for error in errors:
+            print(error)
+        print(f"{len(chosen) - len(errors)} of {len(chosen)} mutants apply")
+        return bool(errors)
     found: list[tuple[Mutant, str, float]] = []
     with ThreadPoolExecutor(asked.jobs) as pool:
         for mutant, test, seconds in pool.map(_tried, [] if asked.page else chosen):
