@@ -1,0 +1,137 @@
+"""Arguments of the product kernels in groups: what belongs together is one named tuple.
+
+Triton passes every field as an argument of its own and specialises it: whether 16 divides an address or size, and the
+integer 1, are compiled in. Arguments for which that would compile a kernel again from batch to batch stay parameters of
+their own, listed in ``do_not_specialize``. A tuple of compile-time values is one ``tl.constexpr`` parameter.
+
+The host makes these tuples, so nothing here imports Triton. Fields of ``Any`` are tensors on the host and pointers in a
+kernel. Shape letters: T tokens, R rows, E experts, P projections (2: gate and up; 1), N outputs of a projection.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+__all__ = [
+    "ActivationBounds",
+    "OperandFormat",
+    "Projections",
+    "RowOrder",
+    "Tile",
+    "Tokens",
+    "WeightStrides",
+    "Weights",
+]
+
+
+class Tokens(NamedTuple):
+    """The rows that are multiplied.
+
+    x: ``[T or R, stride]``, of the operand dtype. scale: float32, laid out as ``OperandFormat.x_scale`` says; another
+    tensor where rows have none. sums: float16 ``[T or R, 32 * K blocks]``, sums of the rows' columns, for weights with
+    minima (``ops/columns.py``); another tensor for other weights. scale_stride: from the scales of a K block to those
+    of the next.
+    """
+
+    x: Any
+    scale: Any
+    sums: Any
+    stride: int
+    scale_stride: int
+
+
+class Weights(NamedTuple):
+    """A packed weight matrix of all experts.
+
+    values: codes or numbers, as packed. scale: of blocks or groups. row_scale: float32, one for each row; for codes
+    that index a table, the table. bias: ``[E, P, N]``. Where the matrix lacks one, another of its tensors is there.
+    """
+
+    values: Any
+    scale: Any
+    row_scale: Any
+    bias: Any
+
+
+class WeightStrides(NamedTuple):
+    """Elements of ``Weights.values`` from one row, K block and matrix (expert and projection) to the next.
+
+    scale_rows: rows of the block scales of a matrix, ceil(N / 128).
+    """
+
+    row: int
+    k_block: int
+    matrix: int
+    scale_rows: int
+
+
+class ActivationBounds(NamedTuple):
+    """The numbers in an activation's formula (``types.ActivationSpec``); gate_bound: beta of swiglu_oai."""
+
+    limit: float
+    alpha: float
+    gate_bound: float
+    up_bound: float
+
+
+class OperandFormat(NamedTuple):
+    """How both operands of a product are stored; compile-time.
+
+    weight, scale: numbers of ``enums.py``. words: 32-bit words of scales for each row and K block. x_scale: 0 none, 1
+    ``[., k_blocks]``, 2 ``[., 1]``, 3 ``[k_blocks, scale_stride]`` of rows in order. row_scale, bias: whether the
+    weights have them. k_blocks: blocks of ``block_k`` columns. even_k: ``block_k`` divides K.
+    """
+
+    weight: int
+    scale: int
+    words: int
+    x_scale: int
+    row_scale: bool
+    bias: bool
+    k_blocks: int
+    block_k: int
+    even_k: bool
+
+
+class Projections(NamedTuple):
+    """What a product computes; compile-time.
+
+    count: 2 for gate and up, otherwise 1. activation: NO_ACTIVATION, or a place in ``types.ACTIVATION_KINDS``, plus
+    FAST_MATH. has_limit: whether ``ActivationBounds.limit`` applies.
+    """
+
+    count: int
+    activation: int
+    has_limit: bool
+
+
+class Tile(NamedTuple):
+    """The piece of a product that one program computes, and how; compile-time.
+
+    block_n: weight rows. block_t: token rows. group_t: token tiles that share a pass over the columns. narrow: a tile
+    of few rows is multiplied as one of half or a quarter of block_t. depth: K blocks that a step of the loop
+    multiplies. stages: of the software pipeline. interleave_gate_up: eight rows of gate and eight of up alternate in
+    one operand. fuse_k_block: a K block of decoded weights is one operand instead of four.
+    """
+
+    block_n: int
+    block_t: int
+    group_t: int
+    narrow: bool
+    depth: int
+    stages: int
+    interleave_gate_up: bool
+    fuse_k_block: bool
+    warps: int
+
+
+class RowOrder(NamedTuple):
+    """Where rows are read and written; compile-time.
+
+    gather: row r is read at ``source[r]``; with top_k, at ``r // top_k``. top_k: not 0 where every assignment is a tile
+    of one row. row_map: a divisor of all entries of ``row_map``, 0 where rows are written in order.
+    """
+
+    gather: bool
+    top_k: int
+    row_map: int
