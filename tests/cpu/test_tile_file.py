@@ -330,7 +330,7 @@ def test_compile_cache_keys(tmp_path):
     plain, free = key_of(tmp_path / "a")
     assert key_of(tmp_path / "b")[0] == plain
     changes = (
-        ("grouped_gemm.py", "up += tl.load(bias + last)", "up += 2 * tl.load(bias + last)"),
+        ("grouped_gemm.py", "acc += tl.load(weights.bias", "acc += 2 * tl.load(weights.bias"),
         ("activation.py", "return 2.0 * _sigmoid(2.0 * x, FAST) - 1.0", "return 2.0 * _sigmoid(2.0 * x, FAST) - 1.5"),
         ("enums.py", "PAIR_SCALE = 5", "PAIR_SCALE = 6"),
     )
