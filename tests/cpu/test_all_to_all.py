@@ -218,23 +218,22 @@ def test_plans_describe_wire_and_capture() -> None:
     placed = linear(8, 1, 4)
     made = plan(_asked(placed))
     assert (made.dispatcher, made.capturable, made.capacity) == ("all_to_all", False, 4 * 2 * 8192)
-    said = (
-        "tokens in bf16 once to each rank of their experts, a row for each assignment back, with the bits of one rank"
-    )
-    assert f"{said}, between ranks" in made.explain()
+    assert "bf16" in made.wire_format
+    assert made.wire_format in made.explain()
     made = plan(_asked(placed, graph=True, limits=Limits(max_tokens=100, rank_tokens=30)))
     assert (made.dispatcher, made.capturable, made.capacity) == ("all_to_all_fixed", True, 4 * 2 * 30)
-    assert "with room for 30 from one to another" in made.explain()
-    assert "all_to_all: a layer that a CUDA graph can capture was requested" in made.explain()
+    assert "30 from one rank" in made.explain()
+    assert "all_to_all: graph=True" in made.explain()
     sizes = {region.name: region.nbytes for region in made.regions}
     # 256 columns of two bytes and two places, in whole 64 bytes.
     assert sizes["sent"] == sizes["received"] == 4 * 30 * 576
     assert sizes["returned"] == 4 * 30 * 2 * 256 * 4
     made = plan(_asked(placed), Overrides(combine="reduced"))
     assert made.problem.combine == "reduced"
-    assert "one bf16 row for each token and rank back, rounded once: not the bits of one rank" in made.explain()
+    assert "one bf16 row per token and rank" in made.explain()
     made = plan(_asked(placed, combine="reduced"), Overrides(combine="reduced_fp8", dispatcher="all_to_all_fixed"))
-    assert "one fp8_group128 row for each token and rank back, off by up to 1/16" in made.wire_format
+    assert "one fp8_group128 row per token and rank" in made.wire_format
+    assert "1/16" in made.wire_format
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -368,7 +368,7 @@ def test_a_shared_expert_has_scales_of_its_own(tmp_path: Path) -> None:
     assert made(x).isfinite().all()
     assert not torch.equal(made(x), dynamic(x))
     merged = replace(force, shared="merged")
-    with raises_with(PlanError, "22.4", "shared='apart'"):
+    with raises_with(PlanError, "22.4", "shared='sequential'"):
         load_layer(tmp_path, number, device="cpu", overrides=merged)
     load_layer(tmp_path, number, device="cpu", overrides=Overrides(activation_format="fp8_token", shared="merged"))
     same = {name: torch.tensor(0.02) for name in load_file(tmp_path / "model.safetensors") if "input_scale" in name}

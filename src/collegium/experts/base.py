@@ -86,7 +86,7 @@ class PackedWeights:
         if self.input_reach is None:
             return report
         first, second = (form.scale for form in formats_within(activations, self.input_reach))
-        return f"\nscales     {first:g} before gate_up, {second:g} before down, the largest of all experts{report}"
+        return f"\nscales     {first:g} before gate_up, {second:g} before down (maximum over the experts){report}"
 
     @property
     def tiling(self) -> Tiling:
