@@ -337,7 +337,7 @@ def quantize(
 
 
 @app.command()
-@prints(printing.print_verification, on_ranks=True)
+@prints(printing.print_verification, on_ranks=True, passed=lambda report: report.passed)
 def verify(
     model: Model,
     experts: Annotated[int, typer.Option(min=1, help="Experts to check per layer.")] = 8,

@@ -102,7 +102,7 @@ class Plan:
     def groups(self) -> tuple[str, ...]:
         """Names of the process groups whose ranks call the layer together, the one that splits experts first."""
         placement = self.problem.placement
-        return () if placement is None or self.dispatcher == "partial" else placement.groups
+        return () if placement is None or dispatcher_named(self.dispatcher).partial_sums else placement.groups
 
     @property
     def pipelines(self) -> tuple[str, ...]:

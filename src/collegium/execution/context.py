@@ -47,8 +47,9 @@ class ExecutionContext:
 
     def input_check(self, *, checked: bool) -> InputCheck | None:
         """Return what compares the inputs of ranks that need the same inputs, None where there are none."""
-        number = getattr(self.dispatcher, "number", 0)
-        return input_check(self.plan.problem.placement, self.plan.dispatcher, checked=checked, layer=number)
+        return input_check(
+            self.plan.problem.placement, self.plan.dispatcher, checked=checked, layer=self.dispatcher.number
+        )
 
 
 def build_context(
@@ -57,8 +58,7 @@ def build_context(
     """Build what runs ``experts`` as ``plan`` says; all ranks that share the experts call it together."""
     problem, tiling = plan.routed_problem, experts.tiling
     kind = wrapped_for(dispatcher_named(plan.dispatcher), problem)
-    # ``split`` always: for empty batches, and for batches that packing finds to be faster sorted.
-    pipeline_kinds = [row for row in pipeline_table.PIPELINES if row.name in (*plan.pipelines, "split")]
+    pipeline_kinds = [row for row in pipeline_table.PIPELINES if row.fallback or row.name in plan.pipelines]
     plan = plan.with_token_ranges(token_ranges(pipeline_kinds, kind, tiling, problem))
     dispatcher = kind.build(problem)
     parts = PipelineParts(

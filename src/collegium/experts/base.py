@@ -223,6 +223,10 @@ class ExpertKernel(Protocol):
         """Return the names of the kernels that run gate_up and down of ``problem``."""
         return self.name, self.name
 
+    def repacks(self, weight_format: str, activation_format: str) -> bool:
+        """Return whether packing copies the codes of ``weight_format`` into new tensors."""
+        return False
+
     def tiling(self, problem: ExpertsProblem) -> Tiling:
         """Return how batches of ``problem`` will be cut, as far as that follows from the problem."""
         return NO_TILES

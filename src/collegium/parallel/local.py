@@ -43,6 +43,11 @@ class Local:
     weight_on_input: bool = False
 
     @property
+    def number(self) -> int:
+        """0: no ranks build the layer together."""
+        return 0
+
+    @property
     def expert_map(self) -> None:
         """None: experts do not move."""
 
