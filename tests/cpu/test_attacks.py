@@ -240,7 +240,8 @@ PATTERNS = [
     r"(?!.*shared).*experts.*", r"(?=model)m", r"model\b", r"\w+\.\w+\.1\d?\.", r"lm_head|model", r"(model\.)?layers",
     r"^model.*proj$", r"[\w.]*?experts\.(\d{1,3})\.up", r"model\.layers\.[0-5]\.", r"a*?b?", r"(m|mo|mod)+el\Z",
     r"\S+\Bodel", r"(?:model|language_model)\.\D+12", r"[^\d]*12", "", r"\s|\W|m",
-    r"(model\.layers\.12\.mlp\.experts\.127\.up_proj){2}",
+    r"(model\.layers\.12\.mlp\.experts\.127\.up_proj){2}", r"model{,1}", r"mode{x}|\x6d\157del", r"[]m][^]x]",
+    r"(?#text)(?P<name>lm)_(?:head){,}", r"(?u)m{1}o{0,2}?",
 ]  # fmt: skip
 
 
