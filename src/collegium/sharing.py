@@ -120,9 +120,10 @@ def _cannot_merge(problem: Problem, dispatcher: str) -> str | None:
     layouts = [by_name(name) for name in shared.formats]
     columns = routed.intermediate
     group = math.lcm(*(size for layout in layouts for size in (layout.row_block, layout.group or 1)))
-    if shared.intermediate % columns or (shared.intermediate > columns and columns % group):
+    if shared.intermediate % columns:
+        return f"its width is {shared.intermediate:,}; it must be a multiple of the routed experts' {columns:,}"
+    if shared.intermediate > columns and columns % group:
         return (
-            f"its width is {shared.intermediate:,}; it must be a multiple of the routed experts' {columns:,}, and a "
-            f"split must be on a multiple of {group}"
+            f"its width of {shared.intermediate:,} would be split every {columns:,} columns, inside groups of {group}"
         )
     return None

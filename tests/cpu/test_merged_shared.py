@@ -319,7 +319,7 @@ REASONS = {
     "biases: found False": {"expert_bias": True},
     "latent width: found None": {"latent_size": 32},
     f"latent width: found None, the routed experts have {H}": {"latent_size": H},
-    "found 48 columns": {"shared": SharedSpec(intermediate_size=48)},
+    "its width is 48": {"shared": SharedSpec(intermediate_size=48)},
 }
 
 

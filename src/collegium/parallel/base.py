@@ -28,11 +28,6 @@ class Dispatcher(Protocol):
     """Brings tokens to experts and rows back, for one problem."""
 
     @property
-    def number(self) -> int:
-        """Number of the layer among those built over the process group; 0 if no ranks build it together."""
-        ...
-
-    @property
     def expert_map(self) -> ExpertMap | None:
         """The map of experts to slots, which balancing changes; None where experts cannot move."""
         ...

@@ -43,11 +43,6 @@ class Local:
     weight_on_input: bool = False
 
     @property
-    def number(self) -> int:
-        """0: no ranks build the layer together."""
-        return 0
-
-    @property
     def expert_map(self) -> None:
         """None: experts do not move."""
 

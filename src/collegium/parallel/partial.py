@@ -38,11 +38,6 @@ class Partial:
     slot: Tensor
 
     @property
-    def number(self) -> int:
-        """0: no ranks build the layer together."""
-        return 0
-
-    @property
     def expert_map(self) -> None:
         """None: experts do not move."""
 

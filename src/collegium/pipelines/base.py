@@ -76,14 +76,12 @@ class PipelineKind(Protocol):
     """One row of ``PIPELINES``.
 
     description: how it runs a batch, in a few words. fills_gpu: its kernel occupies every multiprocessor and waits for
-    other ranks, so nothing else can run at the same time. fallback: built for every layer, even if its plan has only
-    other pipelines: for empty batches, and for batches that packing finds to be faster sorted.
+    other ranks, so nothing else can run at the same time.
     """
 
     name: str
     description: str
     fills_gpu: bool = False
-    fallback: bool = False
 
     def refuse(self, query: PipelineQuery) -> str | None:
         """Return why it cannot run ``query``, with numbers, or None. Kernel and dispatcher have accepted it before."""

@@ -109,7 +109,6 @@ class SplitKind(PipelineKind):
 
     name = "split"
     description = "sorted by expert"
-    fallback = True
 
     def regions(self, query: PipelineQuery) -> Regions:
         """Return the regions of the dispatcher and of the experts' kernel."""
