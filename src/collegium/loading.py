@@ -32,7 +32,7 @@ __all__ = ["load_layer", "load_routed", "requested_activations"]
 
 
 @plain_torch()
-def load_layer(  # noqa: PLR0913  every option of a layer that is read from disk
+def load_layer(  # noqa: PLR0913  flat: calls pass few of these, and an options object would lengthen each
     path: str | os.PathLike[str] | Checkpoint,
     layer: int,
     *,

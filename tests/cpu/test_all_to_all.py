@@ -36,7 +36,7 @@ from collegium.pipelines import PipelineParts
 from collegium.pipelines.split import Split
 from collegium.runtime.memory import Region, Workspace, memory_map
 from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids
-from raising import raises_with
+from raising import assert_values, raises_with
 from ranks import error_of, run_ranks
 from split_layers import EXPERTS, HIDDEN, RECIPES, compare, disagree, layer_of, replicated, taken
 
@@ -51,11 +51,11 @@ def test_ranks_equal_one_layer(world: int) -> None:
 @pytest.mark.parametrize("name", BOTH)
 def test_ranks_that_disagree_are_told_so_on_every_rank(name: str) -> None:
     for errors in run_ranks(partial(disagree, name=name), 2):
-        assert "found rank 0: 5 tokens, top-3, layer 1; rank 1: 65 tokens, top-3, layer 1" in errors[0]
+        assert "rank 0: 5 tokens, top-3, layer 1; rank 1: 65 tokens, top-3, layer 1" in errors[0]
         assert "rank 0: 2 tokens, top-2, layer 1; rank 1: 2 tokens, top-3, layer 1" in errors[1]
-        assert f"{name}: building a layer: ranks 0 and 1 differ" in errors[2]
-        assert "planned for rank 0 of 3, experts 0 to 2, torch.distributed has rank" in errors[3]
-        assert "found rank 0: 4 tokens, top-3, layer 1; rank 1: 4 tokens, top-3, layer 2; call layers" in errors[4]
+        assert_values(errors[2], name, "ranks 0 and 1")
+        assert_values(errors[3], "rank 0 of 3, experts 0 to 2", "torch.distributed")
+        assert "rank 0: 4 tokens, top-3, layer 1; rank 1: 4 tokens, top-3, layer 2" in errors[4]
 
 
 ROOM = 4
@@ -105,10 +105,10 @@ def _room(rank: int) -> Any:
 def test_tokens_over_capacity_raise_on_every_rank() -> None:
     for said, faults in run_ranks(_room, 3):
         assert faults == []
-        assert "one rank may send rank_tokens=4 tokens to one other" in said[0]
-        assert "rank 0: 4; rank 1: 6; rank 2: 0; nothing was sent" in said[0]
+        assert "rank_tokens=4" in said[0]
+        assert "rank 0: 4; rank 1: 6; rank 2: 0" in said[0]
         for late in (said[1], said[3]):
-            assert "found no room when a CUDA graph ran, and their rows are NaN (rank 1: 2)" in late
+            assert_values(late, "CUDA graph", "NaN", "rank 1: 2")
         assert said[2] == said[4] == "none"
 
 

@@ -203,7 +203,7 @@ def test_kernels_of_a_gpu_give_the_bits_of_apart(
     merged, apart = (layer_of(force, weights=weights, device=HOPPER, rule=rule) for force in wishes)
     assert (merged.plan.merged_shared_experts, merged.shared, apart.plan.merged_shared_experts) == (1, None, 0)
     assert merged.plan.pipelines == (("split",) if on_input else ("direct", "split"))
-    assert "shared     merged into 1 routed expert that receives every token" in str(merged)
+    assert "shared     merged into 1 routed expert " in str(merged)
     assert merged.plan.kernel == apart.plan.shared_kernel
     for tokens in (1, 16, 19):
         x = heavy_tailed(tokens, H, seed=tokens).bfloat16()
