@@ -32,7 +32,7 @@ __all__ = ["load_layer", "load_routed", "requested_activations"]
 
 
 @plain_torch()
-def load_layer(  # noqa: PLR0913  every option of a layer that is read from disk
+def load_layer(  # noqa: PLR0913  flat: calls pass few of these, and an options object would lengthen each
     path: str | os.PathLike[str] | Checkpoint,
     layer: int,
     *,
@@ -157,7 +157,7 @@ def _stored_spec(spec: MoESpec, weights: ExpertWeights[Payload], shared: SharedW
 def requested_activations(overrides: Overrides | None) -> str:
     """Return the activation format that ``overrides`` forces, or a format without scales if it forces none."""
     # The plan refuses an argument that is not an Overrides.
-    return getattr(overrides, "activation_format", None) or "fp32"
+    return (overrides.activation_format if isinstance(overrides, Overrides) else None) or "fp32"
 
 
 def _load_experts(

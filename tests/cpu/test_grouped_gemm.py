@@ -699,7 +699,7 @@ def test_slices_belong_to_the_dispatcher() -> None:
     asked = replace(question("bf16", "bf16"), placement=placed)
     assert (asked.routed.experts, asked.routed.intermediate, asked.routed.hidden) == (5, 45, 176)
     assert KERNELS[0].refuse(asked.routed) is None
-    assert plan(asked).wire_format.startswith("the sums of 2 slices in float32")
+    assert plan(asked).wire_format.startswith("float32 sums of 2 slices")
 
 
 def test_workspace_counts_every_row() -> None:

@@ -76,7 +76,7 @@ def activation_scales(
     cache: dict[str, Tensor] = {}
     gate_scale = 0.0
     for source in sources:
-        projection = source.label.rpartition(" ")[2]
+        projection = source.projection
         name = next((n for n in (source.path + s for s in ACTIVATION_SCALES) if n in checkpoint), None)
         if name is None:
             scales.missing.append(source.label)

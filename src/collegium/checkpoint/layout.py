@@ -454,7 +454,7 @@ def _scale_error(source: Source, stored: StoredFormat) -> BadScaleError:
     names = [part_name(source, part) for part in stored.layout.parts if "scale" in part.suffix and part.required]
     if not names:
         return BadScaleError(f"{source.label}: {part_name(source, stored.layout.parts[0])} holds NaN or infinity")
-    allowed = "E8M0 bytes 0 to 254" if stored.name in ("mxfp4", "mxfp8") else "finite and positive numbers"
+    allowed = "E8M0 bytes 0 to 254" if stored.format.e8m0_scales else "finite and positive numbers"
     return BadScaleError(
         f"{source.label}: a scale of {stored.name} is forbidden or a code is NaN, allowed are {allowed}, zero only "
         f"where every code is zero ({', '.join(names)}); download the file again or export it again"

@@ -86,7 +86,7 @@ class PackedWeights:
         if self.input_reach is None:
             return report
         first, second = (form.scale for form in formats_within(activations, self.input_reach))
-        return f"\nscales     {first:g} before gate_up, {second:g} before down, the largest of all experts{report}"
+        return f"\nscales     {first:g} before gate_up, {second:g} before down (maximum over the experts){report}"
 
     @property
     def tiling(self) -> Tiling:
@@ -222,6 +222,10 @@ class ExpertKernel(Protocol):
     def kernels(self, problem: ExpertsProblem) -> tuple[str, str]:
         """Return the names of the kernels that run gate_up and down of ``problem``."""
         return self.name, self.name
+
+    def repacks(self, weight_format: str, activation_format: str) -> bool:
+        """Return whether packing copies the codes of ``weight_format`` into new tensors."""
+        return False
 
     def tiling(self, problem: ExpertsProblem) -> Tiling:
         """Return how batches of ``problem`` will be cut, as far as that follows from the problem."""

@@ -142,7 +142,7 @@ def check_shared_unchanged(old: Plan, new: Plan) -> None:
         raise InputError(
             f"swap: the old and the new plan merge the shared expert into {old.merged_shared_experts} and "
             f"{new.merged_shared_experts} routed experts, and only a layer that is built anew can do that. Load the "
-            "layer with Overrides(shared='beside')"
+            "layer with Overrides(shared='side_stream')"
         )
     if old.problem.spec.shared is None:
         return

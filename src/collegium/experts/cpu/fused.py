@@ -94,6 +94,10 @@ class CpuFused(ExpertKernel):
             return f"asked for {activations} activations and {problem.dtype} input; it takes bf16 or fp16 for both"
         return missing_requirement()
 
+    def repacks(self, weight_format: str, activation_format: str) -> bool:
+        """Return True: codes are laid out in panels."""
+        return True
+
     def regions(self, problem: ExpertsProblem) -> Regions:
         """Return the decoded rows of each thread, and the rows of the largest batch all routed to one expert."""
         # Groups of a part of the columns in activation order are padded to the largest.

@@ -30,13 +30,15 @@ TENSORS = ("codes", "scales", "supers", "values", "order", "factors", "bias")
 def missing_requirement() -> str | None:
     """Return what this machine needs to run the kernel, and how to get it, or None."""
     if sys.platform != "linux" or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
-        return f"found {torch.backends.cpu.get_cpu_capability()} on {sys.platform}; it needs AVX2 or AVX512 on linux"
+        return (
+            f"the CPU has {torch.backends.cpu.get_cpu_capability()} on {sys.platform}; it needs AVX2 or AVX512 on linux"
+        )
     if not find_spec("numba"):
-        return "found no Numba; install it with: pip install 'collegium[cpu]'"
+        return "Numba is not installed; install it with: pip install 'collegium[cpu]'"
     settings = import_module("numba.core.config")
     for name, value in _SWITCHES.items():
         if getattr(settings, name) == value:
-            return f"found NUMBA_{name}={value}, with which Numba cannot make it; unset it"
+            return f"NUMBA_{name}={value} is set, and Numba cannot compile the kernel with it; unset it"
     return None
 
 
