@@ -142,10 +142,6 @@ def test_routed_experts_form_a_layer():
         ),
         (lambda: replace(linear(4, 0, 2), slice_size=-3), "slice_size: found -3"),
         (
-            lambda: replace(linear(4, 0, 2), ranks=((0, 1), (3, 3))),
-            r"expert_ids: found \(3, 3\), allowed: each id once",
-        ),
-        (
             lambda: replace(problem(), placement=replace(linear(4, 0, 2), ranks=((0, 1), (2, 17)))),
             r"placement.expert_ids: found \[17\], allowed: 0 to 16",
         ),
