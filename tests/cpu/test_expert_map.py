@@ -34,7 +34,7 @@ def test_replicas_are_served_in_turn() -> None:
 
 
 def test_replica_columns_of_a_row() -> None:
-    assert _map(0).physical_ids.shape == (5, 3)
+    assert _map(0).physical_ids.shape == (5, 8)
     for experts, ranks, spare, most in ((8, 4, 0, 1), (7, 2, 0, 2), (8, 2, 1, 3), (8, 4, 2, 9), (1, 1, 0, 1)):
         maps = [ExpertMap(replace(linear(experts, rank, ranks), spare=spare), experts, "cpu") for rank in range(ranks)]
         assert {each.physical_ids.shape[1] for each in maps} == {most}, (experts, ranks, spare)

@@ -230,12 +230,9 @@ def test_several_slots_of_an_expert_on_a_rank() -> None:
     assert run_ranks(_with_redundancy, 2) == [[], []]
 
 
-def test_one_rank_with_redundant_slots() -> None:
-    weights = whole_weights("whole", 5, 0)
-    whole, layer = split_layer("whole", weights, "cpu", None), split_layer("whole", weights, "cpu", wrap_around(5, 7))
-    x = torch.randint(-2, 3, (13, 32)).float()
-    routing = Routing(topk_ids=torch.rand(13, 5).topk(3).indices, topk_weights=torch.rand(13, 3))
-    assert torch.equal(layer(x, routing=routing), whole(x, routing=routing))
+def test_one_rank_needs_no_redundant_slots() -> None:
+    with raises_with(PlanError, "12 of 5 experts"):
+        split_layer("whole", whole_weights("whole", 5, 0), "cpu", wrap_around(5, 7))
 
 
 _kept: list[Any] = []  # until the process ends, as a program keeps its model
