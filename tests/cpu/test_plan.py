@@ -143,10 +143,6 @@ def test_routed_experts_form_a_layer():
         ),
         (lambda: replace(linear(4, 0, 2), slice_size=-3), "slice_size: .*-3"),
         (
-            lambda: replace(linear(4, 0, 2), ranks=((0, 1), (3, 3))),
-            r"expert_ids: .*\(3, 3\)",
-        ),
-        (
             lambda: replace(problem(), placement=replace(linear(4, 0, 2), ranks=((0, 1), (2, 17)))),
             r"placement.expert_ids: .*\[17\].*0 to 16",
         ),

@@ -35,6 +35,7 @@ from collegium import (
 from collegium.checkpoint.layer_view import CheckpointLayer
 from collegium.checkpoint.loader import load_experts
 from collegium.checkpoint.reader import Checkpoint
+from collegium.parallel.placement import wrap_around
 from collegium.testing.compare import random_experts
 from moving import placement, split_layer, whole_weights
 from raising import raises_with
@@ -203,6 +204,35 @@ def _from_threads(rank: int) -> list[str]:
         ]
         _kept.append(layer)
     return faults
+
+
+def _with_redundancy(rank: int) -> list[str]:
+    """Return what differs where redundant slots wrap around, so that a rank has an expert twice."""
+    weights, faults = whole_weights("whole", 5, 0), list[str]()
+    whole = split_layer("whole", weights, "cpu", None)
+    for redundant in (1, 3, 11):
+        placed = wrap_around(5, redundant, rank, 2)
+        for name in ("all_to_all", "all_gather", "all_to_all_fixed", "symm_mem"):
+            layer = split_layer("whole", weights, "cpu", placed, name)
+            _kept.append(layer)
+            for seed, tokens in enumerate((1, 17, 5)):
+                generator = torch.Generator().manual_seed(10 * rank + seed)
+                x = torch.randint(-2, 3, (tokens, 32), generator=generator).float()
+                ids = torch.rand(tokens, 5, generator=generator).topk(3).indices
+                ids[1::4, 0] = -1
+                routing = Routing(topk_ids=ids, topk_weights=torch.rand(tokens, 3, generator=generator))
+                if not torch.equal(layer(x, routing=routing), whole(x, routing=routing)):
+                    faults.append(f"{name}, {redundant} redundant slots, {tokens} tokens")
+    return faults
+
+
+def test_several_slots_of_an_expert_on_a_rank() -> None:
+    assert run_ranks(_with_redundancy, 2) == [[], []]
+
+
+def test_one_rank_needs_no_redundant_slots() -> None:
+    with raises_with(PlanError, "12 of 5 experts"):
+        split_layer("whole", whole_weights("whole", 5, 0), "cpu", wrap_around(5, 7))
 
 
 _kept: list[Any] = []  # until the process ends, as a program keeps its model
