@@ -68,7 +68,8 @@ for major, weights, activations, sizes in json.load(sys.stdin):
         except Exception as error:
             failed.append(f"{variant.name}: {error!r}")
     names = sorted({v.kernel.__name__ for v in products})
-    found.append([names, sorted({v.arguments["FORMAT"].k_blocks if "FORMAT" in v.arguments else 1 for v in products}), len(products), failed])
+    steps = {v.arguments["FORMAT"].k_blocks if "FORMAT" in v.arguments else 1 for v in products}
+    found.append([names, sorted(steps), len(products), failed])
 print("RESULT" + json.dumps(found))
 """
 

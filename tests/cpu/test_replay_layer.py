@@ -85,7 +85,6 @@ class Compiled:
         with _disable_current_modes():  # what the interpreter asks of torch is the kernel's own
             self._kernel[x, y, z](*args, **self._keywords)
 
-
     def _tensor(self, recorded: Any, argument: Any) -> Any:
         """Return ``argument`` with the tensors of its addresses, which are of the dtypes of ``recorded``."""
         if isinstance(recorded, tuple):
