@@ -77,7 +77,8 @@ for weights, activations, hidden, carried, combine in json.load(sys.stdin):
         registers = int(re.search(r"REG:(\\d+)", used).group(1))
         codes = re.findall(r"\\b(LDL|STL|LDG[.A-Z0-9]*|STG[.A-Z0-9]*|ATOMG[.A-Z0-9]*|MEMBAR[.A-Z]*|ACQBULK)\\b", sass)
         rows.append([variant.kernel.__name__, variant.kernel.__name__ + str(variant.options), registers, codes])
-    formats = sorted({v.arguments["GROUP"] for v in launches.found.values() if v.kernel.__name__ == "e4m3_kernel"})
+    quantised = (v for v in launches.found.values() if v.kernel.__name__ == "e4m3_kernel")
+    formats = sorted({v.arguments["FORMAT"].group for v in quantised})
     found.append([rows, formats])
 print("RESULT" + json.dumps(found))
 """

@@ -340,7 +340,7 @@ def test_compile_cache_keys(tmp_path):
     # Nor may what the caller chooses, such as how far apart the rows of ids and weights are.
     lists = ["span", "width", "count", "tiles_a", "tiles_b"]
     assert free == [
-        ["token_tiles"], ["tiles"], ["rows", "late"], [*lists, "id_stride", "weight_stride"],
+        ["token_tiles"], ["tiles"], ["rows", "x_ready"], [*lists, "id_stride", "weight_stride"],
         ["count", "run", "id_stride"], [*lists, "run", "weight_stride"], ["count", "weight_stride"],
     ]  # fmt: skip
 
