@@ -225,9 +225,12 @@ print("RESULT" + json.dumps(found))
 """
 
 
-_ORDER = dict.fromkeys(("row_places", "deltas", "span", "width")) | {"ITEM": 0}
-_LISTS = {"BLOCK_E": 256, "BLOCK_T_A": 16, "BLOCK_T_B": 64} | _ORDER
-_READS = {"TOP_K": 8, "BLOCK_E": 256}
+_LISTS = dict.fromkeys(("row_map", "deltas", "rank_count", "row_width"))
+_LISTS["FORMAT"] = {
+    "PermutationFormat": {"top_k": 8, "block_e": 256, "block_t_a": 16, "block_t_b": 64, "element_bytes": 0}
+}
+_COUNT = {"BLOCK": 128, "TOP_K": 8, "BLOCK_E": 256}
+_UNWEIGHTED = {"weights": None, "weights_by_row": None}
 _ROUTE = {
     "SCORE": 2, "TOP_K": 8, "BLOCK_K": 8, "BLOCK_G": 8, "BLOCK_S": 32, "KEPT": 4, "TOP2": True, "BIAS": True,
     "HASH": False, "RENORM": True, "EXPERT_SCALE": False,
@@ -252,12 +255,12 @@ _NVFP4 = {"BLOCK_C": 8192, "index": None, "weights": None, "valid_rows": None, "
 # Small kernels: (file, kernel, types that are not the rule, constants, warps, most registers); FP8 from sm_90 on.
 _HALVES = {"halves": "fp16", "scales": "fp32", "sums": "fp16"}
 SMALL: tuple[tuple[str, str, dict[str, str], dict[str, Any], int, int], ...] = (
-    ("permute", "permute_kernel", {}, {"BLOCK": 32, "WEIGHTS": False} | _READS | _LISTS, 1, 96),
-    ("permute", "permute_kernel", {"ids": "i32"}, {"BLOCK": 256, "WEIGHTS": True} | _READS | _LISTS, 8, 80),
-    ("permute", "permute_kernel", {}, {"BLOCK": 128, "WEIGHTS": True} | _READS | _LISTS, 4, 80),
-    ("permute", "count_kernel", {}, {"BLOCK": 128} | _READS, 4, 80),
-    ("permute", "scatter_kernel", {}, {"BLOCK": 128, "CHUNK": 32, "WEIGHTS": True, "TOP_K": 8} | _LISTS, 4, 128),
-    ("permute", "scatter_kernel", {}, {"BLOCK": 256, "CHUNK": 64, "WEIGHTS": True, "TOP_K": 8} | _LISTS, 8, 128),
+    ("permute", "permute_kernel", {}, {"BLOCK": 32} | _UNWEIGHTED | _LISTS, 1, 96),
+    ("permute", "permute_kernel", {"ids": "i32"}, {"BLOCK": 256} | _LISTS, 8, 80),
+    ("permute", "permute_kernel", {}, {"BLOCK": 128} | _LISTS, 4, 80),
+    ("permute", "count_kernel", {}, _COUNT, 4, 80),
+    ("permute", "scatter_kernel", {}, {"BLOCK": 128, "BLOCK_P": 32} | _LISTS, 4, 128),
+    ("permute", "scatter_kernel", {}, {"BLOCK": 256, "BLOCK_P": 64} | _LISTS, 8, 128),
     ("columns", "columns_kernel", {"out": "bf16"}, _COLUMNS, 4, 48),
     ("columns", "columns_kernel", {"out": "fp16", "x": "fp16"}, _COLUMNS | {"TOP_K": 8}, 4, 48),
     ("columns", "halves_kernel", _HALVES, {"SOME": True, "BLOCK": 4096}, 8, 48),

@@ -65,7 +65,8 @@ for weights, activations, hidden, carried, combine in json.load(sys.stdin):
     rows = []
     for variant in launches.found.values():
         # Of the others those that store rows at their owners, or say where that is.
-        stores = variant.arguments.get("PLACED") or variant.arguments.get("ITEM")
+        sorts = getattr(variant.arguments.get("FORMAT"), "element_bytes", 0)
+        stores = variant.arguments.get("PLACED") or sorts
         if variant.kernel.__module__ != "collegium.kernels.peer" and not stores:
             continue
         made = variant.compile(launches.target)

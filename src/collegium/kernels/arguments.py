@@ -18,6 +18,7 @@ __all__ = [
     "CodeRows",
     "InputRows",
     "OperandFormat",
+    "PermutationFormat",
     "Projections",
     "RowOrder",
     "Tile",
@@ -183,3 +184,17 @@ class CodeFormat(NamedTuple):
     e8m0: bool
     reorder: bool
     software_rounding: bool
+
+
+class PermutationFormat(NamedTuple):
+    """What ``permute.py`` sorts and writes; compile-time.
+
+    top_k: assignments of a token. block_e: experts, rounded up to a power of two. block_t_a, block_t_b: rows of a tile
+    in the two tile lists, 0 where a list is not written. element_bytes: of the rows that ``row_map`` places.
+    """
+
+    top_k: int
+    block_e: int
+    block_t_a: int
+    block_t_b: int
+    element_bytes: int
