@@ -1028,20 +1028,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "bias used in the weights", "kernels/route.py",
         (Edit(
             "route_kernel",
-            "if $KEPT:\n    $basis = $key\n    if $TOP2 and (not $BIAS):\n        $basis = _key($score)\n    $key = _keep_groups($key, $basis, $valid, $groups, $BLOCK_G, $BLOCK_S, $KEPT, $TOP2)",
-            "$score = choice\nif $KEPT:\n    $basis = $key\n    if $TOP2 and (not $BIAS):\n        $basis = _key($score)\n    $key = _keep_groups($key, $basis, $valid, $groups, $BLOCK_G, $BLOCK_S, $KEPT, $TOP2)",
+            "Lanes(expert=$expert, valid=$valid, logit=$logit, score=$score)",
+            "Lanes(expert=$expert, valid=$valid, logit=$logit, score=$score if bias is None else $score + tl.load(bias + $expert * bias_stride, mask=$valid, other=0.0).to(tl.float32))",
         ),), _SMALL,
     ),
     Mutant(
         "renormalize skipped", "kernels/route.py",
-        (Edit("route_kernel", "tl.div_rn($weight, tl.zeros([$BLOCK_K], tl.float32) + $total)", "$weight"),), _SMALL,
+        (Edit("_renormalize", "tl.div_rn($weight, tl.zeros([$BLOCK_K], tl.float32) + $total)", "$weight"),), _SMALL,
     ),
     Mutant(
         "tie broken the other way", "kernels/route.py",
         (Edit(
-            "route_kernel",
-            "tl.min(tl.where($key == $most, $expert, 2147483647), 0)",
-            "tl.max(tl.where($key == $most, $expert, -1), 0)",
+            "_choose",
+            "tl.min(tl.where($key == $best_key, lanes.expert, 2147483647), 0)",
+            "tl.max(tl.where($key == $best_key, lanes.expert, -1), 0)",
         ),), _SMALL,
     ),
     Mutant(
@@ -1443,18 +1443,18 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a NaN score adds nothing", "kernels/route.py",
-        (Edit("route_kernel", "tl.where($poisoned, -2, $chosen)", "tl.where($poisoned, -1, $chosen)"),), _SMALL,
+        (Edit("_choose", "tl.where($has_nan, -2, $chosen)", "tl.where($has_nan, -1, $chosen)"),), _SMALL,
     ),
     Mutant(
         "a NaN bias chooses experts", "kernels/route.py",
-        (Edit("route_kernel", "judged = $choice", "judged = score"),), _SMALL,
+        (Edit("route_kernel", "checked = choice", "checked = score"),), _SMALL,
     ),
     Mutant(
         "an unknown entry of the hash table adds nothing", "kernels/route.py",
         (Edit(
-            "route_kernel",
-            "tl.where($known & ($table >= -1) & ($table < $experts), $table, -2)",
-            "tl.where($known & ($table >= -1) & ($table < $experts), $table, -1)",
+            "_look_up",
+            "tl.where($known & ($expert >= -1) & ($expert < $experts), $expert, -2)",
+            "tl.where($known & ($expert >= -1) & ($expert < $experts), $expert, -1)",
         ),), _SMALL,
     ),
     Mutant(

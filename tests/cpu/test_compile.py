@@ -231,13 +231,24 @@ _LISTS["FORMAT"] = {
 }
 _COUNT = {"BLOCK": 128, "TOP_K": 8, "BLOCK_E": 256}
 _UNWEIGHTED = {"weights": None, "weights_by_row": None}
-_ROUTE = {
-    "SCORE": 2, "TOP_K": 8, "BLOCK_K": 8, "BLOCK_G": 8, "BLOCK_S": 32, "KEPT": 4, "TOP2": True, "BIAS": True,
-    "HASH": False, "RENORM": True, "EXPERT_SCALE": False,
-}  # fmt: skip
+_ROUTING = {"score": 2, "top_k": 8, "block_k": 8, "renormalize": True}
+_GROUPS = {"block_g": 8, "block_s": 32, "top": 4, "top2_sum": True}
+_PLAIN_ROUTE = {
+    "ROUTING": {"RoutingFormat": _ROUTING},
+    "GROUPS": {"ExpertGroups": _GROUPS},
+    "token_ids": None,
+    "hash_table": None,
+}
+_ROUTE = _PLAIN_ROUTE | {"expert_scale": None}
+_SQRT_SOFTPLUS = {
+    "ROUTING": {"RoutingFormat": _ROUTING | {"score": 3}},
+    "GROUPS": {"ExpertGroups": _GROUPS | {"block_g": 1, "block_s": 1024, "top": 0}},
+}
 _MIXER = {
-    "SCORE": 4, "TOP_K": 2, "BLOCK_K": 2, "BLOCK_G": 1, "BLOCK_S": 32, "KEPT": 0, "BIAS": False, "RENORM": False,
-}  # fmt: skip
+    "ROUTING": {"RoutingFormat": {"score": 4, "top_k": 2, "block_k": 2, "renormalize": False}},
+    "GROUPS": {"ExpertGroups": {"block_g": 1, "block_s": 32, "top": 0, "top2_sum": True}},
+    "bias": None,
+}
 _SUM = {"TOP_K": 8, "BLOCK": 1024, "WEIGHTS": True, "SHARED": True, "IDS": False}
 _COLUMNS = {"GATHER": True, "TOP_K": 0, "BLOCK_E": 256, "BLOCK": 1024}
 _ROWS = {"BLOCK_R": 2, "BLOCK_C": 1024}
@@ -268,11 +279,11 @@ SMALL: tuple[tuple[str, str, dict[str, str], dict[str, Any], int, int], ...] = (
     ("weighted_sum", "weighted_sum_kernel", {}, _SUM, 4, 80),
     ("weighted_sum", "weighted_sum_kernel", {"slots": "i32"}, _SUM | {"IDS": True, "BLOCK": 256}, 1, 80),
     ("route", "route_kernel", {}, _ROUTE, 1, 128),
-    ("route", "route_kernel", {}, _ROUTE | {"SCORE": 3, "BLOCK_G": 1, "BLOCK_S": 1024, "KEPT": 0}, 4, 128),
-    ("route", "route_kernel", {}, _ROUTE | {"EXPERT_SCALE": True}, 1, 128),
+    ("route", "route_kernel", {}, _ROUTE | _SQRT_SOFTPLUS, 4, 128),
+    ("route", "route_kernel", {}, _PLAIN_ROUTE, 1, 128),
     ("route", "route_kernel", {}, _ROUTE | _MIXER, 1, 96),
-    ("route", "widen_kernel", {"weights": "bf16", "wide_ids": "i64", "wide_weights": "fp32"},
-     {"TOP_K": 8, "BLOCK_K": 16, "MERGED": 1}, 1, 64),
+    ("route", "widen_kernel", {"weights": "bf16", "out_ids": "i64", "out_weights": "fp32"},
+     {"TOP_K": 8, "BLOCK_K": 16, "SHARED": 1}, 1, 64),
     ("quantize", "cast_kernel", {"codes": "bf16"}, _ROWS | _ALL_ROWS, 4, 64),
     ("quantize", "e4m3_kernel", {"codes": "fp8e4nv"}, _E4M3, 4, 80),
     ("quantize", "e4m3_kernel", {"codes": "fp8e4nv"}, _VALID_ROWS, 4, 80),

@@ -16,10 +16,12 @@ __all__ = [
     "ActivationBounds",
     "CodeFormat",
     "CodeRows",
+    "ExpertGroups",
     "InputRows",
     "OperandFormat",
     "PermutationFormat",
     "Projections",
+    "RoutingFormat",
     "RowOrder",
     "Tile",
     "Tokens",
@@ -198,3 +200,29 @@ class PermutationFormat(NamedTuple):
     block_t_a: int
     block_t_b: int
     element_bytes: int
+
+
+class RoutingFormat(NamedTuple):
+    """How ``route.py`` chooses and weights experts; compile-time.
+
+    score: index in ``types.SCORE_FUNCTIONS``. top_k: experts of a token. block_k: top_k rounded up to a power of two.
+    renormalize: whether weights are divided by their sum.
+    """
+
+    score: int
+    top_k: int
+    block_k: int
+    renormalize: bool
+
+
+class ExpertGroups(NamedTuple):
+    """Groups of experts of which ``route.py`` chooses the best; compile-time.
+
+    block_g, block_s: groups and experts of a group, rounded up to powers of two. top: groups that are chosen, 0 where
+    experts of all groups are. top2_sum: a group's score is the sum of its two best instead of its best.
+    """
+
+    block_g: int
+    block_s: int
+    top: int
+    top2_sum: bool
