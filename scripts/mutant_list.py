@@ -409,25 +409,25 @@ MUTANTS: tuple[Mutant, ...] = (
         "a row with NaN that is zero", "kernels/columns.py",
         (Edit(
             "halves_kernel",
-            "tl.where($finite, ($byte << 23).to(tl.float32, bitcast=True), float('nan'))",
-            "($byte << 23).to(tl.float32, bitcast=True)",
+            "tl.where($finite, ($exponent << 23).to(tl.float32, bitcast=True), float('nan'))",
+            "($exponent << 23).to(tl.float32, bitcast=True)",
         ),), _BLOCKS[1:],
     ),
     Mutant(
         "the factor of the neighbouring group", "kernels/dequantize.py",
-        (Edit("expand_kernel", "$group * 4 // $GROUPS", "0"),), _LARGE,
+        (Edit("dequantize_kernel", "$i * 4 // $GROUPS", "0"),), _LARGE,
     ),
     Mutant(
         "the factor of the neighbouring block", "kernels/dequantize.py",
         (Edit(
-            "expand_kernel",
+            "dequantize_kernel",
             "$scale + ($matrix * $scale_rows + $row // 128) * $K_BLOCKS + $block",
             "$scale + ($matrix * $scale_rows + $row // 128) * $K_BLOCKS",
         ),), _LARGE,
     ),
     Mutant(
         "quarters of a block swapped", "kernels/dequantize.py",
-        (Edit("expand_kernel", "$a[$quarter]", "$a[3 - $quarter]"),), _LARGE,
+        (Edit("dequantize_kernel", "quarters[$quarter]", "quarters[3 - $quarter]"),), _LARGE,
     ),
     Mutant(
         "an expert's first tokens in all of its tiles", "kernels/prefill.cu",
@@ -1022,7 +1022,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "ids of an unsorted batch not checked", "kernels/weighted_sum.py",
-        (Edit("weighted_sum_kernel", "$experts if $IDS else $count", "1 << 30 if $IDS else $count"),), ("tests/cpu/test_direct.py::test_the_sum_by_ids_is_the_sum_by_slots",),
+        (Edit("weighted_sum_kernel", "$experts if $UNSORTED else $count", "1 << 30 if $UNSORTED else $count"),), ("tests/cpu/test_direct.py::test_the_sum_by_ids_is_the_sum_by_slots",),
     ),
     Mutant(
         "bias used in the weights", "kernels/route.py",

@@ -249,8 +249,8 @@ _MIXER = {
     "GROUPS": {"ExpertGroups": {"block_g": 1, "block_s": 32, "top": 0, "top2_sum": True}},
     "bias": None,
 }
-_SUM = {"TOP_K": 8, "BLOCK": 1024, "WEIGHTS": True, "SHARED": True, "IDS": False}
-_COLUMNS = {"GATHER": True, "TOP_K": 0, "BLOCK_E": 256, "BLOCK": 1024}
+_SUM = {"TOP_K": 8, "BLOCK": 1024, "UNSORTED": False}
+_COLUMNS = {"TOP_K": 0, "BLOCK_E": 256, "BLOCK": 1024}
 _ROWS = {"BLOCK_R": 2, "BLOCK_C": 1024}
 _ALL_ROWS = {"valid_rows": None}
 _CODES = {
@@ -274,10 +274,10 @@ SMALL: tuple[tuple[str, str, dict[str, str], dict[str, Any], int, int], ...] = (
     ("permute", "scatter_kernel", {}, {"BLOCK": 256, "BLOCK_P": 64} | _LISTS, 8, 128),
     ("columns", "columns_kernel", {"out": "bf16"}, _COLUMNS, 4, 48),
     ("columns", "columns_kernel", {"out": "fp16", "x": "fp16"}, _COLUMNS | {"TOP_K": 8}, 4, 48),
-    ("columns", "halves_kernel", _HALVES, {"SOME": True, "BLOCK": 4096}, 8, 48),
-    ("columns", "halves_kernel", _HALVES | {"x": "fp16"}, {"SOME": False, "BLOCK": 16384}, 16, 64),
+    ("columns", "halves_kernel", _HALVES, {"BLOCK": 4096}, 8, 48),
+    ("columns", "halves_kernel", _HALVES | {"x": "fp16"}, {"valid_rows": None, "BLOCK": 16384}, 16, 64),
     ("weighted_sum", "weighted_sum_kernel", {}, _SUM, 4, 80),
-    ("weighted_sum", "weighted_sum_kernel", {"slots": "i32"}, _SUM | {"IDS": True, "BLOCK": 256}, 1, 80),
+    ("weighted_sum", "weighted_sum_kernel", {"slots": "i32"}, _SUM | {"UNSORTED": True, "BLOCK": 256}, 1, 80),
     ("route", "route_kernel", {}, _ROUTE, 1, 128),
     ("route", "route_kernel", {}, _ROUTE | _SQRT_SOFTPLUS, 4, 128),
     ("route", "route_kernel", {}, _PLAIN_ROUTE, 1, 128),
@@ -295,9 +295,9 @@ SMALL: tuple[tuple[str, str, dict[str, str], dict[str, Any], int, int], ...] = (
     ("quantize", "nvfp4_kernel", {"codes": "u8", "scales": "fp8e4nv"}, _NVFP4, 16, 96),
 )  # fmt: skip
 _POINTERS = {
-    **dict.fromkeys(("source", "slots", "expert_offsets", "tile_row_a", "tile_row_b", "ids", "used"), "i64"),
+    **dict.fromkeys(("source", "slots", "expert_offsets", "tile_row_a", "tile_row_b", "ids"), "i64"),
     **dict.fromkeys(("index", "valid_rows"), "i64"),
-    **dict.fromkeys(("token_ids", "hash_table", "owner"), "i64"),
+    **dict.fromkeys(("token_ids", "hash_table", "expert_of"), "i64"),
     **dict.fromkeys(("tile_expert_a", "tile_expert_b", "histograms", "order"), "i32"),
     **dict.fromkeys(("weights", "weights_by_row", "scales", "global_scales", "logits", "bias"), "fp32"),
     "expert_scale": "fp32",
