@@ -409,25 +409,25 @@ MUTANTS: tuple[Mutant, ...] = (
         "a row with NaN that is zero", "kernels/columns.py",
         (Edit(
             "halves_kernel",
-            "tl.where($finite, ($byte << 23).to(tl.float32, bitcast=True), float('nan'))",
-            "($byte << 23).to(tl.float32, bitcast=True)",
+            "tl.where($finite, ($exponent << 23).to(tl.float32, bitcast=True), float('nan'))",
+            "($exponent << 23).to(tl.float32, bitcast=True)",
         ),), _BLOCKS[1:],
     ),
     Mutant(
         "the factor of the neighbouring group", "kernels/dequantize.py",
-        (Edit("expand_kernel", "$group * 4 // $GROUPS", "0"),), _LARGE,
+        (Edit("dequantize_kernel", "$i * 4 // $GROUPS", "0"),), _LARGE,
     ),
     Mutant(
         "the factor of the neighbouring block", "kernels/dequantize.py",
         (Edit(
-            "expand_kernel",
+            "dequantize_kernel",
             "$scale + ($matrix * $scale_rows + $row // 128) * $K_BLOCKS + $block",
             "$scale + ($matrix * $scale_rows + $row // 128) * $K_BLOCKS",
         ),), _LARGE,
     ),
     Mutant(
         "quarters of a block swapped", "kernels/dequantize.py",
-        (Edit("expand_kernel", "$a[$quarter]", "$a[3 - $quarter]"),), _LARGE,
+        (Edit("dequantize_kernel", "quarters[$quarter]", "quarters[3 - $quarter]"),), _LARGE,
     ),
     Mutant(
         "an expert's first tokens in all of its tiles", "kernels/prefill.cu",
@@ -1022,26 +1022,26 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "ids of an unsorted batch not checked", "kernels/weighted_sum.py",
-        (Edit("weighted_sum_kernel", "$experts if $IDS else $count", "1 << 30 if $IDS else $count"),), ("tests/cpu/test_direct.py::test_the_sum_by_ids_is_the_sum_by_slots",),
+        (Edit("weighted_sum_kernel", "$experts if $UNSORTED else $count", "1 << 30 if $UNSORTED else $count"),), ("tests/cpu/test_direct.py::test_the_sum_by_ids_is_the_sum_by_slots",),
     ),
     Mutant(
         "bias used in the weights", "kernels/route.py",
         (Edit(
             "route_kernel",
-            "if $KEPT:\n    $basis = $key\n    if $TOP2 and (not $BIAS):\n        $basis = _key($score)\n    $key = _keep_groups($key, $basis, $valid, $groups, $BLOCK_G, $BLOCK_S, $KEPT, $TOP2)",
-            "$score = choice\nif $KEPT:\n    $basis = $key\n    if $TOP2 and (not $BIAS):\n        $basis = _key($score)\n    $key = _keep_groups($key, $basis, $valid, $groups, $BLOCK_G, $BLOCK_S, $KEPT, $TOP2)",
+            "Lanes(expert=$expert, valid=$valid, logit=$logit, score=$score)",
+            "Lanes(expert=$expert, valid=$valid, logit=$logit, score=$score if bias is None else $score + tl.load(bias + $expert * bias_stride, mask=$valid, other=0.0).to(tl.float32))",
         ),), _SMALL,
     ),
     Mutant(
         "renormalize skipped", "kernels/route.py",
-        (Edit("route_kernel", "tl.div_rn($weight, tl.zeros([$BLOCK_K], tl.float32) + $total)", "$weight"),), _SMALL,
+        (Edit("_renormalize", "tl.div_rn($weight, tl.zeros([$BLOCK_K], tl.float32) + $total)", "$weight"),), _SMALL,
     ),
     Mutant(
         "tie broken the other way", "kernels/route.py",
         (Edit(
-            "route_kernel",
-            "tl.min(tl.where($key == $most, $expert, 2147483647), 0)",
-            "tl.max(tl.where($key == $most, $expert, -1), 0)",
+            "_choose",
+            "tl.min(tl.where($key == $best_key, lanes.expert, 2147483647), 0)",
+            "tl.max(tl.where($key == $best_key, lanes.expert, -1), 0)",
         ),), _SMALL,
     ),
     Mutant(
@@ -1443,18 +1443,18 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a NaN score adds nothing", "kernels/route.py",
-        (Edit("route_kernel", "tl.where($poisoned, -2, $chosen)", "tl.where($poisoned, -1, $chosen)"),), _SMALL,
+        (Edit("_choose", "tl.where($has_nan, -2, $chosen)", "tl.where($has_nan, -1, $chosen)"),), _SMALL,
     ),
     Mutant(
         "a NaN bias chooses experts", "kernels/route.py",
-        (Edit("route_kernel", "judged = $choice", "judged = score"),), _SMALL,
+        (Edit("route_kernel", "checked = choice", "checked = score"),), _SMALL,
     ),
     Mutant(
         "an unknown entry of the hash table adds nothing", "kernels/route.py",
         (Edit(
-            "route_kernel",
-            "tl.where($known & ($table >= -1) & ($table < $experts), $table, -2)",
-            "tl.where($known & ($table >= -1) & ($table < $experts), $table, -1)",
+            "_look_up",
+            "tl.where($known & ($expert >= -1) & ($expert < $experts), $expert, -2)",
+            "tl.where($known & ($expert >= -1) & ($expert < $experts), $expert, -1)",
         ),), _SMALL,
     ),
     Mutant(
@@ -1553,7 +1553,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a row's own scale instead of the calibrated one", "kernels/scales.py",
-        (Edit("scaled", "tl.where($finite, $fixed, $scale)", "$scale + 0.0 * $fixed"),), ("tests/cpu/test_small_kernels.py::test_codes_of_a_calibrated_scale",),
+        (Edit("scaled", "tl.where($finite, $static_scale, $scale)", "$scale + 0.0 * $static_scale"),), ("tests/cpu/test_small_kernels.py::test_codes_of_a_calibrated_scale",),
     ),
     # Experts that move.
     Mutant(
