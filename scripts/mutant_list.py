@@ -1328,17 +1328,17 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     # Tensor-parallel slices.
     Mutant(
-        "tensor-parallel slice of the next rank", "checkpoint/loader.py",
+        "tensor-parallel slice of the next rank", "checkpoint/layout.py",
         (Edit(
-            "_local_range",
+            "local_range",
             "return (($placement.tp_rank * $width, ($placement.tp_rank + 1) * $width), $width)",
             "start = ($placement.tp_rank + 1) % $placement.tp_size * $width\nreturn ((start, start + $width), $width)",
         ),), _LOAD,
     ),
     Mutant(
-        "tensor-parallel slice off by one row", "checkpoint/loader.py",
+        "tensor-parallel slice off by one row", "checkpoint/layout.py",
         (Edit(
-            "_local_range",
+            "local_range",
             "return (($placement.tp_rank * $width, ($placement.tp_rank + 1) * $width), $width)",
             "start = min($placement.tp_rank * $width + 1, intermediate - $width)\nreturn ((start, start + $width), $width)",
         ),), _LOAD,
