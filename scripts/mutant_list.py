@@ -1530,7 +1530,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the smallest calibrated scale of all experts", "checkpoint/activation_scales.py",
         (Edit(
-            "input_reach",
+            "reach_of",
             "(max($found.gate_up) * $first, max($found.down) * $second)",
             "(min($found.gate_up) * $first, min($found.down) * $second)",
         ),), _STATIC,
@@ -1549,7 +1549,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "an expert without a calibrated scale left out", "checkpoint/activation_scales.py",
-        (Edit("input_reach", "$found.missing", "$found.missing and (not $found.down)"),), _STATIC,
+        (Edit("reach_of", "$found.missing", "$found.missing and (not $found.down)"),), _STATIC,
     ),
     Mutant(
         "a row's own scale instead of the calibrated one", "kernels/scales.py",

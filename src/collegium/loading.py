@@ -26,9 +26,9 @@ from .problem import DeviceFacts, Limits, Overrides, Problem
 from .runtime.arguments import Dtype, dtype_name, refuse_others
 from .runtime.devices import plain_torch, probe
 from .stages.shared import merge_shared
-from .types import ExpertWeights, MoESpec, SharedWeights
+from .types import ExpertWeights, LatentWeights, MoESpec, RouterWeights, SharedWeights
 
-__all__ = ["load_layer", "load_routed", "requested_activations"]
+__all__ = ["assemble", "load_layer", "load_routed", "problem_of", "requested_activations"]
 
 
 @plain_torch()
@@ -66,19 +66,27 @@ def load_layer(  # noqa: PLR0913  every option of a layer that is read from disk
     weights = _load_experts(view, weight_format, facts.place, placement, overrides)
     raise_if_any(checkpoint, [*check_dense_layers(checkpoint), *check_non_expert_weights(view)])
     shared = load_shared(view, device=facts.place, activations=requested_activations(overrides))
-    problem = _problem(view.spec, weights, shared, facts, placement, limits=limits or Limits(), dtype=dtype)
+    router, latent = load_router(view, device=facts.place), load_latent(view, device=facts.place)
+    problem = problem_of(view.spec, weights, shared, facts, placement, limits=limits or Limits(), dtype=dtype)
+    return assemble(problem, overrides, weights, router=router, shared=shared, latent=latent, checked=checked)
+
+
+def assemble(
+    problem: Problem,
+    overrides: Overrides | None,
+    weights: ExpertWeights[Payload],
+    *,
+    router: RouterWeights | None,
+    shared: SharedWeights[Payload] | None,
+    latent: LatentWeights | None,
+    checked: bool,
+) -> MoELayer:
+    """Plan ``problem`` and return its layer; the shared expert is merged where the plan does that."""
     layer_plan = plan(problem, overrides)
     if shared is not None and layer_plan.merged_shared_experts:
         weights = merge_shared(layer_plan, weights, shared)
         shared = None
-    return MoELayer(
-        weights,
-        layer_plan,
-        router=load_router(view, device=facts.place),
-        shared=shared,
-        latent=load_latent(view, device=facts.place),
-        checked=checked,
-    )
+    return MoELayer(weights, layer_plan, router=router, shared=shared, latent=latent, checked=checked)
 
 
 @plain_torch()
@@ -110,7 +118,7 @@ def load_routed(
     placement = placement or rank_placement
     weights = _load_experts(layer, weight_format, facts.place, placement, overrides)
     spec = layer.spec.routed_alone()
-    problem = _problem(spec, weights, None, facts, placement, limits=limits or Limits(), dtype=dtype)
+    problem = problem_of(spec, weights, None, facts, placement, limits=limits or Limits(), dtype=dtype)
     return MoELayer(weights, plan(problem, overrides))
 
 
@@ -129,7 +137,7 @@ def _device_and_placement(
     return probe(device.device), placement if device.groups or device.spare else None
 
 
-def _problem(
+def problem_of(
     spec: MoESpec,
     weights: ExpertWeights[Payload],
     shared: SharedWeights[Payload] | None,

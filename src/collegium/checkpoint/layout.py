@@ -31,6 +31,7 @@ __all__ = [
     "check_part",
     "has_grid_per_half",
     "local_range",
+    "padding_of",
     "part_name",
     "parts_problems",
     "plain_shape",
@@ -481,15 +482,18 @@ def read_whole(checkpoint: Checkpoint, source: Source, stored: StoredFormat, cut
 
 
 def _pad_part(tensor: Tensor, part: Part, shape: tuple[int, int]) -> Tensor:
-    """Pad a part to the shape it has for a matrix of ``shape``: weights with 0, scales with 1."""
-    scale = "scale" in part.suffix
-    if tensor.dtype == torch.uint8:
-        fill = torch.tensor(127 if scale else 0, dtype=torch.uint8)  # E8M0 127 is 1
-    else:
-        fill = torch.tensor(float(scale)).to(tensor.dtype)
-    padded = fill.expand(part.stored_shape(*shape)).clone()
+    """Pad a part to the shape it has for a matrix of ``shape``."""
+    padded = padding_of(part, tensor.dtype).expand(part.stored_shape(*shape)).clone()
     padded[tuple(slice(0, n) for n in tensor.shape)] = tensor
     return padded
+
+
+def padding_of(part: Part, dtype: torch.dtype) -> Tensor:
+    """Return the number that pads a part: 0 for weights, 1 for scales."""
+    scale = "scale" in part.suffix
+    if dtype == torch.uint8:
+        return torch.tensor(127 if scale else 0, dtype=torch.uint8)  # E8M0 127 is 1
+    return torch.tensor(float(scale)).to(dtype)
 
 
 def _scale_error(source: Source, stored: StoredFormat) -> BadScaleError:
