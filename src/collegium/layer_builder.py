@@ -1,7 +1,7 @@
 """LayerBuilder: a layer from tensors that a serving engine's weight loader passes one at a time."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -97,22 +97,15 @@ class LayerBuilder:
         constructor, without stored and shared_stored. Raises ConfigError for an unknown model type: pass a spec and a
         mapping then.
         """
-        spec = describe(config, layer)
-        family = family_of(config)
-        names = family.names
-        paths = names.gate or names.up or names.stacked.gate_up, names.down or names.stacked.down
-        upper, lower = (_declared(config, path.format(layer=layer, expert=0)) for path in paths)
-        shared: Candidates | None = None
-        if spec.shared is not None:
-            first, *_, last = (_declared(config, path.format(layer=layer)) for path in names.shared or paths)
-            shared = first, last
-        exact = {"stored": (upper[0], lower[0])}
-        if shared is not None:
-            exact["shared_stored"] = shared[0][0], shared[1][0]
-        builder = cls(spec, **exact, **options)
-        builder._parameters = builder._collect((upper, lower), shared, options.get("router", True))
+        declared = declared_layer(config, layer)
+        (upper, *_), (lower, *_) = declared.routed
+        exact: dict[str, Any] = {"stored": (upper, lower)}
+        if declared.shared is not None:
+            exact["shared_stored"] = declared.shared[0][0], declared.shared[1][0]
+        builder = cls(declared.spec, **exact, **options)
+        builder._parameters = builder._collect(declared.routed, declared.shared, options.get("router", True))
         builder._summary = builder._parameters.summary
-        builder._mapping = expert_mapping(config, layer, spec, [*upper, *lower], [] if shared is None else shared[0])
+        builder._mapping = declared.mapping
         return builder
 
     @property
@@ -157,12 +150,7 @@ class LayerBuilder:
         an UnknownTensorError. Raises the errors of ``load``.
         """
         parameters = self._open("load_all")
-        names = self._mapping if mapping is None else NameMapping(mapping, self._spec)
-        if names is None:
-            raise InputError(
-                "load_all: no mapping was passed, and a builder from a spec has no names; pass mapping= with tuples "
-                "(parameter, source name, expert, shard), or use LayerBuilder.from_config"
-            )
+        names = named_mapping(mapping, self._spec, self._mapping)
         load_mapped(
             lambda row, tensor, _: parameters.load(
                 row.parameter, tensor, row.shard, row.expert, interleaved=row.interleaved
@@ -263,6 +251,41 @@ class LayerBuilder:
                     f"LayerBuilder.finish: ranks {sorted(by_rank)} hold expert {expert} and loaded different weights "
                     "for it; send the same tensors to all ranks"
                 )
+
+
+def named_mapping(mapping: Iterable[Sequence[Any]] | None, spec: MoESpec, default: NameMapping | None) -> NameMapping:
+    """Return the caller's mapping, or the default one; raises InputError without either."""
+    if mapping is not None:
+        return NameMapping(mapping, spec)
+    if default is None:
+        raise InputError(
+            "load_all: no mapping was passed, and a spec has no names; pass mapping= with tuples (parameter, source "
+            "name, expert, shard), or use from_config"
+        )
+    return default
+
+
+class DeclaredLayer(NamedTuple):
+    """A layer as a config describes it: its spec, the formats of its experts and shared expert, and their names."""
+
+    spec: MoESpec
+    routed: Candidates
+    shared: Candidates | None
+    mapping: NameMapping
+
+
+def declared_layer(config: Mapping[str, object], layer: int) -> DeclaredLayer:
+    """Return what ``config`` declares for layer ``layer``; raises ConfigError and SpecError."""
+    spec = describe(config, layer)
+    names = family_of(config).names
+    paths = names.gate or names.up or names.stacked.gate_up, names.down or names.stacked.down
+    upper, lower = (_declared(config, path.format(layer=layer, expert=0)) for path in paths)
+    shared: Candidates | None = None
+    if spec.shared is not None:
+        first, *_, last = (_declared(config, path.format(layer=layer)) for path in names.shared or paths)
+        shared = first, last
+    mapping = expert_mapping(config, layer, spec, [*upper, *lower], [] if shared is None else [*shared[0], *shared[1]])
+    return DeclaredLayer(spec, (upper, lower), shared, mapping)
 
 
 def load_mapped(

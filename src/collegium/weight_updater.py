@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from .experts import ExpertKernel, PackedWeights
 from .formats import by_name
 from .formats.payload import Payload
 from .layer import MoELayer
-from .layer_builder import load_mapped
+from .layer_builder import declared_layer, load_mapped, named_mapping
 from .parallel.placement import linear
 from .planning import kernel_named
 from .problem import ExpertsProblem
@@ -85,7 +85,24 @@ class WeightUpdater:
         self._shared_candidates = None
         if spec.shared is not None:
             self._shared_candidates = candidates_of(shared_stored, spec.shared_alone().formats)
+        self._mapping: NameMapping | None = None
         self._begin()
+
+    @classmethod
+    def from_config(cls, layer: MoELayer, config: Mapping[str, object], number: int, *, partial: bool = False) -> Self:
+        """Return an updater of ``layer``, number ``number`` of the model that ``config`` describes.
+
+        Formats and names are those that the config declares, as for ``LayerBuilder.from_config``.
+        """
+        declared = declared_layer(config, number)
+        updater = cls(
+            layer, stored=(declared.routed[0][0], declared.routed[1][0]), shared_stored="bf16", partial=partial
+        )
+        updater._candidates = declared.routed
+        updater._shared_candidates = None if layer.spec.shared is None else declared.shared
+        updater._mapping = declared.mapping
+        updater._begin()
+        return updater
 
     def _begin(self) -> None:
         """Forget what was loaded."""
@@ -117,10 +134,13 @@ class WeightUpdater:
         return self._load(MappedTensor(parameter, parameter, expert, shard), tensor, tensor)
 
     @plain_torch()
-    def load_all(self, tensors: Iterable[tuple[str, Tensor]], mapping: Iterable[Sequence[Any]]) -> LoadSummary:
+    def load_all(
+        self, tensors: Iterable[tuple[str, Tensor]], mapping: Iterable[Sequence[Any]] | None = None
+    ) -> LoadSummary:
         """Take all ``tensors`` that ``mapping`` has, as ``LayerBuilder.load_all`` does."""
+        names = named_mapping(mapping, self._layer.spec, self._mapping)
         summary = self._parameters.summary
-        load_mapped(self._load, summary, NameMapping(mapping, self._layer.spec), tensors)
+        load_mapped(self._load, summary, names, tensors)
         return summary
 
     @plain_torch()
