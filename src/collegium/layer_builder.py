@@ -1,7 +1,7 @@
 """LayerBuilder: a layer from tensors that a serving engine's weight loader passes one at a time."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from .errors import InputError, MissingTensorError
 from .formats import by_name
 from .formats.unquantised import DTYPES
 from .layer import MoELayer
-from .loading import assemble, problem_of, requested_activations
+from .loading import assemble, dummy_layer, problem_of, requested_activations, with_weight_format
 from .models import Declared, declared_format, describe, family_of
 from .parallel.placement import linear
 from .parallel.ranks import Ranks
@@ -162,30 +162,55 @@ class LayerBuilder:
         return self._summary
 
     @plain_torch()
-    def finish(self) -> MoELayer:
+    def finish(self, weights: Literal["loaded", "dummy"] = "loaded") -> MoELayer:
         """Plan and pack what was loaded, and return the layer; once.
+
+        weights: ``dummy`` fills the layer with random numbers, for start-up and benchmarks; nothing may be loaded then.
 
         Raises MissingTensorError, which names up to 20 missing tensors, on every rank where one lacks some, and the
         builder then takes more tensors; the CheckpointErrors of bad scales, PlanError, and with Ranks InputError where
         ranks loaded different routers or different weights of an expert that several of them hold.
         """
         parameters = self._open("finish")
+        if weights == "dummy":
+            return self._finish_dummy(parameters)
+        if weights != "loaded":
+            raise InputError(f"LayerBuilder.finish: weights={weights!r} was passed; allowed: 'loaded', 'dummy'")
         missing = parameters.missing()
         self._refuse_missing(missing)
         slots = list(range(len(self._slots())))
         activations = requested_activations(self._overrides)
-        weights = parameters.experts(slots, activations)
+        experts = parameters.experts(slots, activations)
         shared, router, latent = parameters.shared(activations), parameters.router(), parameters.latent()
-        self._agree(parameters, weights)
+        self._agree(parameters, experts)
         # The tensors are no longer needed once the payloads exist.
         self._parameters = None
-        weights = encoded(weights, self._weight_format)
+        experts = encoded(experts, self._weight_format)
         problem = problem_of(
-            self._spec, weights, shared, self._facts, self._placement, limits=self._limits, dtype=self._dtype
+            self._spec, experts, shared, self._facts, self._placement, limits=self._limits, dtype=self._dtype
         )
         return assemble(
-            problem, self._overrides, weights, router=router, shared=shared, latent=latent, checked=self._checked
+            problem, self._overrides, experts, router=router, shared=shared, latent=latent, checked=self._checked
         )
+
+    def _finish_dummy(self, parameters: LayerParameters) -> MoELayer:
+        if parameters.summary.stored:
+            raise InputError(
+                f"LayerBuilder.finish: weights='dummy' was passed after {parameters.summary}; load nothing for a layer "
+                "with random weights"
+            )
+        layer = dummy_layer(
+            with_weight_format(self._spec, self._weight_format),
+            self._ranks or self._facts.place,
+            None if self._ranks is not None else self._placement,
+            router="router.weight" in parameters.names,
+            overrides=self._overrides,
+            limits=self._limits,
+            dtype=self._dtype,
+            checked=self._checked,
+        )
+        self._parameters = None
+        return layer
 
     def _slots(self) -> list[int]:
         """Return the expert of each local slot; spare slots hold a copy of the first expert, as files fill them."""

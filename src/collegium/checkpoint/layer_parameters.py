@@ -28,6 +28,7 @@ Stored = str | StoredFormat | tuple[str | StoredFormat, str | StoredFormat]
 Candidates = tuple[Sequence[StoredFormat], Sequence[StoredFormat]]
 _INPUT_SCALES = frozenset(suffix.lstrip("._") for suffix in ACTIVATION_SCALES)
 _SHARED = "shared."
+_PREFIXES = (_SHARED, "router.", "latent.")
 
 
 def candidates_of(stored: Stored | None, names: tuple[str, str]) -> Candidates:
@@ -405,7 +406,7 @@ class LayerParameters:
 
     def _refuse_dense(self, parameter: str) -> None:
         """Raise InputError for a name that looks like one outside the experts and is none of this layer."""
-        if not isinstance(cast("object", parameter), str) or "." in parameter:
+        if not isinstance(cast("object", parameter), str) or parameter.startswith(_PREFIXES):
             raise InputError(f"load: parameter {parameter!r} is unknown; allowed: {', '.join(self.names)}")
 
     def _check_expert(self, parameter: str, expert: object) -> None:

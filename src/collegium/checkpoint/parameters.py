@@ -326,9 +326,9 @@ class MatrixParameters:
         """Copy one half of ``piece`` to every target."""
         values = self._cut_part(piece, part, half)
         if part.any_length:
-            entries = self._lists.setdefault(part.suffix, {})
-            for target in targets:
-                entries[target.slot, half] = values.to(self._device, copy=True)
+            lists = self._lists.setdefault(part.suffix, {})
+            for entry, slot in targets:
+                lists[slot, half] = values[entry].to(self._device, copy=True)
             return
         buffer = self._buffer(piece, part, values)
         buffer = buffer if self._parts is None else buffer[:, half]
