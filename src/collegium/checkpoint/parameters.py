@@ -112,6 +112,7 @@ class MatrixParameters:
         self._lists: dict[str, dict[tuple[int, int], Tensor]] = {}  # parts of any length, by slot and half
         self._present: dict[str, set[tuple[int, int]]] = {}
         self._geometry: dict[str, Part] = {}
+        self._checked: dict[tuple[object, ...], Part] = {}  # parts of tensors like earlier ones
 
     @property
     def stored(self) -> StoredFormat:
@@ -129,6 +130,12 @@ class MatrixParameters:
 
         Raises InputError for an unknown parameter, and TensorMismatchError for another shape or dtype.
         """
+        key = piece.name, piece.tensor.dtype, piece.tensor.shape, piece.halves, piece.interleaved, piece.experts
+        if key not in self._checked:
+            self._checked[key] = self._check(piece)
+        return self._checked[key]
+
+    def _check(self, piece: Piece) -> Part:
         known = [stored for stored in self.candidates if piece.name in self._parts_of(stored)]
         if not known:
             formats = dict.fromkeys(f"{stored.name} ({stored.storage})" for stored in self.candidates)
@@ -352,7 +359,8 @@ class MatrixParameters:
             return self._cut_numbers(piece, part, half, stack)
         halves = has_grid_per_half(source, part, tuple(tensor.shape))
         source = replace(source, experts=None)
-        span = self._everything if self.stored.whole else self._cut
+        cut_later = self._cut != self._everything and self.stored.whole
+        span = self._everything if cut_later else self._cut
         slices, _ = stored_slices(source, part, span, halves=halves)
         values = tensor.reshape(stack, *stored_shape_of(source, part, halves=halves))[(slice(None), *slices)]
         if part.repeats and part.rows_per > 1:
