@@ -183,7 +183,7 @@ def _config_of(path: str | os.PathLike[str] | Checkpoint, *, download: bool) -> 
     root = locate(path, download=download, weights=False)
     if gguf_file(root) is not None:
         return Checkpoint.open(root).config
-    config = read_config(root if root.is_dir() else root.parent)
+    config = read_config(root.parent if root.is_file() else root)
     if not config:
         raise ConfigError(f"{root}: config.json is missing; weights='dummy' reads nothing else. Give a model's folder")
     return config
