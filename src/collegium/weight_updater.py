@@ -25,7 +25,7 @@ from .runtime.devices import plain_torch
 from .stages.shared import split_shared
 from .types import ExpertWeights
 
-__all__ = ["UpdateSummary", "WeightUpdater"]
+__all__ = ["UpdateSummary", "WeightUpdater", "experts_between"]
 
 _BATCH_BYTES = 1 << 30  # stored bytes of experts packed at a time
 _MAX_LISTED = 20
@@ -237,7 +237,7 @@ class WeightUpdater:
             step = max(1, step * _BATCH_BYTES // (weights.gate_up.nbytes + weights.down.nbytes))
         for start in range(0, len(slots), step):
             batch = slots[start : start + step]
-            yield batch, _pack(kernel, _part(weights, start, start + len(batch)), problem)
+            yield batch, _pack(kernel, experts_between(weights, start, start + len(batch)), problem)
 
     def _write_experts(self, batches: Iterable[tuple[Sequence[int], PackedWeights]]) -> None:
         """Copy packed experts into the layer's, and print from now on what packing rounded."""
@@ -291,7 +291,7 @@ def _pack(kernel: ExpertKernel, weights: ExpertWeights[Payload], problem: Expert
     return kernel.pack(weights, replace(problem, experts=weights.down.shape[0]))
 
 
-def _part(weights: ExpertWeights[Payload], start: int, stop: int) -> ExpertWeights[Payload]:
+def experts_between(weights: ExpertWeights[Payload], start: int, stop: int) -> ExpertWeights[Payload]:
     """Return experts ``start`` to ``stop``."""
     biases = (weights.gate_up_bias, weights.down_bias)
     gate_up_bias, down_bias = (None if bias is None else bias[start:stop] for bias in biases)

@@ -66,12 +66,12 @@ class NameMapping:
         Raises UnknownTensorError for a tensor of the layer's experts without a row, and InputError where several rows
         fit.
         """
-        name = self._published(name)
-        if name is None:
+        published = self._published(name)
+        if published is None:
             return None
-        expert, rows = self._look_up(name)
+        expert, rows = self._look_up(published)
         if not rows:
-            self._refuse_expert_name(name)
+            self._refuse_expert_name(published)
             return None
         rows = self._fitting(rows, tensor)
         if len(rows) != 1:

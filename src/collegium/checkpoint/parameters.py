@@ -233,7 +233,8 @@ class MatrixParameters:
         bias = self._take(buffer, list(slots))
         finite = torch.isfinite(bias).flatten(1).all(-1)
         if not bool(finite.all()):
-            bad = [self._labels[slots[index]] for index in (~finite).nonzero()[:8, 0].tolist()]
+            indices: list[int] = (~finite).nonzero()[:8, 0].tolist()
+            bad = [self._labels[slots[index]] for index in indices]
             raise BadScaleError(f"load: the bias of {', '.join(bad)} holds NaN or infinity; send it again")
         return bias
 
