@@ -192,7 +192,7 @@ def test_every_rank_has_the_scales_of_all_experts(tmp_path: Path) -> None:
         parts += part(x, routing=routing)
         if rank == 0:
             # What a rank reads later, when another is gone, is packed with the scales it has.
-            own: Any = elastic._repacked(1, part, None, elastic.reader_of(tmp_path))
+            own: Any = elastic._repack(1, part, None, elastic.reader_of(tmp_path))
             assert own.input_reach == whole.experts.input_reach
             assert own.weights.down.shape[0] == 4
     assert relative_error(parts, whole(x, routing=routing)) < 1e-6
