@@ -1,7 +1,7 @@
 """LayerBuilder: a layer from tensors that a serving engine's weight loader passes one at a time."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -25,9 +25,19 @@ from .runtime.checksum import tensor_checksum
 from .runtime.devices import plain_torch, probe
 from .types import MoESpec
 
-__all__ = ["LayerBuilder"]
+__all__ = ["DeclaredLayer", "LayerBuilder", "LayerOptions", "declared_layer", "load_mapped", "named_mapping"]
 
 _MAX_LISTED = 20
+
+
+class LayerOptions(TypedDict, total=False):
+    """Options of a layer that mean the same as for ``load_layer``."""
+
+    weight_format: str | None
+    dtype: Dtype | torch.dtype
+    limits: Limits | None
+    overrides: Overrides | None
+    checked: bool
 
 
 class LayerBuilder:
@@ -37,7 +47,7 @@ class LayerBuilder:
     """
 
     @plain_torch()
-    def __init__(  # noqa: PLR0913  every option of a layer that is built
+    def __init__(
         self,
         spec: MoESpec,
         *,
@@ -45,21 +55,18 @@ class LayerBuilder:
         placement: Placement | None = None,
         stored: Stored | None = None,
         shared_stored: Stored | None = None,
-        weight_format: str | None = None,
-        dtype: Dtype | torch.dtype = "bf16",
-        limits: Limits | None = None,
-        overrides: Overrides | None = None,
         router: bool = True,
-        checked: bool = False,
+        **options: Unpack[LayerOptions],
     ) -> None:
         """Prepare for the tensors of ``spec``, in its weight format; no model type is needed.
 
-        device, weight_format, dtype, limits, overrides, checked: as ``load_layer``. placement: the experts and slice of
-        this rank, instead of those of Ranks as ``device``.
+        device: as ``load_layer``. placement: the experts and slice of this rank, instead of those of Ranks as
+        ``device``.
         stored: how the experts are stored: the name of a format, whose storages are told apart by the names of the
         parameters; a ``checkpoint.StoredFormat``, needed for integers, FP8 blocks of other sizes than 128 x 128, and
         where storages share names; or a pair for gate and up, and for down. None: the formats of ``spec``.
         shared_stored: likewise for the shared expert. router: False for a layer whose callers pass logits or a routing.
+        options: weight_format, dtype, limits, overrides and checked, as ``load_layer``.
         Raises InputError, SpecError and, with Ranks, RankError.
         """
         if placement is not None and isinstance(device, Ranks):
@@ -67,8 +74,15 @@ class LayerBuilder:
                 f"LayerBuilder: Ranks and the placement {placement} were given, and each determines the experts of "
                 "this rank; give one of them"
             )
-        if weight_format is not None:
-            by_name(weight_format)
+        unknown = sorted(options.keys() - LayerOptions.__annotations__.keys())
+        if unknown:
+            raise InputError(
+                f"LayerBuilder: unknown arguments {unknown}; allowed: spec, device, placement, stored, shared_stored, "
+                f"router, {', '.join(LayerOptions.__annotations__)}"
+            )
+        self._weight_format = options.get("weight_format")
+        if self._weight_format is not None:
+            by_name(self._weight_format)
         self._spec = spec
         self._ranks = device if isinstance(device, Ranks) else None
         self._facts = probe(device.device if isinstance(device, Ranks) else device)
@@ -77,11 +91,10 @@ class LayerBuilder:
             self._placement = every if device.groups or device.spare else None
         else:
             self._placement = placement
-        self._weight_format = weight_format
-        self._dtype = dtype_name("LayerBuilder", dtype)
-        self._limits = limits or Limits()
-        self._overrides = overrides
-        self._checked = checked
+        self._dtype = dtype_name("LayerBuilder", options.get("dtype", "bf16"))
+        self._limits = options.get("limits") or Limits()
+        self._overrides = options.get("overrides")
+        self._checked = options.get("checked", False)
         self._mapping: NameMapping | None = None
         shared = None
         if spec.shared is not None:

@@ -317,7 +317,7 @@ def test_static_scales_count_for_all_experts(tmp_path: Path) -> None:
 Refusal = tuple[tuple[str, tuple[int, ...], Any, Any], tuple[object, ...], type[Exception]]
 UP, TURNED, ROUTER = (WIDTH, HIDDEN), (HIDDEN, WIDTH), (EXPERTS, HIDDEN)
 REFUSED: dict[str, Refusal] = {
-    "an unknown parameter": (("wieght", UP, "w1", 0), ("'wieght'", "weight"), InputError),
+    "an unknown parameter": (("values", UP, "w1", 0), ("'values'", "weight"), InputError),
     "a scale of BF16 weights": (("weight_scale", (1,), "w1", 0), ("weight_scale", "bf16"), InputError),
     "an unknown shard": (("weight", UP, "gate", 0), ("'gate'", "w1, w3, w13, w2"), InputError),
     "no shard": (("weight", UP, None, 0), ("None", "w13"), InputError),
@@ -362,6 +362,8 @@ def test_other_dtypes_and_tensors_are_refused() -> None:
         builder.load("weight", torch.zeros(ROWS["w13"], dtype=torch.bfloat16), shard="w13", expert=0)
     with raises_with(InputError, "int4_group", "group", "gptq"):
         LayerBuilder(spec_of("int4_group"), device="cpu")
+    with raises_with(InputError, "weightformat", "weight_format"):
+        LayerBuilder(spec_of(), weightformat="mxfp4")  # pyright: ignore[reportCallIssue]
     with raises_with(InputError, "placement"):
         LayerBuilder(spec_of(), device=Ranks(), placement=Placement(expert_ids=(0,)))
 

@@ -136,13 +136,13 @@ def input_reach(
     if not activation_format(activations).static:
         return None
     sources = list(sources)
-    static_formats(stored, activations, sources[0].label)  # refuses formats without scales before any is read
+    _static_formats(stored, activations, sources[0].label)  # refuses formats without scales before any is read
     scales = activation_scales(checkpoint, sources, stored)
     raise_if_any(checkpoint, scales.problems)
     return reach_of(scales, stored, activations)
 
 
-def static_formats(stored: tuple[StoredFormat, StoredFormat], activations: str, label: str) -> list[str]:
+def _static_formats(stored: tuple[StoredFormat, StoredFormat], activations: str, label: str) -> list[str]:
     """Return the static activation formats of gate and up, and of down.
 
     label: of the first projection. Raises InputError where a weight format has no static scales.
@@ -164,7 +164,7 @@ def reach_of(
 
     Raises InputError and MissingTensorError as ``input_reach`` does.
     """
-    gate_up_format, down_format = static_formats(stored, activations, "the first projection")
+    gate_up_format, down_format = _static_formats(stored, activations, "the first projection")
     if scales.missing:
         count = len(scales.gate_up) + len(scales.down) + len(scales.missing)
         raise MissingTensorError(

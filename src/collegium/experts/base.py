@@ -180,7 +180,7 @@ class PackedWeights:
 
         Raises InputError, and copies nothing, where they are laid out unlike these.
         """
-        refuse_other_layout(self, experts)
+        _refuse_other_layout(self, experts)
         first, count = slots[0], len(slots)
         with torch.inference_mode():
             for target, source in zip(self.slots(), experts.slots(), strict=True):
@@ -200,7 +200,7 @@ class PackedWeights:
             return self._map_tensors(lambda tensor: tensor.new_empty((count, *tensor.shape[1:])))
 
 
-def refuse_other_layout(packed: PackedWeights, other: PackedWeights) -> None:
+def _refuse_other_layout(packed: PackedWeights, other: PackedWeights) -> None:
     """Raise InputError unless an expert of ``other`` is laid out as one of ``packed``.
 
     Everything that kernels read besides the contents of slots is compared: types, shapes, dtypes and options.
