@@ -67,6 +67,7 @@ _MEGA_LOST = ("tests/cpu/test_mega.py::test_absent_ranks_are_named",)
 _REDUCED = ("tests/cpu/test_reduced.py",)
 _MOVE = ("tests/cpu/test_mover.py::test_packed_formats_move_without_changing_a_bit",)
 _ROUNDS = ("tests/cpu/test_mover.py::test_rounds_reach_any_placement_and_never_lose_an_expert",)
+_BUILDER = ("tests/cpu/test_layer_builder.py",)
 _SUM = ("tests/cpu/test_mover.py::test_a_checksum_follows_the_position_across_its_pieces",)
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -1554,6 +1555,31 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a row's own scale instead of the calibrated one", "kernels/scales.py",
         (Edit("scaled", "tl.where($finite, $fixed, $scale)", "$scale + 0.0 * $fixed"),), ("tests/cpu/test_small_kernels.py::test_codes_of_a_calibrated_scale",),
+    ),
+    # Weights that an engine passes one at a time.
+    Mutant(
+        "gate and up of one tensor swapped", "checkpoint/parameters.py",
+        (Edit("MatrixParameters._copy", "self._cut_part(piece, part, half)", "self._cut_part(piece, part, piece.halves[-1 - half] if piece.fused else half)"),), _BUILDER,
+    ),
+    Mutant(
+        "replicas of an expert left unfilled", "checkpoint/layer_parameters.py",
+        (Edit("LayerParameters._targets", "slots_of.get(expert, ())", "slots_of.get(expert, ())[:1]"),), _BUILDER,
+    ),
+    Mutant(
+        "static scales of local experts alone", "checkpoint/layer_parameters.py",
+        (Edit("LayerParameters.experts", "range(self.spec.num_experts)", "list(self._slots_of)"),), _BUILDER,
+    ),
+    Mutant(
+        "a checksum that does not tell shards apart", "runtime/checksum.py",
+        (Edit("combined_checksum", "tuple(key)", "(key[0], key[2])"),), _BUILDER,
+    ),
+    Mutant(
+        "static scales beyond those of the layer accepted", "weight_updater.py",
+        (Edit("WeightUpdater.finish", "self._check_reach()", "None"),), _BUILDER,
+    ),
+    Mutant(
+        "new experts in another layout accepted", "experts/base.py",
+        (Edit("_difference", "first == second", "True"),), _BUILDER,
     ),
     # Experts that move.
     Mutant(

@@ -166,10 +166,10 @@ def reach_of(
     """
     gate_up_format, down_format = _static_formats(stored, activations, "the first projection")
     if scales.missing:
-        count = len(scales.gate_up) + len(scales.down) + len(scales.missing)
+        present = len(scales.gate_up) + len(scales.down)
         raise MissingTensorError(
             f"{_requested(activations)}: {scales.missing[0]} has no {ACTIVATION_SCALES[0]}, and "
-            f"{len(scales.missing) - 1} more of {count} have none; all need one; {_ALTERNATIVE}"
+            f"{len(scales.missing) - 1} more of {present + len(scales.missing)} have none; all need one; {_ALTERNATIVE}"
         )
     gate_up_max = activation_format(gate_up_format).max_value
     down_max = activation_format(down_format).max_value
