@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from collegium.commands.bench import named_layer, random_weights
+from collegium.commands.bench import named_layer
 from collegium.commands.measure import random_routing
 from collegium.commands.printing import print_tuning
 from collegium.commands.tune import TuneReport, TuneRow, measure_tiles, tune
+from collegium.dummy.weights import random_weights
 from collegium.errors import InputError
 from collegium.experts.measured import tile_folder, tile_key, tile_path, with_measured_tiles, write_tiles
 from collegium.experts.reference import Reference

@@ -30,7 +30,7 @@ from ...types import ActivationSpec, ContiguousBatch, ExpertWeights
 from ..base import ExpertKernel, PackedWeights, map_tensors, refuse_codes
 from .decode import PlainMatrix
 from .grouped import cut_rows, fast_activate, starts_of, tokens_of
-from .panels import COLUMNS, TASK, TENSORS, FusedMatrix, as_fused, missing_requirement, scratch_bytes
+from .panels import COLUMNS, TASK, FusedMatrix, as_fused, missing_requirement, scratch_bytes
 from .stored import by_row, flat, refuse_faults
 
 __all__ = ["CpuFused", "FusedExperts", "pack_fused"]
@@ -67,7 +67,7 @@ class FusedExperts(PackedWeights):
         return rows
 
     def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> FusedExperts:
-        *gate_up, down = (map_tensors(matrix, change, *TENSORS) for matrix in (*self.gate_up, self.down))
+        *gate_up, down = (map_tensors(matrix, change, *matrix.by_expert) for matrix in (*self.gate_up, self.down))
         return FusedExperts(gate_up=tuple(gate_up), down=down, activation=self.activation)
 
 
