@@ -84,8 +84,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "gate and up swapped", "kernels/grouped_gemm.py",
         (Edit(
             "grouped_tile",
-            "activate($gate if $PARTS == 2 else $up, $up, $KIND, $HAS_LIMIT, $limit, $alpha, $gate_bound, $up_bound)",
-            "activate($up, $gate if $PARTS == 2 else $up, $KIND, $HAS_LIMIT, $limit, $alpha, $gate_bound, $up_bound)",
+            "activate($gate if $PROJ.count == 2 else $up, $up, $bounds, $PROJ)",
+            "activate($up, $gate if $PROJ.count == 2 else $up, $bounds, $PROJ)",
         ),), _KERNEL,
     ),
     Mutant(
@@ -207,14 +207,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "clamp dropped", "kernels/activation.py",
-        (Edit("activate", "$kind != 2", "$kind > 9"),), _ACTS,
+        (Edit("activate", "$KIND != SWIGLU_STEP", "$KIND > GELU"),), _ACTS,
     ),
     Mutant(
         "clamp dropped (swiglu_step)", "kernels/activation.py",
         (Edit(
             "activate",
-            "gate = gate * _sigmoid(gate, FAST)\n        if HAS_LIMIT:",
-            "gate = gate * _sigmoid(gate, FAST)\n        if kind == 9:",
+            "gate = _silu(gate, FAST)\n        if PROJ.has_limit:",
+            "gate = _silu(gate, FAST)\n        if KIND > GELU:",
             text=True,
         ),), _ACTS,
     ),
@@ -226,8 +226,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "gate clamped from below too", "kernels/activation.py",
         (Edit(
             "activate",
-            "gate = _below(gate, limit)\n        up = _within(up, limit)\n    if kind == 0",
-            "gate = _within(gate, limit)\n        up = _within(up, limit)\n    if kind == 0",
+            "gate = _clamp_above(gate, bounds.limit)\n        up = _clamp(up, bounds.limit)\n    if KIND == SWIGLU",
+            "gate = _clamp(gate, bounds.limit)\n        up = _clamp(up, bounds.limit)\n    if KIND == SWIGLU",
             text=True,
         ),), _ACTS,
     ),
@@ -247,11 +247,11 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "clamp after SiLU", "kernels/activation.py",
-        (Edit("activate", "$kind != 2", "$kind > 2"),
+        (Edit("activate", "$KIND != SWIGLU_STEP", "$KIND > SWIGLU_STEP"),
         Edit(
             "activate",
-            "$gate * _sigmoid($gate, $FAST) * $up",
-            "tl.where(HAS_LIMIT, _below($gate * _sigmoid($gate, $FAST), limit) * _within($up, limit), $gate * _sigmoid($gate, $FAST) * $up)",
+            "_silu($gate, $FAST) * $up",
+            "tl.where(PROJ.has_limit, _clamp_above(_silu($gate, $FAST), bounds.limit) * _clamp($up, bounds.limit), _silu($gate, $FAST) * $up)",
         ),), _ACTS,
     ),
     # SwiGLU-OAI.
@@ -261,7 +261,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "alpha dropped", "kernels/activation.py",
-        (Edit("activate", "alpha * $gate", "$gate"),), _ACTS,
+        (Edit("activate", "$bounds.alpha * $gate", "$gate"),), _ACTS,
     ),
     Mutant(
         "beta dropped", "ops/activation.py",
@@ -269,7 +269,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "beta dropped", "kernels/activation.py",
-        (Edit("activate", "$up + $gate_bound", "$up"),), _ACTS,
+        (Edit("activate", "$up + $bounds.gate_bound", "$up"),), _ACTS,
     ),
     # A scale dropped.
     Mutant(
@@ -298,23 +298,31 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "gate's row scale dropped", "kernels/grouped_gemm.py",
-        (Edit("grouped_tile", "tl.load($row_scale + vector)[:, None]", "1.0"),), _KERNEL,
+        (Edit(
+            "grouped_tile",
+            "gate = _scale_and_add_bias(gate, gate_unit, tokens, weights, token, offset, FORMAT)",
+            "gate = _scale_and_add_bias(gate, gate_unit, tokens, weights, token, offset, FORMAT)\nif FORMAT.row_scale:\n    gate /= tl.load(weights.row_scale + offset)[:, None]",
+        ),), _KERNEL,
     ),
     Mutant(
         "a block's scale dropped", "kernels/grouped_gemm.py",
         (Edit(
-            "_multiply",
-            "$factors = $factor[:, None] if $STACKED else $factor",
-            "$factors = 0.0 * $factor + 1.0",
+            "_add_stored",
+            "$factors = $scale[:, None] if $TILE.interleave_gate_up else $scale",
+            "$factors = 0.0 * $scale + 1.0",
         ),), _KERNEL,
     ),
     Mutant(
         "the tokens' scale dropped", "kernels/grouped_gemm.py",
-        (Edit("_multiply", "$factor * $x_scale", "$factor + 0.0 * $x_scale"),), _KERNEL,
+        (Edit("_add_stored", "$scale * $block.x_scale", "$scale + 0.0 * $block.x_scale"),), _KERNEL,
     ),
     Mutant(
         "the tokens' scale dropped for up", "kernels/grouped_gemm.py",
-        (Edit("grouped_tile", "up *= $per_token", "up *= 1.0"),), _KERNEL,
+        (Edit(
+            "grouped_tile",
+            "up = _scale_and_add_bias(up, up_unit, tokens, weights, token, up_offset, FORMAT)",
+            "up = _scale_and_add_bias(up, up_unit, tokens, weights, token, up_offset, FORMAT)\nif FORMAT.x_scale == X_ROW_SCALE:\n    up /= tl.load(tokens.scale + token)[None, :]",
+        ),), _KERNEL,
     ),
     # The neighbouring group's scale.
     Mutant(
@@ -540,7 +548,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the neighbouring row block's scale", "kernels/grouped_gemm.py",
-        (Edit("grouped_tile", "$n_first // 128", "tl.maximum($n_first // 128 - 1, 0)"),), _KERNEL,
+        (Edit("_first_pointers", "$n_first // 128", "tl.maximum($n_first // 128 - 1, 0)"),), _KERNEL,
     ),
     # Nibbles.
     Mutant(
@@ -680,7 +688,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "experts rotated by one", "kernels/grouped_gemm.py",
-        (Edit("grouped_tile", "expert * $PARTS", "tl.maximum(expert - 1, 0) * $PARTS"),), _KERNEL,
+        (Edit("_weight_rows", "$expert * $PROJ.count", "tl.maximum($expert - 1, 0) * $PROJ.count"),), _KERNEL,
     ),
     Mutant(
         "experts rotated by one in a file", "checkpoint/layer_view.py",
@@ -716,7 +724,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a bias of the neighbouring expert", "kernels/grouped_gemm.py",
-        (Edit("grouped_tile", "bias + vector", "bias + n_first + column"),), _KERNEL,
+        (Edit("_scale_and_add_bias", "$weights.bias + $offset", "$weights.bias + 0 * $offset"),), _KERNEL,
     ),
     # Routing and combining.
     Mutant(
@@ -853,15 +861,15 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the second K block of a step read as the first", "kernels/grouped_gemm.py",
-        (Edit("grouped_tile", "up_ptr + $at * $k_step", "up_ptr"),), _MEGA,
+        (Edit("_sum_in_steps_of_depth", "$w_ptr + $index * $strides.k_block", "$w_ptr"),), _MEGA,
     ),
     Mutant(
         "the first K block's scale for the second of a step", "kernels/grouped_gemm.py",
-        (Edit("grouped_tile", "us_ptr + $at * $s_k", "us_ptr"),), _MEGA,
+        (Edit("_sum_in_steps_of_depth", "_Block($w, $w, $scale_ptr + $index * $scale_step, $n_out, $x, $x_scale, $pointers.sums)", "_Block($w, $w, $scale_ptr, $n_out, $x, $x_scale, $pointers.sums)"),), _MEGA,
     ),
     Mutant(
         "tokens' scales of the first K block for the second of a step", "kernels/grouped_gemm.py",
-        (Edit("grouped_tile", "$xs_ptr + $step * $DEPTH + at", "$xs_ptr + $step * $DEPTH"),), _MEGA,
+        (Edit("_sum_in_steps_of_depth", "$x_scale_ptr + $step * $DEPTH + $index", "$x_scale_ptr + $step * $DEPTH"),), _MEGA,
     ),
     Mutant(
         "a rank in another call taken for one in this one", "kernels/mega.py",
@@ -944,8 +952,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a row beyond a tile's end stored", "kernels/grouped_gemm.py",
-        (Edit("_write_tile", "tl.where($t < $row_count, $t, 0)", "tl.where($t <= $row_count, $t, 0)"),
-        Edit("_write_tile", "$t < $row_count", "$t <= $row_count"),), ("tests/cpu/test_grouped_gemm.py::test_rows_no_expert_owns_are_not_written",),
+        (Edit("_write_tile", "tl.where($t < $rows.count, $t, 0)", "tl.where($t <= $rows.count, $t, 0)"),
+        Edit("_write_tile", "$t < $rows.count", "$t <= $rows.count"),), ("tests/cpu/test_grouped_gemm.py::test_rows_no_expert_owns_are_not_written",),
     ),
     Mutant(
         "columns beyond K not zero", "kernels/grouped_gemm.py",
@@ -980,8 +988,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "up's bias dropped", "kernels/grouped_gemm.py",
         (Edit(
             "grouped_tile",
-            "tl.load($bias + last).to(tl.float32)[:, None]",
-            "0.0 * tl.load($bias + last).to(tl.float32)[:, None]",
+            "up = _scale_and_add_bias(up, up_unit, tokens, weights, token, up_offset, FORMAT)",
+            "up = _scale_and_add_bias(up, up_unit, tokens, weights, token, up_offset, FORMAT)\nif FORMAT.bias:\n    up -= tl.load(weights.bias + up_offset).to(tl.float32)[:, None]",
         ),), _KERNEL,
     ),
     Mutant(
@@ -1068,7 +1076,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a part not started anew", "kernels/linear.py",
-        (Edit("linear_kernel", "tl.where($starts, $product, $part + $product)", "$part + $product"),), _LINEAR,
+        (Edit("_sum_over_k", "tl.where($starts, $product, $part + $product)", "$part + $product"),), _LINEAR,
     ),
     # Four-bit weights and E4M3 rows.
     Mutant(
@@ -1123,14 +1131,14 @@ MUTANTS: tuple[Mutant, ...] = (
     # Codes that look numbers up.
     Mutant(
         "the smaller term of a looked up number dropped", "kernels/grouped_gemm.py",
-        (Edit("_multiply", "tl.static_range(2)", "tl.static_range(1)"),), ("tests/cpu/test_grouped_gemm.py::test_codes_that_look_numbers_up",),
+        (Edit("_add_table_lanes", "tl.static_range(2)", "tl.static_range(1)"),), ("tests/cpu/test_grouped_gemm.py::test_codes_that_look_numbers_up",),
     ),
     Mutant(
         "numbers of gate looked up for up", "kernels/grouped_gemm.py",
         (Edit(
-            "grouped_tile",
-            "_multiply($up, $up_unit, $u0, $u1, $us_ptr, $n_out, $tokens, $added, $xs, $WEIGHT, $SCALE, $WORDS, $X_SCALE == 1, $STACKED, $SETS - 1, $WHOLE, $ASM)",
-            "_multiply($up, $up_unit, $u0, $u1, $us_ptr, $n_out, $tokens, $added, $xs, $WEIGHT, $SCALE, $WORDS, $X_SCALE == 1, $STACKED, 0, $WHOLE, $ASM)",
+            "_sum_over_k",
+            "_add_block($up, $up_unit, $block, $FORMAT, $TILE, $ACCUMULATORS - 1, $ASM)",
+            "_add_block($up, $up_unit, $block, $FORMAT, $TILE, 0, $ASM)",
         ),), ("tests/cpu/test_grouped_gemm.py::test_codes_that_look_numbers_up",),
     ),
     Mutant(
@@ -1148,15 +1156,15 @@ MUTANTS: tuple[Mutant, ...] = (
     # Sums in units of the group that is added last.
     Mutant(
         "the unit of a sum forgotten", "kernels/grouped_gemm.py",
-        (Edit("_multiply", "$unit = $f[$quarter]", ""),), ("tests/cpu/test_grouped_gemm.py",),
+        (Edit("_add_decoded", "$unit = $factors[$quarter]", ""),), ("tests/cpu/test_grouped_gemm.py",),
     ),
     Mutant(
         "a sum left in its unit", "kernels/grouped_gemm.py",
-        (Edit("grouped_tile", "up_unit * $WHOLE_NUMBER", "$WHOLE_NUMBER"),), ("tests/cpu/test_grouped_gemm.py",),
+        (Edit("_scale_and_add_bias", "$unit * $DIVISOR", "$DIVISOR"),), ("tests/cpu/test_grouped_gemm.py",),
     ),
     Mutant(
         "gate in the unit of up", "kernels/grouped_gemm.py",
-        (Edit("grouped_tile", "gate_unit * $WHOLE_NUMBER", "up_unit * $WHOLE_NUMBER"),), ("tests/cpu/test_grouped_gemm.py",),
+        (Edit("_sum_over_k", "return $gate, $gate_unit, $up, $up_unit", "return $gate, $up_unit, $up, $up_unit"),), ("tests/cpu/test_grouped_gemm.py",),
     ),
     Mutant(
         "codes of a group without a unit kept", "experts/triton/packing/units.py",
@@ -1164,19 +1172,19 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the unit of a K block forgotten", "kernels/grouped_gemm.py",
-        (Edit("_multiply", "$acc, $unit = (epilogue($product, $ASM), $f[0])", "$acc = epilogue($product, $ASM)"),), ("tests/cpu/test_grouped_gemm.py",),
+        (Edit("_add_with_one_factor", "return epilogue(product, ASM), factor", "return epilogue(product, ASM), unit"),), ("tests/cpu/test_grouped_gemm.py",),
     ),
     Mutant(
         "minima in the unit of codes", "kernels/grouped_gemm.py",
         (Edit(
-            "_multiply",
-            "(dot($m[0], $sums, in_units($acc, $unit, $m[1], $ASM), $ASM), $m[1])",
-            "(dot($m[0], $sums, in_units($acc, $unit, $m[1], $ASM), $ASM), $unit)",
+            "_add_decoded",
+            "(dot($operand, $block.sums, in_units($acc, $unit, $factor, $ASM), $ASM), $factor)",
+            "(dot($operand, $block.sums, in_units($acc, $unit, $factor, $ASM), $ASM), $unit)",
         ),), ("tests/cpu/test_grouped_gemm.py",),
     ),
     Mutant(
         "integers a 64th", "kernels/grouped_gemm.py",
-        (Edit("grouped_tile", "divisor($x.dtype.element_ty == tl.float16)", "1.0"),), ("tests/cpu/test_grouped_gemm.py",),
+        (Edit("_scale_and_add_bias", "divisor($tokens.x.dtype.element_ty == tl.float16)", "1.0"),), ("tests/cpu/test_grouped_gemm.py",),
     ),
     Mutant(
         "minima beside a zero half kept", "experts/triton/packing/gguf.py",
@@ -1268,9 +1276,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "gate read again for up ahead of its product", "kernels/grouped_gemm.py",
         (Edit(
-            "grouped_tile",
-            "u0, u1 = _load_weights(up_ptr, k[None, :], left, WIDTH, WEIGHT, EVEN_K or QUARTERS)\n                gate",
-            "u0, u1 = w0, w1\n                gate",
+            "_sum_over_k",
+            "up_w, up_w1 = _load_weights(up_ptr, left, FORMAT)\n            block = _Block(gate_w",
+            "up_w, up_w1 = gate_w, gate_w1\n            block = _Block(gate_w",
             text=True,
         ),), ("tests/cpu/test_grouped_gemm.py::test_experts_against_the_reference",),
     ),

@@ -18,11 +18,14 @@ __all__ = [
     "CodeRows",
     "ExpertGroups",
     "InputRows",
+    "LinearTile",
+    "MatrixRows",
     "OperandFormat",
     "PermutationFormat",
     "Projections",
     "RoutingFormat",
     "RowOrder",
+    "SumOrder",
     "Tile",
     "Tokens",
     "WeightStrides",
@@ -226,3 +229,31 @@ class ExpertGroups(NamedTuple):
     block_s: int
     top: int
     top2_sum: bool
+
+
+class MatrixRows(NamedTuple):
+    """Rows of a matrix with contiguous elements; stride: from one row to the next, 0 where all are the same row."""
+
+    rows: Any
+    stride: int
+
+
+class SumOrder(NamedTuple):
+    """The order of a sum over blocks of K in ``linear_kernel``; compile-time.
+
+    split: each program computes one part; otherwise a program computes all and adds them. part_blocks: blocks of a
+    part. program_blocks: blocks that a program multiplies.
+    """
+
+    split: bool
+    part_blocks: int
+    program_blocks: int
+
+
+class LinearTile(NamedTuple):
+    """The tile of ``linear_kernel``; compile-time. stages: of the software pipeline."""
+
+    block_n: int
+    block_t: int
+    block_k: int
+    stages: int
