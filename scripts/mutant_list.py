@@ -1553,7 +1553,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a row's own scale instead of the calibrated one", "kernels/scales.py",
-        (Edit("scaled", "tl.where($finite, $fixed, $scale)", "$scale + 0.0 * $fixed"),), ("tests/cpu/test_small_kernels.py::test_codes_of_a_calibrated_scale",),
+        (Edit("scaled", "tl.where($finite, $static_scale, $scale)", "$scale + 0.0 * $static_scale"),), ("tests/cpu/test_small_kernels.py::test_codes_of_a_calibrated_scale",),
     ),
     # Experts that move.
     Mutant(

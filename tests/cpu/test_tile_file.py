@@ -338,10 +338,10 @@ def test_compile_cache_keys(tmp_path):
     assert len({plain, *keys}) == 4
     # What changes with the token count must not choose a variant: it would compile at some batches only.
     # Nor may what the caller chooses, such as how far apart the rows of ids and weights are.
-    lists = ["span", "width", "count", "tiles_a", "tiles_b"]
+    lists = ["rank_count", "row_width", "count", "tiles_a", "tiles_b"]
     assert free == [
-        ["token_tiles"], ["tiles"], ["rows", "late"], [*lists, "id_stride", "weight_stride"],
-        ["count", "run", "id_stride"], [*lists, "run", "weight_stride"], ["count", "weight_stride"],
+        ["token_tiles"], ["tiles"], ["rows", "x_ready"], [*lists, "id_stride", "weight_stride"],
+        ["count", "range_size", "id_stride"], [*lists, "range_size", "weight_stride"], ["count", "weight_stride"],
     ]  # fmt: skip
 
 

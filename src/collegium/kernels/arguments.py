@@ -14,7 +14,11 @@ from typing import Any, NamedTuple
 
 __all__ = [
     "ActivationBounds",
+    "CodeFormat",
+    "CodeRows",
+    "InputRows",
     "OperandFormat",
+    "PermutationFormat",
     "Projections",
     "RowOrder",
     "Tile",
@@ -135,3 +139,62 @@ class RowOrder(NamedTuple):
     gather: bool
     top_k: int
     row_map: int
+
+
+class InputRows(NamedTuple):
+    """Rows that a kernel reads: row r is ``x[index[r]] * weights[r]``.
+
+    x: ``[T, stride]``, of which ``columns`` are read. index: int64 ``[rows]``, None where row r is ``x[r]``. weights:
+    float32 ``[rows]``, None where rows are not weighted.
+    """
+
+    x: Any
+    index: Any
+    weights: Any
+    rows: Any
+    columns: Any
+    stride: Any
+
+
+class CodeRows(NamedTuple):
+    """Rows of codes that a kernel writes, and their scales.
+
+    codes: ``[rows, columns]``. scales: ``[rows, groups]``, or ``[groups, scale_stride]``, transposed, where
+    ``scale_stride`` is not None.
+    """
+
+    codes: Any
+    scales: Any
+    rows: Any
+    columns: Any
+    groups: Any
+    scale_stride: Any
+
+
+class CodeFormat(NamedTuple):
+    """How rows are stored as E4M3 codes and scales; compile-time.
+
+    group: columns that share a scale. power_of_two: scales are powers of two. e8m0: they are stored as E8M0 bytes.
+    reorder: columns change places within 128 (``reorder_codes`` of ``ops/quantize.py``). software_rounding: the kernel
+    rounds codes itself, because Triton's interpreter rounds them wrongly.
+    """
+
+    group: int
+    power_of_two: bool
+    e8m0: bool
+    reorder: bool
+    software_rounding: bool
+
+
+class PermutationFormat(NamedTuple):
+    """What ``permute.py`` sorts and writes; compile-time.
+
+    top_k: assignments of a token. block_e: experts, rounded up to a power of two. block_t_a, block_t_b: rows of a tile
+    in the two tile lists, 0 where a list is not written. element_bytes: of the rows that ``row_map`` places.
+    """
+
+    top_k: int
+    block_e: int
+    block_t_a: int
+    block_t_b: int
+    element_bytes: int

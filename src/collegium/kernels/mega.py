@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from . import enums
+from .arguments import CodeFormat, CodeRows, InputRows
 from .grouped_gemm import grouped_tile
 from .peer import (
     EPOCH,
@@ -180,15 +181,17 @@ def _quantise_unit(
     # Plus nothing, which the compiler does not know: places of columns would be kept in registers from task to task.
     column = tl.arange(0, BLOCK) + tl.multiple_of(count >> 31, 128)
     first = count - count
+    source = InputRows(x=middle, index=None, weights=None, rows=capacity, columns=inner, stride=inner)
+    out = CodeRows(codes=codes, scales=scales, rows=capacity, columns=padded_cols, groups=groups, scale_stride=None)
+    FORMAT: tl.constexpr = CodeFormat(
+        group=GROUP, power_of_two=POWER, e8m0=False, reorder=REORDER, software_rounding=ROUND
+    )
     while first < count:
         index = first + tl.arange(0, AT_ONCE)
         row = tl.load(members + index, mask=index < count, other=0).to(tl.int64)
         row = tl.where(index < count, row, capacity)
-        value = load_rows(middle, middle, middle, row, column, capacity, inner, inner, False, False)
-        store_codes(
-            value, codes, scales, row, column, capacity, groups, padded_cols, 0, GROUP, AT_ONCE, BLOCK, POWER, False,
-            ROUND, REORDER,
-        )  # fmt: skip
+        value = load_rows(source, row, column)
+        store_codes(value, out, row, column, 0, None, FORMAT)
         first += AT_ONCE
 
 

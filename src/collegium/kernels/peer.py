@@ -22,6 +22,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
 
 from . import enums
+from .arguments import CodeFormat, CodeRows, InputRows
 from .quantize import load_rows, store_codes
 
 __all__ = [
@@ -213,26 +214,14 @@ def send_token(
     row = token.to(tl.int64) + tl.arange(0, 1)
     column = tl.arange(0, BLOCK)
     tokens = count // TOP_K
-    value = load_rows(x, x, x, row, column, tokens, columns, x_stride, False, False)
+    source = InputRows(x=x, index=None, weights=None, rows=tokens, columns=columns, stride=x_stride)
+    value = load_rows(source, row, column)
     if CODES:
-        store_codes(
-            value,
-            codes,
-            scales,
-            row,
-            column,
-            tokens,
-            groups,
-            padded_cols,
-            0,
-            GROUP,
-            1,
-            BLOCK,
-            POWER,
-            False,
-            ROUND,
-            REORDER,
+        out = CodeRows(codes=codes, scales=scales, rows=tokens, columns=padded_cols, groups=groups, scale_stride=None)
+        FORMAT: tl.constexpr = CodeFormat(
+            group=GROUP, power_of_two=POWER, e8m0=False, reorder=REORDER, software_rounding=ROUND
         )
+        store_codes(value, out, row, column, 0, None, FORMAT)
     else:
         inside = (row < tokens)[:, None] & (column < padded_cols)[None, :]
         tl.store(codes + row[:, None] * padded_cols + column[None, :], value.to(codes.dtype.element_ty), mask=inside)
