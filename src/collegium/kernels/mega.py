@@ -48,11 +48,13 @@ from .peer import (
     wait_for_rows,
 )
 from .peer_arguments import (
+    Assignments,
     CombineBuffers,
     ExpertMapArgs,
     PassCounts,
     Peers,
     Product,
+    RankRows,
     RouterOutput,
     Scratch,
     SourceTokens,
@@ -77,23 +79,28 @@ _FIXED = tl.constexpr(3)
 class MTiles(NamedTuple):
     """The m_tiles of all experts, in the order of experts.
 
-    needed, last: ``[slots]``, m_tiles of each expert, and of all experts up to it. total: of all experts. capacity:
-    assignments of all ranks.
+    needed, last: ``[slots]``, m_tiles of each expert, and of all experts up to it. capacity: assignments of all ranks.
+    up_items: tiles of all first products. items: of all first and second ones.
     """
 
     needed: Any
     last: Any
-    total: Any
     capacity: Any
+    up_items: Any
+    items: Any
 
 
 @triton.jit
-def _m_tiles_of(scratch: Scratch, capacity, BLOCK_SLOTS: tl.constexpr, BLOCK_T: tl.constexpr):
+def _m_tiles_of(scratch: Scratch, capacity, up_n_tiles, down_n_tiles, BLOCK_SLOTS: tl.constexpr, BLOCK_T: tl.constexpr):
     """Return the MTiles of this pass, once all token blocks are listed."""
     slot = tl.arange(0, BLOCK_SLOTS)
     count = tl.load(scratch.counters + _FIXED + slot, mask=slot < scratch.local_slots, other=0)
     needed = (count + BLOCK_T - 1) // BLOCK_T
-    return MTiles(needed=needed, last=tl.cumsum(needed, 0), total=tl.sum(needed, 0), capacity=capacity)
+    last = tl.cumsum(needed, 0)
+    total = tl.sum(needed, 0)
+    up_items = total * up_n_tiles
+    items = up_items + total * down_n_tiles
+    return MTiles(needed=needed, last=last, capacity=capacity, up_items=up_items, items=items)
 
 
 @triton.jit
@@ -167,7 +174,8 @@ def _pull_block(
 ):
     """List the local assignments of a block of tokens of ``peer``, which has ``token_count``, and copy the tokens."""
     TOP_K: tl.constexpr = FORMAT.top_k
-    COPIED: tl.constexpr = FORMAT.blocks.words
+    BLOCK: tl.constexpr = FORMAT.blocks.words
+    COPIES: tl.constexpr = FORMAT.blocks.copies
     token = first.to(tl.int64) + tl.arange(0, FORMAT.blocks.tokens)
     k = tl.arange(0, FORMAT.blocks.assignments)
     delta = tl.load(peers.deltas + peer)
@@ -185,8 +193,8 @@ def _pull_block(
     words = source.padded_columns // 4
     sent_words = peer_pointer(sent.x.to(tl.pointer_type(tl.int32), bitcast=True), delta, 64)
     pulled_words = pulled.x.to(tl.pointer_type(tl.int32), bitcast=True)
-    for step in tl.static_range(FORMAT.blocks.copies):
-        word = (step * COPIED + tl.arange(0, COPIED))[None, :]
+    for step in tl.static_range(COPIES):
+        word = (step * BLOCK + tl.arange(0, BLOCK))[None, :]
         inside = copied[:, None] & (word < words)
         value = tl.load(sent_words + token[:, None] * words + word, mask=inside)
         tl.store(pulled_words + row[:, None] * words + word, value, inside)
@@ -243,7 +251,6 @@ def _multiply(
 ):
     """Return the results ``[columns, block_t]`` of an n_tile for the first ``count`` of ``row``, and their columns."""
     weights = Weights(packed=product.packed, scale=product.scale, row_scale=product.row_scale, bias=product.bias)
-    BLOCK_T: tl.constexpr = TILE.block_t
     if FORMAT.weight == E4M3_E4M3:
         COLUMNS: tl.constexpr = TILE.block_n // PROJ.count
         strides = WeightStrides(row=k_in, k_block=FORMAT.block_k, matrix=n_out * k_in, scale_rows=tl.cdiv(n_out, 128))
@@ -262,29 +269,27 @@ def _multiply(
             FORMAT,
             PROJ,
             TILE,
-            BLOCK_T,
+            TILE.block_t,
             ASM,
             False,
         )
         column = n_first + tl.arange(0, COLUMNS)
     else:
-        n_first = n_tile * TILE.block_n
-        row_tiles = product.row_tiles
         result, column = w4a8_tile(
             tokens,
             weights,
             bounds,
             expert,
-            n_first,
+            n_tile * TILE.block_n,
             row,
             0,
             count,
             n_out,
-            row_tiles,
+            product.row_tiles,
             FORMAT,
             PROJ,
             TILE,
-            BLOCK_T,
+            TILE.block_t,
             ASM,
             False,
         )
@@ -295,6 +300,7 @@ def _multiply(
 def _quantize_m_tile(members, count, scratch: Scratch, capacity, FORMAT: tl.constexpr):
     """Write the codes and scales of the ``count`` middle rows whose assignments ``members`` points to."""
     ROWS_AT_ONCE: tl.constexpr = FORMAT.blocks.inner_rows
+    CODES: tl.constexpr = FORMAT.inner_codes
     # The added zero, unknown to the compiler, keeps column indices from occupying registers across items.
     column = tl.arange(0, FORMAT.blocks.inner_columns) + tl.multiple_of(count >> 31, 128)
     source = InputRows(
@@ -314,7 +320,7 @@ def _quantize_m_tile(members, count, scratch: Scratch, capacity, FORMAT: tl.cons
         row = tl.load(members + index, mask=index < count, other=0).to(tl.int64)
         row = tl.where(index < count, row, capacity)
         value = load_rows(source, row, column)
-        store_codes(value, out, row, column, 0, None, FORMAT.inner_codes)
+        store_codes(value, out, row, column, 0, None, CODES)
         first += ROWS_AT_ONCE
 
 
@@ -329,14 +335,16 @@ def _first_products(
     FORMAT: tl.constexpr,
 ):
     """Compute and quantise the results of the first products; return this program's first item after them."""
-    BLOCK_T: tl.constexpr = FORMAT.up_tile.block_t
+    UP: tl.constexpr = FORMAT.up
+    PROJ: tl.constexpr = FORMAT.up_projections
+    TILE: tl.constexpr = FORMAT.up_tile
     tokens = Tokens(x=pulled.x, scale=pulled.scale, sums=pulled.x, stride=source.padded_columns, scale_stride=1)
     inner = scratch.columns
-    t = tl.arange(0, BLOCK_T)
+    t = tl.arange(0, TILE.block_t)
     item = tl.program_id(0)
-    while item < tiles.total * up.n_tiles:
+    while item < tiles.up_items:
         m_tile = item // up.n_tiles
-        expert, first, row, count = _m_tile_at(m_tile, tiles, scratch, BLOCK_T)
+        expert, first, row, count = _m_tile_at(m_tile, tiles, scratch, TILE.block_t)
         result, column = _multiply(
             tokens,
             up,
@@ -347,9 +355,9 @@ def _first_products(
             count,
             inner,
             source.columns,
-            FORMAT.up,
-            FORMAT.up_projections,
-            FORMAT.up_tile,
+            UP,
+            PROJ,
+            TILE,
             FORMAT.asm,
         )
         inside = (column < inner)[:, None] & (t < count)[None, :]
@@ -395,14 +403,16 @@ def _second_products(
     FORMAT: tl.constexpr,
 ):
     """Compute the second products from ``item`` on and store the rows; return how many items failed to start."""
+    DOWN: tl.constexpr = FORMAT.down
+    PROJ: tl.constexpr = FORMAT.down_projections
+    TILE: tl.constexpr = FORMAT.down_tile
     tokens = Tokens(
         x=scratch.codes, scale=scratch.scales, sums=scratch.codes, stride=scratch.padded_columns, scale_stride=1
     )
-    first_item = tiles.total * up.n_tiles
     failed = tl.zeros([], tl.int32)
-    while item < first_item + tiles.total * down.n_tiles:
-        m_tile = (item - first_item) // down.n_tiles
-        expert, _, row, count = _m_tile_at(m_tile, tiles, scratch, FORMAT.down_tile.block_t)
+    while item < tiles.items:
+        m_tile = (item - tiles.up_items) // down.n_tiles
+        expert, _, row, count = _m_tile_at(m_tile, tiles, scratch, TILE.block_t)
         counter = scratch.counters + _FIXED + scratch.local_slots + m_tile
         ready = _wait_for_counter(counter, up.n_tiles + 1, peers, current, FORMAT.asm)
         if ready:
@@ -411,14 +421,14 @@ def _second_products(
                 down,
                 bounds,
                 expert,
-                (item - first_item) % down.n_tiles,
+                (item - tiles.up_items) % down.n_tiles,
                 row,
                 count,
                 buffers.width,
                 scratch.columns,
-                FORMAT.down,
-                FORMAT.down_projections,
-                FORMAT.down_tile,
+                DOWN,
+                PROJ,
+                TILE,
                 FORMAT.asm,
             )
             _store_remote(result, column, row, count, peers, buffers, current, FORMAT)
@@ -443,6 +453,7 @@ def _publish_tokens(
 ):
     """Phase 1: clear the counters, write this rank's tokens, and post the pass; return its epoch."""
     TOP_K: tl.constexpr = FORMAT.top_k
+    CODES: tl.constexpr = FORMAT.token_codes
     epoch = next_epoch(peers.head)
     start = tl.program_id(0) * 256
     while start < counter_words:
@@ -461,7 +472,7 @@ def _publish_tokens(
             TOP_K,
             FORMAT.blocks.assignments,
             FORMAT.blocks.columns,
-            FORMAT.token_codes,
+            CODES,
         )
         token += tl.num_programs(0)
     announce(peers.head, flags, epoch, routing.count, layer, peers.world, TOP_K)
@@ -496,7 +507,7 @@ def _compute(
         ready = _pull(posts, peers, source, sent, pulled, scratch, current, capacity, FORMAT)
     failed = tl.zeros([], tl.int32)
     if ready:
-        tiles = _m_tiles_of(scratch, capacity, FORMAT.blocks.slots, FORMAT.up_tile.block_t)
+        tiles = _m_tiles_of(scratch, capacity, up.n_tiles, down.n_tiles, FORMAT.blocks.slots, FORMAT.up_tile.block_t)
         # All first products precede all second ones, so that few of these have to wait.
         item = _first_products(tiles, source, pulled, scratch, up, bounds, FORMAT)
         failed += _second_products(item, tiles, peers, scratch, up, down, buffers, bounds, current, FORMAT)
@@ -521,31 +532,34 @@ def _combine(
     FORMAT: tl.constexpr,
 ):
     """Phase 3: write the weighted sums of this rank's tokens."""
+    TOP_K: tl.constexpr = FORMAT.top_k
+    BLOCK_K: tl.constexpr = FORMAT.blocks.assignments
+    PEERS: tl.constexpr = FORMAT.blocks.ranks
+    COLUMNS: tl.constexpr = FORMAT.sums
     complete = current.epoch >= 0
     if complete:
-        complete = wait_for_rows(peers, current.epoch, current.timeout, FORMAT.blocks.ranks, FORMAT.asm)
+        complete = wait_for_rows(peers, current.epoch, current.timeout, PEERS, FORMAT.asm)
         tl.debug_barrier()
-    blocks = tl.cdiv(buffers.width, FORMAT.sums.size)
+    blocks = tl.cdiv(buffers.width, COLUMNS.size)
+    assignments = Assignments(
+        sent_ids=sent.ids, slots=None, weights=routing.weights, weight_stride=routing.weight_stride
+    )
+    ranks = RankRows(deltas=peers.deltas, bound=current.bound, local_slots=local_slots, rank=current.rank)
     index = tl.program_id(0)
-    while index < routing.count // FORMAT.top_k * blocks:
-        column = index % blocks * FORMAT.sums.size + tl.arange(0, FORMAT.sums.size)
+    while index < routing.count // TOP_K * blocks:
+        token = (index // blocks).to(tl.int64)
+        column = index % blocks * COLUMNS.size + tl.arange(0, COLUMNS.size)
         combine_token(
             buffers,
-            peers.deltas,
-            sent.ids,
-            None,
-            routing.weights,
-            routing.weight_stride,
-            (index // blocks).to(tl.int64),
+            assignments,
+            ranks,
+            token,
             column,
             complete,
-            current.bound,
-            local_slots,
-            current.rank,
-            FORMAT.top_k,
-            FORMAT.blocks.assignments,
-            FORMAT.blocks.ranks,
-            FORMAT.sums,
+            TOP_K,
+            BLOCK_K,
+            PEERS,
+            COLUMNS,
             False,
             False,
             FORMAT.asm,

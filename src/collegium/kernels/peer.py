@@ -22,7 +22,16 @@ from triton.language.extra.cuda import globaltimer
 
 from . import enums
 from .arguments import CodeRows, InputRows
-from .peer_arguments import CombineBuffers, ExpertMapArgs, Peers, RouterOutput, SourceTokens, TokenRows
+from .peer_arguments import (
+    Assignments,
+    CombineBuffers,
+    ExpertMapArgs,
+    Peers,
+    RankRows,
+    RouterOutput,
+    SourceTokens,
+    TokenRows,
+)
 from .quantize import load_rows, store_codes
 from .tiles import pdl_wait
 
@@ -546,87 +555,73 @@ def reduce_kernel(
 @triton.jit
 def _sum_of_ranks(
     buffers: CombineBuffers,
-    deltas,
+    ranks: RankRows,
+    physical_id,
     token,
     column,
     complete,
-    physical_id,
-    bound,
-    local_slots,
-    rank,
     PEERS: tl.constexpr,
     COLUMNS: tl.constexpr,
     PUSH: tl.constexpr,
     FUSING: tl.constexpr,
 ):
-    """Return the sum, in the order of ranks, of what ``reduce_kernel`` wrote for a token; as ``combine_token``."""
-    rows = buffers.rows
+    """Return the sum, in the order of ranks, of what ``reduce_kernel`` wrote for a token; see ``combine_token``."""
     peer = tl.arange(0, PEERS)
-    is_at_peer = (physical_id >= 0)[:, None] & ((physical_id // local_slots)[:, None] == peer[None, :])
+    is_at_peer = (physical_id >= 0)[:, None] & ((physical_id // ranks.local_slots)[:, None] == peer[None, :])
     present = (tl.max(is_at_peer.to(tl.int32), 0) > 0) & complete
-    offset = (peer * bound + token) * buffers.width
+    offset = (peer * ranks.bound + token) * buffers.width
     if not PUSH:
-        delta = tl.load(deltas + peer, mask=present, other=0)
-        nbytes: tl.constexpr = rows.dtype.element_ty.primitive_bitwidth // 8
-        offset = delta // nbytes + (rank * bound + token) * buffers.width
+        delta = tl.load(ranks.deltas + peer, mask=present, other=0)
+        nbytes: tl.constexpr = buffers.rows.dtype.element_ty.primitive_bitwidth // 8
+        offset = delta // nbytes + (ranks.rank * ranks.bound + token) * buffers.width
     valid = (tl.min(physical_id, 0) >= -1) & complete
     factor = tl.where(valid, tl.where(present, 1.0, 0.0), float("nan"))
     offset = tl.where(present, offset // (16 if COLUMNS.aligned else 1), _NO_ROW)
-    return _weighted_sum(rows, offset, factor, peer, column, column < buffers.width, PEERS, COLUMNS, FUSING)
+    return _weighted_sum(buffers.rows, offset, factor, peer, column, column < buffers.width, PEERS, COLUMNS, FUSING)
 
 
 @triton.jit
 def _sum_of_rows(
     buffers: CombineBuffers,
-    deltas,
-    slots,
-    weights,
-    weight_stride,
+    assignments: Assignments,
+    ranks: RankRows,
+    physical_id,
     token,
     column,
     complete,
-    physical_id,
-    bound,
-    local_slots,
-    rank,
     TOP_K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     COLUMNS: tl.constexpr,
     FUSING: tl.constexpr,
 ):
-    """Return the weighted sum, in slot order, of the rows of a token's assignments; as ``combine_token``."""
-    rows = buffers.rows
+    """Return the weighted sum, in slot order, of the rows of a token's assignments; see ``combine_token``."""
     k = tl.arange(0, BLOCK_K)
     present = (physical_id >= 0) & complete
     offset = (token * TOP_K + k) * buffers.width
-    if slots is not None:
-        delta = tl.load(deltas + tl.maximum(physical_id, 0) // local_slots)
-        slot = tl.load(slots + delta // 8 + (rank * bound + token) * TOP_K + k, mask=present, other=-2)
+    if assignments.slots is not None:
+        delta = tl.load(ranks.deltas + tl.maximum(physical_id, 0) // ranks.local_slots)
+        pointers = assignments.slots + delta // 8 + (ranks.rank * ranks.bound + token) * TOP_K + k
+        slot = tl.load(pointers, mask=present, other=-2)
         present &= slot >= 0
-        nbytes: tl.constexpr = rows.dtype.element_ty.primitive_bitwidth // 8
+        nbytes: tl.constexpr = buffers.rows.dtype.element_ty.primitive_bitwidth // 8
         offset = delta // nbytes + slot * buffers.width
     factor = tl.full([BLOCK_K], 1.0, tl.float32)
-    if weights is not None:
-        factor = tl.load(weights + token * weight_stride + k, mask=k < TOP_K, other=0.0).to(tl.float32)
+    if assignments.weights is not None:
+        pointers = assignments.weights + token * assignments.weight_stride + k
+        factor = tl.load(pointers, mask=k < TOP_K, other=0.0).to(tl.float32)
     factor = tl.where(present, factor, tl.where((physical_id == -1) & complete, 0.0, float("nan")))
     offset = tl.where(present, offset // (16 if COLUMNS.aligned else 1), _NO_ROW)
-    return _weighted_sum(rows, offset, factor, k, column, column < buffers.width, TOP_K, COLUMNS, FUSING)
+    return _weighted_sum(buffers.rows, offset, factor, k, column, column < buffers.width, TOP_K, COLUMNS, FUSING)
 
 
 @triton.jit
 def combine_token(
     buffers: CombineBuffers,
-    deltas,
-    sent_ids,
-    slots,
-    weights,
-    weight_stride,
+    assignments: Assignments,
+    ranks: RankRows,
     token,
     column,
     complete,
-    bound,
-    local_slots,
-    rank,
     TOP_K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PEERS: tl.constexpr,
@@ -641,41 +636,12 @@ def combine_token(
     """
     k = tl.arange(0, BLOCK_K)
     # One load for all assignments: a round trip to the peers takes long.
-    physical_id = tl.load(sent_ids + token * TOP_K + k, mask=k < TOP_K, other=-1)
+    physical_id = tl.load(assignments.sent_ids + token * TOP_K + k, mask=k < TOP_K, other=-1)
     if SUMS:
-        total = _sum_of_ranks(
-            buffers,
-            deltas,
-            token,
-            column,
-            complete,
-            physical_id,
-            bound,
-            local_slots,
-            rank,
-            PEERS,
-            COLUMNS,
-            PUSH,
-            FUSING,
-        )
+        total = _sum_of_ranks(buffers, ranks, physical_id, token, column, complete, PEERS, COLUMNS, PUSH, FUSING)
     else:
         total = _sum_of_rows(
-            buffers,
-            deltas,
-            slots,
-            weights,
-            weight_stride,
-            token,
-            column,
-            complete,
-            physical_id,
-            bound,
-            local_slots,
-            rank,
-            TOP_K,
-            BLOCK_K,
-            COLUMNS,
-            FUSING,
+            buffers, assignments, ranks, physical_id, token, column, complete, TOP_K, BLOCK_K, COLUMNS, FUSING
         )
     inside = column < buffers.width
     if buffers.shared is not None:
@@ -710,9 +676,7 @@ def collect_kernel(
 ):
     """Write the weighted sums of this rank's ``tokens``, from the results of all ranks.
 
-    slots: int64 ``[W * B, TOP_K]``, which of a rank's rows each assignment of its pulled tokens is; None: this rank's
-    memory contains the row of each of its assignments, in their order. weights: ``[T, TOP_K]``, None for ones.
-    sent_ids: ``TokenRows.ids`` that were sent. SUMS: the rows are sums of ``reduce_kernel``, with its PUSH; those of
+    slots, weights, sent_ids: ``Assignments``. SUMS: the rows are sums of ``reduce_kernel``, with its PUSH; those of
     ranks with an assignment of the token are added, in the order of ranks. Formulas, the order of additions, and the
     meaning of -1 and of invalid ids are those of ``weighted_sum_kernel``; everything is NaN if a rank gave up. Compiled
     without fused multiply-adds.
@@ -728,26 +692,10 @@ def collect_kernel(
         complete = wait_for_rows(peers, epoch, timeout, PEERS, ASM)
     column = tl.program_id(0) * COLUMNS.size + tl.arange(0, COLUMNS.size)
     token = tl.program_id(1).to(tl.int64)
+    assignments = Assignments(sent_ids=sent_ids, slots=slots, weights=weights, weight_stride=weight_stride)
+    ranks = RankRows(deltas=peers.deltas, bound=bound, local_slots=local_slots, rank=rank)
     while token < tokens:
         combine_token(
-            buffers,
-            peers.deltas,
-            sent_ids,
-            slots,
-            weights,
-            weight_stride,
-            token,
-            column,
-            complete,
-            bound,
-            local_slots,
-            rank,
-            TOP_K,
-            BLOCK_K,
-            PEERS,
-            COLUMNS,
-            SUMS,
-            PUSH,
-            False,
+            buffers, assignments, ranks, token, column, complete, TOP_K, BLOCK_K, PEERS, COLUMNS, SUMS, PUSH, False
         )
         token += tl.num_programs(1)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from .arguments import CodeFormat, OperandFormat, Projections, Tile
 
 __all__ = [
+    "Assignments",
     "ColumnBlock",
     "CombineBuffers",
     "ExpertMapArgs",
@@ -19,6 +20,7 @@ __all__ = [
     "PassCounts",
     "Peers",
     "Product",
+    "RankRows",
     "RouterOutput",
     "Scratch",
     "SourceTokens",
@@ -105,6 +107,29 @@ class CombineBuffers(NamedTuple):
     out: Any
     width: Any
     shared_stride: Any
+
+
+class Assignments(NamedTuple):
+    """This rank's assignments when results are combined, which kernels put together: its fields are not specialised.
+
+    sent_ids: ``TokenRows.ids`` that were sent. slots: int64 ``[W * B, K]`` of every rank, which of the rank's rows each
+    assignment of its pulled tokens is; None: this rank's memory contains the row of each of its assignments, in their
+    order. weights: ``[T, K]``, floating, None for ones.
+    """
+
+    sent_ids: Any
+    slots: Any
+    weights: Any
+    weight_stride: Any
+
+
+class RankRows(NamedTuple):
+    """What offsets of other ranks' rows follow from. deltas: as in ``Peers``. bound: B. rank: of this rank."""
+
+    deltas: Any
+    bound: Any
+    local_slots: Any
+    rank: Any
 
 
 class Scratch(NamedTuple):
