@@ -813,35 +813,35 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a token of the first rank", "kernels/mega.py",
-        (Edit("_pull_chunk", "$peer * $bound + $token", "$token"),), _MEGA,
+        (Edit("_pull_block", "$peer * $current.bound + $token", "$token"),), _MEGA,
     ),
     Mutant(
         "a row goes to the rank it comes from", "kernels/mega.py",
-        (Edit("mega_kernel", "deltas + $peer", "deltas + rank"),), _MEGA,
+        (Edit("_store_remote", "$peers.deltas + $peer", "$peers.deltas + current.rank"),), _MEGA,
     ),
     Mutant(
         "rows quantised before their last piece", "kernels/mega.py",
-        (Edit("mega_kernel", "$up_bands - 1", "$up_bands - 2"),), _MEGA,
+        (Edit("_first_products", "$up.n_tiles - 1", "$up.n_tiles - 2"),), _MEGA,
     ),
     Mutant(
         "one token more than a rank has", "kernels/mega.py",
-        (Edit("_pull_chunk", "token < $found", "token <= $found"),), _MEGA,
+        (Edit("_pull_block", "token < $found", "token <= $found"),), _MEGA,
     ),
     Mutant(
         "counters of the pass before", "kernels/mega.py",
-        (Edit("mega_kernel", "start < $cleared", "start < 0"),), _MEGA,
+        (Edit("_publish_tokens", "start < $cleared", "start < 0"),), _MEGA,
     ),
     Mutant(
         "a unit of the expert before", "kernels/mega.py",
-        (Edit("_unit_at", "$last <= $unit", "$last < $unit"),), _MEGA,
+        (Edit("_m_tile_at", "$tiles.last <= $m_tile", "$tiles.last < $m_tile"),), _MEGA,
     ),
     Mutant(
         "who gave up says that it did not", "kernels/mega.py",
-        (Edit("mega_kernel", "tl.where($ended >> 16 == 0, $epoch << 44, -1)", "$epoch << 44"),), _MEGA_LOST,
+        (Edit("_compute", "tl.where($finished >> 16 == 0, $epoch << 44, -1)", "$epoch << 44"),), _MEGA_LOST,
     ),
     Mutant(
         "lists that overlap", "kernels/mega.py",
-        (Edit("mega_kernel", "$world * $bound * $TOP_K", "$bound"),), _MEGA_FULL,
+        (Edit("_compute", "$peers.world * $current.bound * $FORMAT.top_k", "$current.bound"),), _MEGA_FULL,
     ),
     Mutant(
         "the rest of a float16 number dropped", "experts/cpu/panels.py",
@@ -873,7 +873,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a rank in another call taken for one in this one", "kernels/mega.py",
-        (Edit("mega_kernel", "($seen >> 24 != $tag) | ($seen & 16777215 > $bound)", "$seen & 16777215 > $bound"),), ("tests/cpu/test_mega.py::test_a_rank_in_another_call_is_told_so",),
+        (Edit("_compute", "($posts >> 24 != $tag) | ($posts & 16777215 > $current.bound)", "$posts & 16777215 > $current.bound"),), ("tests/cpu/test_mega.py::test_a_rank_in_another_call_is_told_so",),
     ),
     Mutant(
         "router weight applied on both sides", "parallel/local.py",
