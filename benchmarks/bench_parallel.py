@@ -43,8 +43,9 @@ from torch import distributed, profiler
 from torch.multiprocessing.spawn import spawn
 
 from collegium import Limits, MoELayer, Overrides, Problem, plan, probe
-from collegium.commands.bench import TOLERANCES, experts_error, named_layer, random_weights, recipe_of
+from collegium.commands.bench import TOLERANCES, experts_error, named_layer, recipe_of
 from collegium.commands.measure import driver_version, input_sets, measure_ceilings, random_routing, version_of
+from collegium.dummy.weights import random_weights
 from collegium.experts import PackedWeights
 from collegium.ops.quantize import activation_format
 from collegium.parallel.placement import linear

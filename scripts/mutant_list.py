@@ -67,6 +67,7 @@ _MEGA_LOST = ("tests/cpu/test_mega.py::test_absent_ranks_are_named",)
 _REDUCED = ("tests/cpu/test_reduced.py",)
 _MOVE = ("tests/cpu/test_mover.py::test_packed_formats_move_without_changing_a_bit",)
 _ROUNDS = ("tests/cpu/test_mover.py::test_rounds_reach_any_placement_and_never_lose_an_expert",)
+_BUILDER = ("tests/cpu/test_layer_builder.py",)
 _SUM = ("tests/cpu/test_mover.py::test_a_checksum_follows_the_position_across_its_pieces",)
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -1328,17 +1329,17 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     # Tensor-parallel slices.
     Mutant(
-        "tensor-parallel slice of the next rank", "checkpoint/loader.py",
+        "tensor-parallel slice of the next rank", "checkpoint/layout.py",
         (Edit(
-            "_local_range",
+            "local_range",
             "return (($placement.tp_rank * $width, ($placement.tp_rank + 1) * $width), $width)",
             "start = ($placement.tp_rank + 1) % $placement.tp_size * $width\nreturn ((start, start + $width), $width)",
         ),), _LOAD,
     ),
     Mutant(
-        "tensor-parallel slice off by one row", "checkpoint/loader.py",
+        "tensor-parallel slice off by one row", "checkpoint/layout.py",
         (Edit(
-            "_local_range",
+            "local_range",
             "return (($placement.tp_rank * $width, ($placement.tp_rank + 1) * $width), $width)",
             "start = min($placement.tp_rank * $width + 1, intermediate - $width)\nreturn ((start, start + $width), $width)",
         ),), _LOAD,
@@ -1530,7 +1531,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the smallest calibrated scale of all experts", "checkpoint/activation_scales.py",
         (Edit(
-            "input_reach",
+            "reach_of",
             "(max($found.gate_up) * $first, max($found.down) * $second)",
             "(min($found.gate_up) * $first, min($found.down) * $second)",
         ),), _STATIC,
@@ -1549,11 +1550,36 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "an expert without a calibrated scale left out", "checkpoint/activation_scales.py",
-        (Edit("input_reach", "$found.missing", "$found.missing and (not $found.down)"),), _STATIC,
+        (Edit("reach_of", "$found.missing", "$found.missing and (not $found.down)"),), _STATIC,
     ),
     Mutant(
         "a row's own scale instead of the calibrated one", "kernels/scales.py",
         (Edit("scaled", "tl.where($finite, $static_scale, $scale)", "$scale + 0.0 * $static_scale"),), ("tests/cpu/test_small_kernels.py::test_codes_of_a_calibrated_scale",),
+    ),
+    # Weights that an engine passes one at a time.
+    Mutant(
+        "gate and up of one tensor swapped", "checkpoint/parameters.py",
+        (Edit("MatrixParameters._copy", "self._cut_part(piece, part, half)", "self._cut_part(piece, part, piece.halves[-1 - half] if piece.fused else half)"),), _BUILDER,
+    ),
+    Mutant(
+        "replicas of an expert left unfilled", "checkpoint/layer_parameters.py",
+        (Edit("LayerParameters._targets", "slots_of.get(expert, ())", "slots_of.get(expert, ())[:1]"),), _BUILDER,
+    ),
+    Mutant(
+        "static scales of local experts alone", "checkpoint/layer_parameters.py",
+        (Edit("LayerParameters.experts", "range(self.spec.num_experts)", "list(self._slots_of)"),), _BUILDER,
+    ),
+    Mutant(
+        "a checksum that does not tell shards apart", "runtime/checksum.py",
+        (Edit("combined_checksum", "tuple(key)", "(key[0], key[2])"),), _BUILDER,
+    ),
+    Mutant(
+        "static scales beyond those of the layer accepted", "weight_updater.py",
+        (Edit("WeightUpdater.finish", "self._check_reach()", "None"),), _BUILDER,
+    ),
+    Mutant(
+        "new experts in another layout accepted", "experts/base.py",
+        (Edit("_difference", "first == second", "True"),), _BUILDER,
     ),
     # Experts that move.
     Mutant(

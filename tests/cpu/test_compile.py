@@ -17,9 +17,9 @@ skip_other_compilers()
 
 BASE = {
     "WEIGHT": 0, "SCALE": 0, "WORDS": 1, "X_SCALE": 0, "ROW_SCALE": False, "BIAS": False, "GATHER": True,
-    "PARTS": 2, "KIND": 0, "HAS_LIMIT": False, "EVEN_K": True, "ASM": True, "GROUP_T": 8, "K_BLOCKS": 32,
-    "NARROW": False, "BLOCK_N": 64, "BLOCK_T": 16, "BLOCK_K": 128, "STAGES": 4, "STACKED": False, "TOP_K": 0,
-    "EARLY": False, "PDL": True, "row_places": None, "PLACED": 0, "JOINED": False,
+    "PROJECTIONS": 2, "ACTIVATION": 0, "HAS_LIMIT": False, "EVEN_K": True, "ASM": True, "GROUP_T": 8, "K_BLOCKS": 32,
+    "NARROW": False, "BLOCK_N": 64, "BLOCK_T": 16, "BLOCK_K": 128, "STAGES": 4, "INTERLEAVED": False, "TOP_K": 0,
+    "EARLY": False, "PDL": True, "FUSED": False,
     "DEPTH": 1,
 }  # fmt: skip
 PLAIN = {"BLOCK_K": 64}
@@ -38,19 +38,19 @@ Q6_K = {"WEIGHT": 5, "SCALE": 8, "WORDS": 2, "BLOCK_K": 64}
 LOOKED_UP = {"WEIGHT": 12, "SCALE": 4, "WORDS": 2}  # numbers of bitsandbytes
 MXFP8 = {"WEIGHT": 1, "SCALE": 2, "ROW_SCALE": True}
 W8A16 = {"WEIGHT": 1, "SCALE": 1}
-STACKED = {"STACKED": True, "BLOCK_N": 128}
-DEEP = {"STACKED": True, "DEPTH": 2, "STAGES": 3}
+INTERLEAVED = {"INTERLEAVED": True, "BLOCK_N": 128}
+DEEP = {"INTERLEAVED": True, "DEPTH": 2, "STAGES": 3}
 ALONE = {"PDL": False}
 DIRECT = {"TOP_K": 8}
 EARLY = {"EARLY": True}
 WIDE = {"BLOCK_N": 128, "BLOCK_T": 128, "STAGES": 3, "warps": 8, "NARROW": True}
 NARROW = {"BLOCK_T": 64, "NARROW": True}
-JOINED = {"JOINED": True}
-MIDDLE = {"BLOCK_N": 128, "BLOCK_T": 64, "NARROW": True, "JOINED": True}
+FUSED = {"FUSED": True}
+MIDDLE = {"BLOCK_N": 128, "BLOCK_T": 64, "NARROW": True, "FUSED": True}
 TALL = MIDDLE | {"BLOCK_T": 128, "STAGES": 3}
-QUARTERED, HIGH = MIDDLE | {"JOINED": False, "STAGES": 3}, TALL | {"JOINED": False, "STAGES": 2}
+QUARTERED, HIGH = MIDDLE | {"FUSED": False, "STAGES": 3}, TALL | {"FUSED": False, "STAGES": 2}
 CLOSE = {"REGISTERS": 168, "STAGES": 3, "STACK": 80}  # what is kept elsewhere costs less than a program less
-DOWN = {"PARTS": 1, "KIND": -1, "BLOCK_N": 128}
+DOWN = {"PROJECTIONS": 1, "ACTIVATION": -1, "BLOCK_N": 128}
 HALF = {"HALF": True}
 
 # (architecture, weights, changes, the tensor core's instruction, most registers, most KiB of shared memory)
@@ -63,11 +63,11 @@ CASES: tuple[tuple[int, str, dict[str, Any], str, int, int], ...] = (
     (90, "e4m3", BLOCKS | DEEP, "QGMMA", 128, 64),
     (90, "e4m3", BLOCKS | DEEP | {"STAGES": 4}, "QGMMA", 128, 84),
     (90, "e4m3", BLOCKS | DEEP | NARROW, "QGMMA", 248, 100),
-    (90, "e4m3", BLOCKS | DOWN | DEEP | {"STACKED": False, "BLOCK_N": 64}, "QGMMA", 128, 64),
+    (90, "e4m3", BLOCKS | DOWN | DEEP | {"INTERLEAVED": False, "BLOCK_N": 64}, "QGMMA", 128, 64),
     (90, "e4m3", BLOCKS, "QGMMA", 96, 75),
     (90, "e4m3", BLOCKS | EARLY, "QGMMA", 96, 75),
     (90, "e4m3", BLOCKS | NARROW | {"BLOCK_N": 128, "warps": 8}, "QGMMA", 255, 170),
-    (90, "e4m3", BLOCKS | NARROW | {"BLOCK_N": 128, "PARTS": 1, "KIND": -1}, "QGMMA", 255, 170),
+    (90, "e4m3", BLOCKS | NARROW | {"BLOCK_N": 128, "PROJECTIONS": 1, "ACTIVATION": -1}, "QGMMA", 255, 170),
     (90, "e4m3", BLOCKS | DIRECT | EARLY, "QGMMA", 96, 75),
     (90, "bf16", PLAIN | DIRECT, "HGMMA", 64, 74),
     (90, "bf16", PLAIN | DIRECT | EARLY, "HGMMA", 64, 74),
@@ -77,85 +77,85 @@ CASES: tuple[tuple[int, str, dict[str, Any], str, int, int], ...] = (
     (90, "i16", INT4, "HGMMA", 148, 45),
     (90, "i16", MXFP8, "HGMMA", 112, 67),
     (90, "i16", W8A16, "HGMMA", 96, 67),
-    (90, "bf16", PLAIN | STACKED | {"warps": 8}, "HGMMA", 64, 74),
-    (90, "bf16", PLAIN | STACKED | {"warps": 8, "KIND": FAST_MATH}, "HGMMA", 64, 74),
-    (90, "e4m3", BLOCKS | STACKED | {"warps": 8}, "QGMMA", 80, 75),
-    (90, "i16", MXFP4 | STACKED, "HGMMA", 128, 43),
-    (90, "i16", NVFP4 | STACKED, "HGMMA", 96, 23),
-    (90, "i16", MXFP8 | STACKED, "HGMMA", 128, 67),
-    (90, "i16", INT4 | STACKED, "HGMMA", 168, 45),
+    (90, "bf16", PLAIN | INTERLEAVED | {"warps": 8}, "HGMMA", 64, 74),
+    (90, "bf16", PLAIN | INTERLEAVED | {"warps": 8, "ACTIVATION": FAST_MATH}, "HGMMA", 64, 74),
+    (90, "e4m3", BLOCKS | INTERLEAVED | {"warps": 8}, "QGMMA", 80, 75),
+    (90, "i16", MXFP4 | INTERLEAVED, "HGMMA", 128, 43),
+    (90, "i16", NVFP4 | INTERLEAVED, "HGMMA", 96, 23),
+    (90, "i16", MXFP8 | INTERLEAVED, "HGMMA", 128, 67),
+    (90, "i16", INT4 | INTERLEAVED, "HGMMA", 168, 45),
     (90, "i16", ZEROS, "HGMMA", 148, 45),
     (90, "i16", ZEROS | FOUR, "HGMMA", 176, 54),
-    (90, "i16", ZEROS | STACKED | HALF, "HGMMA", 168, 45),
+    (90, "i16", ZEROS | INTERLEAVED | HALF, "HGMMA", 168, 45),
     (90, "i16", ZEROS | DIRECT | HALF, "HGMMA", 148, 45),
     (90, "i16", INT8, "HGMMA", 148, 69),
-    (90, "i16", INT8 | FOUR | STACKED, "HGMMA", 168, 71),
+    (90, "i16", INT8 | FOUR | INTERLEAVED, "HGMMA", 168, 71),
     (90, "i16", INT8 | HALF, "HGMMA", 148, 69),
-    (90, "i16", MXFP4 | STACKED | JOINED, "HGMMA", 168, 43),
-    (90, "i16", MXFP4 | STACKED | MIDDLE | CLOSE, "HGMMA", 168, 66),
+    (90, "i16", MXFP4 | INTERLEAVED | FUSED, "HGMMA", 168, 43),
+    (90, "i16", MXFP4 | INTERLEAVED | MIDDLE | CLOSE, "HGMMA", 168, 66),
     (90, "i16", MXFP4 | DOWN | MIDDLE | CLOSE, "HGMMA", 168, 66),
-    (90, "i16", MXFP4 | STACKED | TALL, "HGMMA", 255, 113),
+    (90, "i16", MXFP4 | INTERLEAVED | TALL, "HGMMA", 255, 113),
     (90, "i16", MXFP4 | DOWN | TALL, "HGMMA", 255, 113),
-    (90, "i16", NVFP4 | STACKED | TALL | {"STAGES": 4}, "HGMMA", 255, 80),
+    (90, "i16", NVFP4 | INTERLEAVED | TALL | {"STAGES": 4}, "HGMMA", 255, 80),
     (90, "i16", NVFP4 | DOWN | MIDDLE, "HGMMA", 168, 50),
-    (90, "i16", ZEROS | STACKED | JOINED | CLOSE | {"BLOCK_T": 32}, "HGMMA", 168, 58),
-    (90, "i16", ZEROS | STACKED | QUARTERED | {"REGISTERS": 168}, "HGMMA", 168, 68),
-    (90, "i16", ZEROS | STACKED | MIDDLE | HALF, "HGMMA", 255, 90),
-    (90, "i16", ZEROS | STACKED | TALL, "HGMMA", 255, 114),
-    (90, "i16", INT8 | STACKED | TALL | {"STAGES": 2, "STACK": 32}, "HGMMA", 255, 81),
-    (90, "i16", INT8 | STACKED | MIDDLE | {"STAGES": 3}, "HGMMA", 255, 84),
+    (90, "i16", ZEROS | INTERLEAVED | FUSED | CLOSE | {"BLOCK_T": 32}, "HGMMA", 168, 58),
+    (90, "i16", ZEROS | INTERLEAVED | QUARTERED | {"REGISTERS": 168}, "HGMMA", 168, 68),
+    (90, "i16", ZEROS | INTERLEAVED | MIDDLE | HALF, "HGMMA", 255, 90),
+    (90, "i16", ZEROS | INTERLEAVED | TALL, "HGMMA", 255, 114),
+    (90, "i16", INT8 | INTERLEAVED | TALL | {"STAGES": 2, "STACK": 32}, "HGMMA", 255, 81),
+    (90, "i16", INT8 | INTERLEAVED | MIDDLE | {"STAGES": 3}, "HGMMA", 255, 84),
     (90, "i16", INT8 | DOWN | MIDDLE | {"STAGES": 3, "HALF": True}, "HGMMA", 255, 84),
-    (90, "i16", W8A16 | STACKED | MIDDLE | {"warps": 8, "REGISTERS": 128, "STAGES": 3}, "HGMMA", 128, 84),
+    (90, "i16", W8A16 | INTERLEAVED | MIDDLE | {"warps": 8, "REGISTERS": 128, "STAGES": 3}, "HGMMA", 128, 84),
     (90, "i16", MXFP8 | DOWN | MIDDLE | {"warps": 8, "REGISTERS": 128, "STAGES": 3}, "HGMMA", 128, 84),
-    (90, "i16", MXFP4 | STACKED | HALF, "HGMMA", 128, 43),
+    (90, "i16", MXFP4 | INTERLEAVED | HALF, "HGMMA", 128, 43),
     (90, "i16", MXFP4 | DIRECT | HALF, "HGMMA", 112, 43),
-    (90, "i16", MXFP4 | STACKED | MIDDLE | CLOSE | HALF, "HGMMA", 168, 66),
+    (90, "i16", MXFP4 | INTERLEAVED | MIDDLE | CLOSE | HALF, "HGMMA", 168, 66),
     (90, "i16", MXFP4 | DOWN | MIDDLE | CLOSE | HALF, "HGMMA", 168, 66),
-    (90, "i16", MXFP4 | STACKED | TALL | HALF, "HGMMA", 255, 113),
-    (90, "i16", NVFP4 | STACKED | HALF, "HGMMA", 96, 23),
-    (90, "i16", NVFP4 | STACKED | TALL | {"STAGES": 4} | HALF, "HGMMA", 255, 80),
-    (90, "i16", W8A16 | STACKED | MIDDLE | {"warps": 8, "REGISTERS": 128, "STAGES": 3} | HALF, "HGMMA", 128, 84),
+    (90, "i16", MXFP4 | INTERLEAVED | TALL | HALF, "HGMMA", 255, 113),
+    (90, "i16", NVFP4 | INTERLEAVED | HALF, "HGMMA", 96, 23),
+    (90, "i16", NVFP4 | INTERLEAVED | TALL | {"STAGES": 4} | HALF, "HGMMA", 255, 80),
+    (90, "i16", W8A16 | INTERLEAVED | MIDDLE | {"warps": 8, "REGISTERS": 128, "STAGES": 3} | HALF, "HGMMA", 128, 84),
     (90, "i16", MXFP8 | DOWN | MIDDLE | {"warps": 8, "REGISTERS": 128, "STAGES": 3} | HALF, "HGMMA", 128, 84),
     (90, "fp16", PLAIN | {"ROW_SCALE": True} | HALF, "HGMMA", 64, 74),
-    (90, "i16", Q4_K | STACKED | JOINED | {"BLOCK_T": 32}, "HGMMA", 255, 70),
-    (90, "i16", Q5_K | STACKED | JOINED | {"BLOCK_T": 32}, "HGMMA", 255, 96),
-    (90, "i16", Q4_K | STACKED | MIDDLE | {"STAGES": 4}, "HGMMA", 255, 109),
+    (90, "i16", Q4_K | INTERLEAVED | FUSED | {"BLOCK_T": 32}, "HGMMA", 255, 70),
+    (90, "i16", Q5_K | INTERLEAVED | FUSED | {"BLOCK_T": 32}, "HGMMA", 255, 96),
+    (90, "i16", Q4_K | INTERLEAVED | MIDDLE | {"STAGES": 4}, "HGMMA", 255, 109),
     (90, "i16", Q5_K | DOWN | MIDDLE | {"STAGES": 3}, "HGMMA", 255, 96),
-    (90, "i16", Q4_1 | STACKED | QUARTERED | {"REGISTERS": 168, "STACK": 48}, "HGMMA", 168, 90),
+    (90, "i16", Q4_1 | INTERLEAVED | QUARTERED | {"REGISTERS": 168, "STACK": 48}, "HGMMA", 168, 90),
     (90, "i16", Q4_K, "HGMMA", 184, 50),
     (90, "i16", Q4_K | DIRECT, "HGMMA", 184, 50),
-    (90, "i16", Q4_K | STACKED, "HGMMA", 184, 49),
-    (90, "i16", Q4_0 | STACKED, "HGMMA", 168, 45),
+    (90, "i16", Q4_K | INTERLEAVED, "HGMMA", 184, 49),
+    (90, "i16", Q4_0 | INTERLEAVED, "HGMMA", 168, 45),
     (90, "i16", Q4_1, "HGMMA", 184, 58),
-    (90, "i16", Q5_1 | STACKED, "HGMMA", 192, 104),
-    (90, "i16", Q5_K | STACKED, "HGMMA", 192, 104),
+    (90, "i16", Q5_1 | INTERLEAVED, "HGMMA", 192, 104),
+    (90, "i16", Q5_K | INTERLEAVED, "HGMMA", 192, 104),
     (90, "i16", Q5_K | DOWN | {"BLOCK_T": 32}, "HGMMA", 255, 120),
-    (90, "i16", Q6_K | STACKED, "HGMMA", 128, 52),
+    (90, "i16", Q6_K | INTERLEAVED, "HGMMA", 128, 52),
     (90, "i16", Q6_K | DIRECT | HALF, "HGMMA", 128, 52),
     (90, "i16", Q8_0 | DOWN, "HGMMA", 168, 104),
-    (90, "i16", Q4_0 | STACKED | QUARTERED | {"REGISTERS": 168}, "HGMMA", 168, 68),
+    (90, "i16", Q4_0 | INTERLEAVED | QUARTERED | {"REGISTERS": 168}, "HGMMA", 168, 68),
     (90, "i16", INT4 | DOWN | QUARTERED | {"REGISTERS": 168}, "HGMMA", 168, 68),
-    (90, "i16", ZEROS | FOUR | STACKED | QUARTERED | {"REGISTERS": 168, "HALF": True}, "HGMMA", 168, 76),
-    (90, "i16", Q8_0 | STACKED | QUARTERED, "HGMMA", 184, 84),
-    (90, "i16", Q8_0 | STACKED | HIGH, "HGMMA", 255, 84),
+    (90, "i16", ZEROS | FOUR | INTERLEAVED | QUARTERED | {"REGISTERS": 168, "HALF": True}, "HGMMA", 168, 76),
+    (90, "i16", Q8_0 | INTERLEAVED | QUARTERED, "HGMMA", 184, 84),
+    (90, "i16", Q8_0 | INTERLEAVED | HIGH, "HGMMA", 255, 84),
     (90, "i16", INT8 | FOUR | DOWN | HIGH | HALF, "HGMMA", 255, 88),
-    (90, "i16", Q6_K | STACKED | HIGH | {"STAGES": 4}, "HGMMA", 255, 94),
+    (90, "i16", Q6_K | INTERLEAVED | HIGH | {"STAGES": 4}, "HGMMA", 255, 94),
     (90, "i16", LOOKED_UP, "HGMMA", 184, 80),
     (90, "i16", LOOKED_UP | DIRECT | HALF, "HGMMA", 184, 80),
-    (90, "i16", LOOKED_UP | FOUR | STACKED, "HGMMA", 200, 115),
+    (90, "i16", LOOKED_UP | FOUR | INTERLEAVED, "HGMMA", 200, 115),
     (80, "bf16", PLAIN | ALONE, "HMMA", 128, 74),
     (80, "i16", ZEROS | ALONE, "HMMA", 168, 50),
     (80, "i16", INT8 | ALONE | HALF, "HMMA", 168, 90),
     (80, "i16", Q4_K | ALONE, "HMMA", 188, 50),
-    (80, "i16", Q5_K | ALONE | STACKED, "HMMA", 255, 100),
+    (80, "i16", Q5_K | ALONE | INTERLEAVED, "HMMA", 255, 100),
     (80, "i16", Q6_K | ALONE, "HMMA", 168, 50),
     (80, "i16", Q8_0 | ALONE | {"STAGES": 3}, "HMMA", 184, 90),
-    (80, "i16", INT4 | ALONE | STACKED | QUARTERED, "HMMA", 192, 60),
+    (80, "i16", INT4 | ALONE | INTERLEAVED | QUARTERED, "HMMA", 192, 60),
     (80, "i16", Q8_0 | ALONE | DOWN | QUARTERED, "HMMA", 200, 90),
-    (80, "i16", LOOKED_UP | ALONE | STACKED | {"warps": 8}, "HMMA", 200, 90),
-    (80, "bf16", PLAIN | ALONE | STACKED, "HMMA", 128, 74),
+    (80, "i16", LOOKED_UP | ALONE | INTERLEAVED | {"warps": 8}, "HMMA", 200, 90),
+    (80, "bf16", PLAIN | ALONE | INTERLEAVED, "HMMA", 128, 74),
     (80, "i16", MXFP4 | ALONE, "HMMA", 168, 50),
-    (80, "i16", MXFP4 | ALONE | STACKED | HALF, "HMMA", 168, 50),
+    (80, "i16", MXFP4 | ALONE | INTERLEAVED | HALF, "HMMA", 168, 50),
     (80, "i16", NVFP4 | ALONE | HALF, "HMMA", 168, 50),
     (80, "i16", MXFP8 | ALONE | HALF, "HMMA", 168, 75),
     (80, "i16", INT4 | ALONE, "HMMA", 168, 50),
@@ -170,37 +170,33 @@ CASES: tuple[tuple[int, str, dict[str, Any], str, int, int], ...] = (
     (100, "i16", Q5_K, "UTC", 192, 110),
     (100, "i16", Q6_K, "UTC", 168, 90),
     (100, "i16", Q8_0, "UTC", 168, 110),
-    (100, "i16", LOOKED_UP | STACKED | {"warps": 8}, "UTC", 200, 110),
+    (100, "i16", LOOKED_UP | INTERLEAVED | {"warps": 8}, "UTC", 200, 110),
 )
 
 _PROGRAM = """
 import json, re, subprocess, sys, tempfile
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from collegium.kernels.grouped_gemm import grouped_gemm_kernel as kernel
+from product_sources import product_source
 
 tool = triton.__path__[0] + "/backends/nvidia/bin/cuobjdump"
-pointers = {"x_scale": "fp32", "sums": "fp16", "row_scale": "fp32", "bias": "bf16", "out": "bf16", "source": "i64"}
-pointers |= {"expert_offsets": "i64", "tile_expert": "i32", "tile_row": "i64"}
-even = {"n_out", "k_in", "x_stride", "n_step", "k_step", "part_step"}
+pointers = {"tokens.scale": "fp32", "tokens.sums": "fp16", "weights.row_scale": "fp32", "weights.bias": "bf16"}
+pointers |= {"out": "bf16", "source": "i64", "expert_offsets": "i64", "tile_expert": "i32", "tile_row": "i64"}
+even = {"n_out", "k_in", "tokens.stride", "strides.row", "strides.k_block", "strides.matrix"}
 found = []
 for arch, weight, constants, warps, most in json.load(sys.stdin):
     stored = {"e4m3": "fp8e4nv"}.get(weight, weight)
     tokens = "fp16" if constants.pop("HALF", False) else "bf16"
     types = {name: "*" + kind for name, kind in pointers.items()}
-    types |= {"weight": "*" + stored, "x": "*fp8e4nv" if weight == "e4m3" else "*" + tokens}
-    types["scale"] = "*fp32" if constants["SCALE"] in (1, 4) else "*i32"
+    types |= {"weights.packed": "*" + stored, "tokens.x": "*fp8e4nv" if weight == "e4m3" else "*" + tokens}
+    types["weights.scale"] = "*fp32" if constants["SCALE"] in (1, 4) else "*i32"
     if constants["WEIGHT"] == 12:
-        types["row_scale"] = "*i32"
+        types["weights.row_scale"] = "*i32"
     if constants["TOP_K"]:  # nothing is sorted: ids, of either width, stand for all lists
         lists = ("source", "expert_offsets", "tile_expert", "tile_row")
         types |= dict.fromkeys(lists, "*i32" if weight == "bf16" else "*i64")
-    types |= dict.fromkeys(("limit", "alpha", "gate_bound", "up_bound"), "fp32")
-    names = kernel.arg_names
-    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
-    aligned = [i for i, n in enumerate(names) if signature[n].startswith("*") or n in even]
-    source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
+    source = product_source(kernel, constants, types, even)
     built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps, "maxnreg": most})
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(built.asm["cubin"])
@@ -355,8 +351,8 @@ def compiled(request: pytest.FixtureRequest) -> dict[int, Any]:
 
 def facts_of(arch: int, _: str, changes: dict[str, Any], *__: Any) -> list[Any]:
     """What ``make test`` compiles at least once: each kind of weights, machine, flag and large tile."""
-    tile = (changes.get("BLOCK_N"), changes.get("BLOCK_T"), "JOINED" in changes)
-    flags = [name for name in ("HALF", "STACKED", "EARLY", "TOP_K", "DEPTH", "PARTS") if name in changes]
+    tile = (changes.get("BLOCK_N"), changes.get("BLOCK_T"), "FUSED" in changes)
+    flags = [name for name in ("HALF", "INTERLEAVED", "EARLY", "TOP_K", "DEPTH", "PROJECTIONS") if name in changes]
     return [arch, (changes.get("WEIGHT"), changes.get("SCALE")), tile, *flags]
 
 
@@ -377,7 +373,7 @@ def test_instructions_registers_and_shared_memory(compiled: dict[int, Any], inde
         assert any_kind == fresh == (0 if not changes.get("EARLY") else 1 if changes.get("TOP_K") else 3)
     # A product that reads decoded weights from registers ends before the next step decodes into them.
     assert weight not in ("i16", "u8") or wanted != "HGMMA" or waits
-    assert ("MUFU.TANH" in codes) == (changes.get("KIND", 0) >= FAST_MATH)
+    assert ("MUFU.TANH" in codes) == (changes.get("ACTIVATION", 0) >= FAST_MATH)
     assert straight == (changes.get("WEIGHT") == 12)
     # Codes become numbers two at a time, but for those that are looked up.
     assert weight != "i16" or changes.get("WEIGHT") == 12 or {"HADD2", "HFMA2", "HMUL2"} & set(codes)

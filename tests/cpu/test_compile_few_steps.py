@@ -60,7 +60,7 @@ for major, weights, activations, sizes in json.load(sys.stdin):
                 x = torch.zeros(tokens, hidden, dtype=torch.bfloat16)
                 ids = torch.zeros(tokens, top_k, dtype=torch.int64)
                 layer(x, routing=Routing(topk_ids=ids, topk_weights=torch.ones(tokens, top_k)))
-    products = [v for v in launches.found.values() if "K_BLOCKS" in v.arguments or v.kernel.__name__ == "prefill"]
+    products = [v for v in launches.found.values() if "FORMAT" in v.arguments or v.kernel.__name__ == "prefill"]
     failed = []
     for variant in products:
         try:
@@ -68,7 +68,8 @@ for major, weights, activations, sizes in json.load(sys.stdin):
         except Exception as error:
             failed.append(f"{variant.name}: {error!r}")
     names = sorted({v.kernel.__name__ for v in products})
-    found.append([names, sorted({v.arguments.get("K_BLOCKS", 1) for v in products}), len(products), failed])
+    steps = {v.arguments["FORMAT"].k_blocks if "FORMAT" in v.arguments else 1 for v in products}
+    found.append([names, sorted(steps), len(products), failed])
 print("RESULT" + json.dumps(found))
 """
 

@@ -15,18 +15,18 @@ from compiling import compile_selected, compiler_release, grid, skip_other_compi
 skip_other_compilers()
 
 BASE = {
-    "WEIGHT": 6, "X_SCALE": 2, "BIAS": False, "GATHER": True, "PARTS": 2, "KIND": 0, "HAS_LIMIT": False,
+    "WEIGHT": 6, "X_SCALE": 2, "BIAS": False, "GATHER": True, "PROJECTIONS": 2, "ACTIVATION": 0, "HAS_LIMIT": False,
     "K_BLOCKS": 32, "ASM": True, "WARPS": 4, "BLOCK_N": 64, "BLOCK_T": 16, "BLOCK_K": 128, "GROUP_T": 8, "DEPTH": 1,
     "STAGES": 4,
-    "NARROW": False, "TOP_K": 0, "EARLY": False, "PDL": False, "row_places": None, "PLACED": 0,
+    "NARROW": False, "TOP_K": 0, "EARLY": False, "PDL": False,
 }  # fmt: skip
 INT4, NVFP4, SCALED = {"WEIGHT": 7}, {"WEIGHT": 8}, {"WEIGHT": 9}
 PAIRS, FLOATS = {"WEIGHT": 10}, {"WEIGHT": 11}
 GROUPS, ACROSS = {"X_SCALE": 1}, {"X_SCALE": 3}
-DOWN = {"PARTS": 1, "KIND": -1, "GATHER": False, "BIAS": True, "EARLY": True, "PDL": True}
+DOWN = {"PROJECTIONS": 1, "ACTIVATION": -1, "GATHER": False, "BIAS": True, "EARLY": True, "PDL": True}
 TALL = {"BLOCK_N": 128}
 PAIRED = {"BLOCK_T": 64, "NARROW": True, "DEPTH": 2, "STAGES": 3}
-OAI = {"KIND": 2, "BIAS": True, "HAS_LIMIT": True}
+OAI = {"ACTIVATION": 2, "BIAS": True, "HAS_LIMIT": True}
 WIDE = {"BLOCK_N": 128, "BLOCK_T": 128, "WARPS": 8, "STAGES": 3}
 
 # (architecture, changes, most instructions in a step of the K loop, most registers, most KiB of shared memory)
@@ -68,20 +68,17 @@ _PROGRAM = """
 import json, re, subprocess, sys, tempfile
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from collegium.kernels.w4a8 import w4a8_kernel as kernel
+from product_sources import product_source
 
 tool = triton.__path__[0] + "/backends/nvidia/bin/cuobjdump"
-types = {"x": "*fp8e4nv", "x_scale": "*fp32", "weight": "*u8", "row_scale": "*fp32", "bias": "*bf16", "out": "*bf16"}
+types = {"tokens.x": "*fp8e4nv", "tokens.scale": "*fp32", "tokens.sums": "*u8", "weights.packed": "*u8"}
+types |= {"weights.row_scale": "*fp32", "weights.bias": "*bf16", "out": "*bf16"}
 types |= {"source": "*i64", "expert_offsets": "*i64", "tile_expert": "*i32", "tile_row": "*i64"}
-types |= dict.fromkeys(("limit", "alpha", "gate_bound", "up_bound"), "fp32")
 found = []
 for arch, constants, most in json.load(sys.stdin):
-    types["scale"] = {7: "*fp32", 9: "*u8", 11: "*fp32"}.get(constants["WEIGHT"], "*i32")
-    names = kernel.arg_names
-    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
-    aligned = [i for i, n in enumerate(names) if signature[n].startswith("*") or n in ("n_out", "x_stride")]
-    source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
+    types["weights.scale"] = {7: "*fp32", 9: "*u8", 11: "*fp32"}.get(constants["WEIGHT"], "*i32")
+    source = product_source(kernel, constants, types, {"n_out", "tokens.stride"})
     options = {"num_warps": constants["WARPS"], "maxnreg": most}
     built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -127,7 +124,7 @@ def facts_of(arch: int, changes: dict[str, Any], *_: Any) -> list[Any]:
     return [
         arch,
         ("X_SCALE and DEPTH", changes.get("X_SCALE"), changes.get("DEPTH")),
-        *((name, changes.get(name)) for name in ("WEIGHT", "X_SCALE", "DEPTH", "BLOCK_N", "BLOCK_T", "PARTS")),
+        *((name, changes.get(name)) for name in ("WEIGHT", "X_SCALE", "DEPTH", "BLOCK_N", "BLOCK_T", "PROJECTIONS")),
     ]
 
 

@@ -313,7 +313,7 @@ def test_slices_belong_to_the_dispatcher():
     asked = replace(problem_for(weights), placement=placed)
     assert (asked.routed.experts, asked.routed.intermediate, asked.routed.hidden) == (3, 32, 64)
     assert CpuGrouped().refuse(asked.routed) is None
-    assert plan(asked).wire_format.startswith("the sums of 2 slices in float32")
+    assert plan(asked).wire_format.startswith("float32 sums of 2 slices")
 
 
 def test_workspace_grows_with_the_batch():

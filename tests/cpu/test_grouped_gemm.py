@@ -241,10 +241,14 @@ def test_batches_of_one_tile_need_one_compiled_kernel(weights: str, act: str, mo
     def note(kernel: Any, grid: object, args: tuple[Any, ...], *_: object, **__: object) -> None:
         # Triton compiles once more for another dtype of a pointer, and where one is aligned that was not before.
         free = {"source", "expert_offsets", "tile_expert", "tile_row"}
-        for name, value in zip(kernel.arg_names, args, strict=False):
-            if isinstance(value, torch.Tensor):
-                product = kernel.__name__, args[2].data_ptr()
-                asked.append((product, name, value.dtype, name in free or value.data_ptr() % 16 == 0))
+        weights: Any = args[1]
+        product = kernel.__name__, weights.packed.data_ptr()
+        for name, argument in zip(kernel.arg_names, args, strict=False):
+            fields = argument._asdict() if isinstance(argument, tuple) else {"": argument}
+            for field, value in fields.items():
+                if isinstance(value, torch.Tensor):
+                    aligned = name in free or value.data_ptr() % 16 == 0
+                    asked.append((product, f"{name}.{field}", value.dtype, aligned))
 
     monkeypatch.setattr(ops, "launch", note)
     problem = question(weights, act)
@@ -695,7 +699,7 @@ def test_slices_belong_to_the_dispatcher() -> None:
     asked = replace(question("bf16", "bf16"), placement=placed)
     assert (asked.routed.experts, asked.routed.intermediate, asked.routed.hidden) == (5, 45, 176)
     assert KERNELS[0].refuse(asked.routed) is None
-    assert plan(asked).wire_format.startswith("the sums of 2 slices in float32")
+    assert plan(asked).wire_format.startswith("float32 sums of 2 slices")
 
 
 def test_workspace_counts_every_row() -> None:

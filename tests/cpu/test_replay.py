@@ -13,7 +13,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
@@ -163,6 +163,73 @@ def test_third_call_is_repeated(launcher: str, monkeypatch: pytest.MonkeyPatch) 
     assert one.calls == 2
     assert one.kernel.streams[-10:] == [STREAM + 1] * 10
     assert all(torch.equal(out, x * 4) for x, out in kept)
+
+
+class Operands(NamedTuple):
+    x: Any
+    w: Any
+    scale: Any
+
+
+class TupleKernel(Kernel):
+    """The same kernel, whose operands, and output and count, are tuples."""
+
+    arg_names = ("operands", "result", "FACTOR")
+
+    def _from_c(self, *passed: Any) -> None:
+        operands, result, factor = passed[-1] if self.launcher == "3.9" else passed[-3:]
+        assert type(operands) is tuple or isinstance(operands, Operands)
+        assert operands[2] is None
+        assert factor == 5
+        self.streams.append(passed[3])
+        self._multiply(operands, result)
+
+    def _multiply(self, *passed: Any) -> None:
+        operands, (out, count) = passed
+        super()._multiply(operands[0], operands[1], out, count)
+
+
+class TuplePass(Pass):
+    def __init__(self, launcher: str) -> None:
+        super().__init__(launcher=launcher)
+        self.kernel = TupleKernel(launcher=launcher)
+
+    def _multiply(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        args = (Operands(x, self.weight, None), (out, x.numel()))
+        launch(self.kernel, (3,), args, {"FACTOR": 5}, num_warps=4)
+
+
+@pytest.mark.parametrize("launcher", ["3.6", "3.9"])
+def test_tensors_in_tuples_are_exchanged(launcher: str) -> None:
+    replay, one = Replay(), TuplePass(launcher)
+    results = []
+    for _ in range(6):
+        x, out = numbers(8), torch.empty(8)
+        give(replay, one, x, out)
+        results.append((x, out))
+    assert one.calls == 2
+    assert all(torch.equal(out, x * 4) for x, out in results)
+
+
+def test_kinds_in_tuples_are_compiled_apart() -> None:
+    one = TuplePass("3.6")
+    block = torch.rand(64)
+    for x in (numbers(8), block[1:9], numbers(8), block[2:10], numbers(9)):
+        one._multiply(x, torch.empty(x.shape))
+    (variant,) = [variant for variant in launching._variants.values() if variant._kernel is one.kernel]
+    assert len(variant._launchers) == 2  # with an aligned and an unaligned address
+
+
+@pytest.mark.parametrize("launcher", ["3.6", "3.9"])
+def test_aliases_in_tuples_are_never_repeated(launcher: str) -> None:
+    one = TuplePass(launcher)
+    one.extra = lambda x, middle: one._multiply(x[:4], middle[:4])
+    replay = Replay()
+    for _ in range(5):
+        x, out = numbers(8), torch.empty(8)
+        replay(one, (x, None, out))
+        assert torch.equal(out, x * 4)
+    assert one.calls == 5
 
 
 def test_calls_may_write_to_their_input() -> None:

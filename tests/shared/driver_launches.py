@@ -87,9 +87,14 @@ def received(widths: list[int]) -> list[Any]:
 
 def parameter_widths(compiled: Any) -> list[int]:
     """Return the bytes of each parameter of a compiled kernel."""
-    types = [kind for kind in compiled.src.signature.values() if kind != "constexpr"]
+    types = [kind for kind in flattened(compiled.src.signature.values()) if kind != "constexpr"]
     widths = {"i64": 8, "u64": 8, "i32": 4, "u32": 4, "fp32": 4, "i1": 1, "u1": 1}
     return [8 if kind.startswith("*") else widths[kind] for kind in types] + [8] * SCRATCH_POINTERS
+
+
+def flattened(kinds: Any) -> list[str]:
+    """Return the kinds of all parameters, fields of tuples one by one."""
+    return [each for kind in kinds for each in (flattened(kind) if isinstance(kind, tuple) else [kind])]
 
 
 def triton_launches(call: Any) -> tuple[list[list[Any]], list[list[int]]]:

@@ -21,7 +21,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from collegium.commands.bench import planned_layer, random_weights
+from collegium.commands.bench import planned_layer
+from collegium.dummy.weights import random_weights
 from collegium.experts.triton.prefill import source_of
 from collegium.layer import MoELayer
 from collegium.problem import DeviceFacts
@@ -52,7 +53,7 @@ class Variant:
         """The kernel's name, its compile-time arguments and what is special about the others."""
         pairs = zip(self.kernel.params, self.kinds, strict=True)
         fixed = {p.name: self.arguments[p.name] if kind[0] == "constexpr" else kind for p, kind in pairs}
-        said = (f"{k}={v if isinstance(v, int | bool | float) else '/'.join(map(str, v))}" for k, v in fixed.items())
+        said = (f"{name}={_text_of(value)}" for name, value in fixed.items())
         return f"{self.kernel.__name__}({', '.join(said)})"
 
     def compile(self, target: GPUTarget) -> Any:
@@ -60,6 +61,22 @@ class Variant:
         packed = self.kernel._pack_args(make_backend(target), self.options, self.arguments, self.kinds, None)
         options, signature, fixed, attributes = packed
         return triton.compile(ASTSource(self.kernel, signature, fixed, attributes), target, options.__dict__)
+
+
+def _text_of(value: Any) -> str:
+    if not isinstance(value, tuple):
+        return str(value)
+    return "/".join(map(_text_of, value))
+
+
+def _without_tensors(value: Any) -> Any:
+    """Return an argument without its tensors, also those in a named tuple."""
+    if isinstance(value, torch.Tensor):
+        return None
+    if isinstance(value, tuple):
+        fields = map(_without_tensors, value)
+        return type(value)(*fields) if hasattr(value, "_fields") else tuple(fields)
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +124,7 @@ class Launches:
             arguments, kinds, _ = bind(*args, **constants, **keywords)
             key = (kernel.__name__, *kinds, *keywords.items())
             if key not in self.found:
-                held = {n: None if isinstance(v, torch.Tensor) else v for n, v in arguments.items()}
+                held = {name: _without_tensors(value) for name, value in arguments.items()}
                 self.found[key] = Variant(kernel=kernel, arguments=held, kinds=kinds, options=keywords)
 
     def note_cuda(

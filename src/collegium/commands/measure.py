@@ -27,6 +27,7 @@ from ..errors import InputError
 from ..ops.quantize import activation_format
 from ..planning import expert_bytes
 from ..runtime.devices import current_device, recording
+from ..runtime.launch import launch
 from ..types import MoESpec, Routing
 
 __all__ = [
@@ -341,7 +342,6 @@ def _read_rates(words: Tensor, device: torch.device) -> list[float]:
         return [words.nbytes / _best_seconds(words.amax, device)]
     from ..kernels.read import read_kernel
 
-    launch: Any = read_kernel
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     out = torch.empty(processors * 16, dtype=torch.int32, device=device)
     rates: list[float] = []
@@ -354,8 +354,10 @@ def _read_rates(words: Tensor, device: torch.device) -> list[float]:
         programs = processors * programs_per_sm
         stride = programs * block * unroll
         steps = words.numel() // stride
-        constants = {"BLOCK": block, "UNROLL": unroll, "num_warps": warps}
-        seconds = _best_seconds(partial(launch[(programs,)], words, out, steps, stride, **constants), device)
+        constants = {"BLOCK": block, "UNROLL": unroll}
+        args = (words, out, steps, stride)
+        read = partial(launch, read_kernel, (programs,), args, constants, num_warps=warps)
+        seconds = _best_seconds(read, device)
         rates.append(4 * steps * stride / seconds)
     return rates
 

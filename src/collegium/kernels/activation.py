@@ -48,30 +48,29 @@ def _gelu(x):
 
 
 @triton.jit
-def activate(gate, up, KIND: tl.constexpr, HAS_LIMIT: tl.constexpr, limit, alpha, gate_bound, up_bound):
+def activate(gate, up, bounds, PROJ: tl.constexpr):
     """Return the activation of float32 gate and up (the same tensor for kinds without a gate).
 
-    KIND is the place of the kind in ``types.ACTIVATION_KINDS``, plus FAST_MATH; ``ops/activation.py`` is the reference.
-    gate_bound: of swiglu_oai its beta.
+    bounds: ``ActivationBounds``. PROJ: ``Projections``. ``ops/activation.py`` is the reference.
     """
-    FAST: tl.constexpr = KIND >= FAST_MATH
-    kind: tl.constexpr = KIND - FAST_MATH if FAST else KIND
-    if HAS_LIMIT and kind != 2:
-        gate = _below(gate, limit)
-        up = _within(up, limit)
+    FAST: tl.constexpr = PROJ.activation >= FAST_MATH
+    kind: tl.constexpr = PROJ.activation - FAST_MATH if FAST else PROJ.activation
+    if PROJ.has_limit and kind != 2:
+        gate = _below(gate, bounds.limit)
+        up = _within(up, bounds.limit)
     if kind == 0:  # swiglu
         out = gate * _sigmoid(gate, FAST) * up
     elif kind == 1:  # swiglu_oai
-        out = (up + gate_bound) * (gate * _sigmoid(alpha * gate, FAST))
+        out = (up + bounds.gate_bound) * (gate * _sigmoid(bounds.alpha * gate, FAST))
     elif kind == 2:  # swiglu_step
         gate = gate * _sigmoid(gate, FAST)
-        if HAS_LIMIT:
-            gate = _below(gate, limit)
-            up = _within(up, limit)
+        if PROJ.has_limit:
+            gate = _below(gate, bounds.limit)
+            up = _within(up, bounds.limit)
         out = gate * up
     elif kind == 3:  # situ
-        bounded = gate_bound * _tanh(gate / gate_bound, FAST) * _sigmoid(gate, FAST)
-        out = bounded * (up_bound * _tanh(up / up_bound, FAST))
+        bounded = bounds.gate_bound * _tanh(gate / bounds.gate_bound, FAST) * _sigmoid(gate, FAST)
+        out = bounded * (bounds.up_bound * _tanh(up / bounds.up_bound, FAST))
     elif kind == 4:  # geglu
         out = _gelu(gate) * up
     elif kind == 5:  # geglu_tanh

@@ -49,18 +49,18 @@ class Tokens(NamedTuple):
 class Weights(NamedTuple):
     """A packed weight matrix of all experts.
 
-    values: codes or numbers, as packed. scale: of blocks or groups. row_scale: float32, one for each row; for codes
+    packed: codes or numbers. scale: of blocks or groups. row_scale: float32, one for each row; for codes
     that index a table, the table. bias: ``[E, P, N]``. Where the matrix lacks one, another of its tensors is there.
     """
 
-    values: Any
+    packed: Any
     scale: Any
     row_scale: Any
     bias: Any
 
 
 class WeightStrides(NamedTuple):
-    """Elements of ``Weights.values`` from one row, K block and matrix (expert and projection) to the next.
+    """Elements of ``Weights.packed`` from one row, K block and matrix (expert and projection) to the next.
 
     scale_rows: rows of the block scales of a matrix, ceil(N / 128).
     """

@@ -45,10 +45,14 @@ __all__ = [
     "ROWS",
     "STEP_SCALE",
     "TABLE_LANES",
+    "X_BLOCK_SCALE",
+    "X_BLOCK_SCALE_TRANSPOSED",
+    "X_ROW_SCALE",
+    "X_UNSCALED",
     "ZERO_SCALE",
 ]
 
-# WEIGHT: how weights are stored and reach the tensor core, in grouped_gemm.py.
+# OperandFormat.weight: how weights are stored and reach the tensor core, in grouped_gemm.py.
 PLAIN = 0  # in the dtype of the activations
 E4M3_LANES = 1  # lanes of two E4M3 codes, decoded to bfloat16
 E4M3_E4M3 = 2  # E4M3 on both sides
@@ -68,7 +72,8 @@ INT4_FLOATS = 11  # four float32 scales
 # Lanes as those of INT4, whose codes look numbers up; in grouped_gemm.py.
 TABLE_LANES = 12
 
-# SCALE: which one is applied inside the K loop. Each is loaded as 32-bit words: smaller loads are not prefetched.
+# OperandFormat.scale: which one is applied inside the K loop. Each is loaded as 32-bit words: smaller loads are not
+# prefetched.
 NO_SCALE = 0
 BLOCK_SCALE = 1  # float32 for each 128 rows and K block, applied to the product
 E8M0_SCALE = 2  # four bytes of one row and K block, a byte a quarter, applied to the operand
@@ -80,8 +85,14 @@ HALF_SCALE = 7  # float16 for each row and quarter, two a word; with four words 
 STEP_SCALE = 8  # a word of one or two float16, a word of a signed byte a quarter that multiplies the first, and with
 # three words such bytes, without a sign, for the second, a minimum; codes with minima are taken as they are
 
-# KIND, where no activation follows the product; the others are places in types.ACTIVATION_KINDS, FAST_MATH above them
-# where the GPU's approximation of tanh is to be taken.
+# OperandFormat.x_scale: how the rows of activations are scaled, each with float32 numbers.
+X_UNSCALED = 0
+X_BLOCK_SCALE = 1  # for each row and K block, [rows, K blocks]
+X_ROW_SCALE = 2  # for each row, [rows, 1]
+X_BLOCK_SCALE_TRANSPOSED = 3  # as X_BLOCK_SCALE for rows in order, [K blocks, rows]
+
+# Projections.activation, where none follows; the others are places in types.ACTIVATION_KINDS, plus FAST_MATH for the
+# GPU's approximation of tanh.
 NO_ACTIVATION = -1
 FAST_MATH = 16
 

@@ -21,7 +21,18 @@ import triton
 import triton.language as tl
 
 from . import enums
-from .arguments import CodeFormat, CodeRows, InputRows
+from .arguments import (
+    ActivationBounds,
+    CodeFormat,
+    CodeRows,
+    InputRows,
+    OperandFormat,
+    Projections,
+    Tile,
+    Tokens,
+    Weights,
+    WeightStrides,
+)
 from .grouped_gemm import grouped_tile
 from .peer import (
     EPOCH,
@@ -152,21 +163,44 @@ def _multiply(
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Return the results of a unit's rows for a band of weight rows, and their columns."""
+    FORMAT: tl.constexpr = OperandFormat(
+        weight=WEIGHT,
+        scale=BLOCK_SCALE,
+        words=1,
+        x_scale=X_SCALE,
+        row_scale=False,
+        bias=BIAS,
+        k_blocks=K_BLOCKS,
+        block_k=BLOCK,
+        even_k=EVEN_K,
+    )
+    PROJ: tl.constexpr = Projections(count=PARTS, activation=KIND, has_limit=HAS_LIMIT)
+    TILE: tl.constexpr = Tile(
+        block_n=BLOCK_N,
+        block_t=BLOCK_T,
+        group_t=1,
+        narrow=False,
+        depth=DEPTH,
+        stages=STAGES,
+        interleave_gate_up=PARTS == 2,
+        fuse_k_block=False,
+        warps=WARPS,
+    )
+    tokens = Tokens(x=codes, scale=scale, sums=codes, stride=k_wide, scale_stride=1)
+    weights = Weights(packed=weight, scale=weight_scale, row_scale=factor, bias=bias)
+    bounds = ActivationBounds(limit=clamp, alpha=alpha, gate_bound=gate_bound, up_bound=up_bound)
     if WEIGHT == E4M3_E4M3:
         COLUMNS: tl.constexpr = BLOCK_N // PARTS
+        strides = WeightStrides(row=k_in, k_block=BLOCK, matrix=n_out * k_in, scale_rows=tl.cdiv(n_out, 128))
         result = grouped_tile(
-            codes, scale, codes, weight, weight_scale, factor, bias, expert, band * COLUMNS, row, here, n_out, k_in,
-            k_wide, k_in, BLOCK, n_out * k_in, tl.cdiv(n_out, 128), clamp, alpha, gate_bound, up_bound,
-            WEIGHT, BLOCK_SCALE, 1, X_SCALE, False, BIAS, PARTS, KIND, HAS_LIMIT, K_BLOCKS, EVEN_K, ASM, BLOCK_N,
-            BLOCK_T, BLOCK, DEPTH, STAGES, PARTS == 2, False, False,
+            tokens, weights, strides, bounds, expert, band * COLUMNS, row, here, n_out, k_in, FORMAT, PROJ, TILE,
+            BLOCK_T, ASM, False,
         )  # fmt: skip
         column = band * COLUMNS + tl.arange(0, COLUMNS)
     else:
         result, column = w4a8_tile(
-            codes, scale, weight, weight_scale, factor, bias, expert, band * BLOCK_N, row, 0, here, n_out, k_wide,
-            1, tiles, clamp, alpha, gate_bound, up_bound,
-            WEIGHT, X_SCALE, BIAS, PARTS, KIND, HAS_LIMIT, K_BLOCKS, ASM, WARPS, BLOCK_N, BLOCK_T, BLOCK, DEPTH,
-            STAGES, False,
+            tokens, weights, bounds, expert, band * BLOCK_N, row, 0, here, n_out, tiles, FORMAT, PROJ, TILE,
+            BLOCK_T, ASM, False,
         )  # fmt: skip
     return result, column
 

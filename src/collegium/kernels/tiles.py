@@ -63,9 +63,15 @@ def tile_of(program, n_tiles, token_tiles, GROUP_T: tl.constexpr):
 
 @triton.jit
 def _tile_at(
-    tile, tile_expert, tile_row, expert_offsets, experts, BLOCK_T: tl.constexpr, TOP_K: tl.constexpr,
+    tile,
+    tile_expert,
+    tile_row,
+    expert_offsets,
+    experts,
+    BLOCK_T: tl.constexpr,
+    TOP_K: tl.constexpr,
     EARLY: tl.constexpr,
-):  # fmt: skip
+):
     """Return expert (-1: none) and first row, both int64, and count of rows of a token tile; TOP_K 0: it is listed.
 
     EARLY: the kernel before this one has not been waited for, so tile lists are read through the L2 cache
@@ -86,18 +92,29 @@ def _tile_at(
 
 @triton.jit
 def tile_prologue(
-    width, token_tiles, tile_expert, tile_row, expert_offsets, experts, COLUMNS: tl.constexpr, BLOCK_T: tl.constexpr,
-    GROUP_T: tl.constexpr, TOP_K: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    width,
+    token_tiles,
+    tile_expert,
+    tile_row,
+    expert_offsets,
+    experts,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Wait for the kernel before this one, and return this program's expert and rows (``_tile_at``) and first column.
 
     COLUMNS: of a program, from ``width`` in all.
     """
-    tile, n_tile = tile_of(tl.program_id(0), tl.cdiv(width, COLUMNS), token_tiles, GROUP_T)
+    tile, n_tile = tile_of(tl.program_id(0), tl.cdiv(width, COLUMNS), token_tiles, TILE.group_t)
     n_first = n_tile * COLUMNS
     if PDL and not EARLY:
         gdc_wait()
-    expert, row_first, row_count = _tile_at(tile, tile_expert, tile_row, expert_offsets, experts, BLOCK_T, TOP_K, EARLY)
+    expert, row_first, row_count = _tile_at(
+        tile, tile_expert, tile_row, expert_offsets, experts, TILE.block_t, TOP_K, EARLY
+    )
     if PDL and EARLY:
         gdc_wait()
     if PDL and TOP_K:
@@ -118,33 +135,40 @@ def token_at(row, source, GATHER: tl.constexpr, TOP_K: tl.constexpr):
 
 
 @triton.jit
-def output_row_at(row_places, row, PLACED: tl.constexpr):
+def output_row_at(row_map, row, DIVISOR: tl.constexpr):
     """Return where each ``row`` is written, in elements from the first of the result, or NOWHERE.
 
-    PLACED divides all places: 16, so that 16 bytes are stored at once, or 1.
+    DIVISOR: of all entries of the row map: 16, so that 16 bytes are stored at once, or 1.
     """
-    return tl.multiple_of(tl.load(row_places + row), PLACED)
+    return tl.multiple_of(tl.load(row_map + row), DIVISOR)
 
 
 @triton.jit
-def store_rows(result, out, row_places, row, in_rows, first, n, n_out, PLACED: tl.constexpr):
-    """Store ``result [N, BLOCK_T]``, columns ``first + n`` of each ``row`` that is ``kept``: at its place, or in order.
+def store_rows(result, out, row_map, row, in_rows, first, n, n_out, DIVISOR: tl.constexpr):
+    """Store ``result [N, BLOCK_T]``, columns ``first + n`` of each ``row`` that is ``in_rows``, mapped or in order.
 
-    PLACED: as ``place_at`` says, 0 for rows in order.
+    DIVISOR: as ``output_row_at`` says, 0 for rows in order.
     """
-    place = output_row_at(row_places, row, PLACED)[None, :] if PLACED else row[None, :] * n_out
-    at = out + place + (first + n)[:, None]
+    offset = output_row_at(row_map, row, DIVISOR)[None, :] if DIVISOR else row[None, :] * n_out
+    at = out + offset + (first + n)[:, None]
     inside = (n < n_out - first)[:, None] & in_rows[None, :]
-    if PLACED:
-        inside &= place != NOWHERE
+    if DIVISOR:
+        inside &= offset != NOWHERE
     tl.store(at, result.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["tiles"], do_not_specialize_on_alignment=["expert_offsets", "tile_expert", "tile_row"])
 def tile_list_kernel(
-    expert_offsets, tile_expert, tile_row, used, experts, tiles,
-    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_TILES: tl.constexpr,
-):  # fmt: skip
+    expert_offsets,
+    tile_expert,
+    tile_row,
+    used,
+    experts,
+    tiles,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_TILES: tl.constexpr,
+):
     """Write expert (-1: none) and first row of each token tile: an expert's rows in steps of BLOCK_T, by expert.
 
     used gets the number of tiles that have an expert, and two zeros.

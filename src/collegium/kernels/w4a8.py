@@ -8,6 +8,8 @@ permutations read, so MXFP4 and NVFP4 have no scale in the K loop. ``experts/tri
 number ranges.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
@@ -25,6 +27,10 @@ E2M1_E4M3 = tl.constexpr(enums.E2M1_E4M3)
 E2M1_SCALED = tl.constexpr(enums.E2M1_SCALED)
 INT4_PAIRS = tl.constexpr(enums.INT4_PAIRS)
 INT4_FLOATS = tl.constexpr(enums.INT4_FLOATS)
+
+X_BLOCK_SCALE = tl.constexpr(enums.X_BLOCK_SCALE)
+X_BLOCK_SCALE_TRANSPOSED = tl.constexpr(enums.X_BLOCK_SCALE_TRANSPOSED)
+X_ROW_SCALE = tl.constexpr(enums.X_ROW_SCALE)
 
 NO_ACTIVATION = tl.constexpr(enums.NO_ACTIVATION)
 
@@ -270,223 +276,384 @@ def _dot_scaled(pairs, scales, tokens, acc, ASM: tl.constexpr):
         return tl.dot(weights, tokens.to(tl.float32), acc, input_precision="ieee")
 
 
+@triton.constexpr_function
+def _has_quarters(WEIGHT):
+    """Return whether each quarter of a K block has a scale that multiplies its product."""
+    return WEIGHT in (enums.INT4_PAIRS, enums.INT4_FLOATS)
+
+
+@triton.constexpr_function
+def _scales_operand(WEIGHT):
+    """Return whether the scales of groups are part of the decoded operand."""
+    return WEIGHT in (enums.E2M1_E8M0, enums.E2M1_E4M3)
+
+
+@triton.constexpr_function
+def _scale_block(WEIGHT):
+    """Return the scales of 64 rows and one K block, in words (in bytes for E2M1_SCALED)."""
+    words = {enums.INT4_FLOATS: 4, enums.E2M1_E4M3: 2, enums.INT4_PAIRS: 2, enums.E2M1_SCALED: 4}
+    return 64 * words.get(WEIGHT, 1)
+
+
+class _Pointers(NamedTuple):
+    """Where a step of the K loop reads: tokens and their scales, weights and theirs."""
+
+    x: Any
+    x_scale: Any
+    weight: Any
+    scale: Any
+
+
+@triton.jit
+def _load_scales(s_ptr, group, WEIGHT: tl.constexpr):
+    """Return the scales of a K block's words; for weights that scale products, their address."""
+    if WEIGHT == E2M1_SCALED:
+        return tl.load(s_ptr)
+    elif WEIGHT == E2M1_E8M0:
+        return tl.load(s_ptr)[:, None]
+    elif WEIGHT == E2M1_E4M3:
+        return tl.where(group < 4, tl.load(s_ptr)[:, None], tl.load(s_ptr + 64)[:, None])
+    else:
+        return s_ptr
+
+
+@triton.jit
+def _block_product(
+    words,
+    tokens,
+    scales,
+    group,
+    x_ptr,
+    valid,
+    before,
+    FORMAT: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    WARPS: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Return ``before`` plus the product of one K block."""
+    WEIGHT: tl.constexpr = FORMAT.weight
+    BLOCK_N: tl.constexpr = words.shape[0]
+    if _has_quarters(WEIGHT):
+        return _quarter_sum(words, x_ptr, valid, scales, before, BLOCK_N, BLOCK_T, WARPS, WEIGHT == INT4_PAIRS, ASM)
+    elif WEIGHT == E2M1_SCALED:
+        return _dot_scaled(words, scales, tokens, before, ASM)
+    elif WEIGHT == INT4_FLOAT:
+        a, _ = _decode(words, words, words, BLOCK_N, WARPS, WEIGHT, ASM)
+        return dot(a, tokens, before, ASM) * tl.load(scales)[:, None]
+    else:
+        spread, _ = tl.broadcast(scales, words)
+        select, _ = tl.broadcast(group % 4, words)
+        a, b = _decode(words, spread, select, BLOCK_N, WARPS, WEIGHT, ASM)
+        product = dot(a, tokens, before, ASM)
+        if WEIGHT == E2M1_E4M3:
+            product = dot(b, tokens, product, ASM)
+        return product
+
+
 @triton.jit
 def _add_blocks(
-    acc, x_ptr, xs_ptr, w_ptr, s_ptr, valid, scale_step,
-    WEIGHT: tl.constexpr, X_SCALE: tl.constexpr, S_STEP: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr,
+    acc,
+    pointers,
+    valid,
+    scale_stride,
+    FORMAT: tl.constexpr,
+    WARPS: tl.constexpr,
     BLOCKS: tl.constexpr,
-):  # fmt: skip
-    """Return ``acc`` plus the products of BLOCKS K blocks from these pointers on.
+    ASM: tl.constexpr,
+):
+    """Return ``acc`` plus the products of BLOCKS K blocks from ``pointers`` on.
 
     All are read before the first is multiplied: the compiler decodes the second one, and adds the first one's scaled
     product, while the tensor core is busy.
     """
-    BLOCK_N: tl.constexpr = acc.shape[0]
+    WEIGHT: tl.constexpr = FORMAT.weight
     BLOCK_T: tl.constexpr = acc.shape[1]
-    HALF: tl.constexpr = w_ptr.shape[1]
-    QUARTERS: tl.constexpr = WEIGHT == INT4_PAIRS or WEIGHT == INT4_FLOATS
-    FOLDED: tl.constexpr = WEIGHT == E2M1_E8M0 or WEIGHT == E2M1_E4M3
-    GROUPS: tl.constexpr = X_SCALE == 1 or X_SCALE == 3
-    # A product with a factor of its own is added to the sum; others go on with it.
-    APART: tl.constexpr = GROUPS or not (FOLDED or WEIGHT == E2M1_SCALED)
+    HALF: tl.constexpr = pointers.weight.shape[1]
+    SCALED_OPERAND: tl.constexpr = _scales_operand(WEIGHT)
+    BY_GROUP: tl.constexpr = FORMAT.x_scale == X_BLOCK_SCALE or FORMAT.x_scale == X_BLOCK_SCALE_TRANSPOSED
+    # A product with a factor of its own is added to the sum; others continue it.
+    SEPARATE: tl.constexpr = BY_GROUP or not (SCALED_OPERAND or WEIGHT == E2M1_SCALED)
     none = tl.zeros_like(acc)
     group = (tl.arange(0, HALF) // (HALF // (8 if WEIGHT == E2M1_E4M3 else 4)))[None, :]
     blocks = ()
     for at in tl.static_range(BLOCKS):
-        words = _load_words(w_ptr + at * (64 * HALF), ASM or WEIGHT == E2M1_SCALED)
-        tokens = words if QUARTERS else _load_tokens(x_ptr + at * (2 * HALF), valid, BLOCK_T)
-        scales = s_ptr + at * S_STEP
-        if WEIGHT == E2M1_SCALED:
-            scales = tl.load(scales)
-        elif WEIGHT == E2M1_E8M0:
-            scales = tl.load(scales)[:, None]
-        elif WEIGHT == E2M1_E4M3:
-            scales = tl.where(group < 4, tl.load(scales)[:, None], tl.load(scales + 64)[:, None])
-        xs = xs_ptr + at * scale_step
-        blocks += ((words, tokens, scales, tl.load(xs) if X_SCALE == 1 else xs),)
+        words = _load_words(pointers.weight + at * (64 * HALF), ASM or WEIGHT == E2M1_SCALED)
+        tokens = words
+        if not _has_quarters(WEIGHT):
+            tokens = _load_tokens(pointers.x + at * (2 * HALF), valid, BLOCK_T)
+        scales = _load_scales(pointers.scale + at * _scale_block(WEIGHT), group, WEIGHT)
+        xs = pointers.x_scale + at * scale_stride
+        blocks += ((words, tokens, scales, tl.load(xs) if FORMAT.x_scale == X_BLOCK_SCALE else xs),)
     for at in tl.static_range(BLOCKS):
         words, tokens, scales, xs = blocks[at]
-        a = words
-        b = words
-        if FOLDED:
-            spread, _ = tl.broadcast(scales, words)
-            select, _ = tl.broadcast(group % 4, words)
-            a, b = _decode(words, spread, select, BLOCK_N, WARPS, WEIGHT, ASM)
-        elif WEIGHT == INT4_FLOAT:
-            a, b = _decode(words, words, words, BLOCK_N, WARPS, WEIGHT, ASM)
-        if X_SCALE == 3:
+        if FORMAT.x_scale == X_BLOCK_SCALE_TRANSPOSED:
             xs = _scales_across(xs + tl.arange(0, BLOCK_T), ASM)
-        before = none if APART else acc
-        if QUARTERS:
-            x_at = x_ptr + at * (2 * HALF)
-            product = _quarter_sum(words, x_at, valid, scales, none, BLOCK_N, BLOCK_T, WARPS, WEIGHT == INT4_PAIRS, ASM)
-        elif WEIGHT == E2M1_SCALED:
-            product = _dot_scaled(a, scales, tokens, before, ASM)
-        else:
-            product = dot(a, tokens, before, ASM)
-        if WEIGHT == E2M1_E4M3:
-            product = dot(b, tokens, product, ASM)
-        if WEIGHT == INT4_FLOAT:
-            product *= tl.load(scales)[:, None]
-        if GROUPS:
+        before = none if SEPARATE else acc
+        x_at = pointers.x + at * (2 * HALF)
+        product = _block_product(words, tokens, scales, group, x_at, valid, before, FORMAT, BLOCK_T, WARPS, ASM)
+        if BY_GROUP:
             product *= xs[None, :]
-        acc = acc + product if APART else product
-    return epilogue(acc, ASM) if FOLDED and not GROUPS else acc
+        acc = acc + product if SEPARATE else product
+    return epilogue(acc, ASM) if SCALED_OPERAND and not BY_GROUP else acc
 
 
 @triton.jit
-def w4a8_tile(
-    x, x_scale, weight, scale, row_scale, bias, expert, n_first, token, row_first, row_count,
-    n_out, x_stride, scale_step, row_tiles, limit, alpha, gate_bound, up_bound,
-    WEIGHT: tl.constexpr, X_SCALE: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr, KIND: tl.constexpr,
-    HAS_LIMIT: tl.constexpr, K_BLOCKS: tl.constexpr, ASM: tl.constexpr, WARPS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, LAUNCH: tl.constexpr,
-):  # fmt: skip
-    """Return ``[n, BLOCK_T]`` float32 and its ``n`` columns: rows ``token [BLOCK_T]`` of x times weights of an expert.
-
-    n_first: the first of BLOCK_N rows of the packed weights. row_count: of the rows those that exist; the others may be
-    any of x, and nothing of them counts. row_first: of rows in order. scale_step: from the scales of a K block to those
-    of the next. LAUNCH: the next kernel may start once the products are done. The rest is as in ``w4a8_kernel``.
-    """
-    FOLDED: tl.constexpr = WEIGHT == E2M1_E8M0 or WEIGHT == E2M1_E4M3
-    QUARTERS: tl.constexpr = WEIGHT == INT4_PAIRS or WEIGHT == INT4_FLOATS
-    WORDS: tl.constexpr = 4 if WEIGHT == INT4_FLOATS else 2 if WEIGHT == E2M1_E4M3 or WEIGHT == INT4_PAIRS else 1
-    # From the weights and scales of a K block to those of the next.
-    W_STEP: tl.constexpr = 32 * BLOCK_K
-    S_STEP: tl.constexpr = 256 if WEIGHT == E2M1_SCALED else 64 * WORDS
-    t = tl.arange(0, BLOCK_T)
-    n = tl.arange(0, BLOCK_N)
-    valid = (t < row_count)[None, :]
-
-    HALF: tl.constexpr = BLOCK_K // 2
+def _first_pointers(
+    tokens,
+    weights,
+    expert,
+    n_first,
+    token,
+    row_first,
+    row_tiles,
+    FORMAT: tl.constexpr,
+    TILE: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Return the pointers of the first K block."""
+    WEIGHT: tl.constexpr = FORMAT.weight
+    WARPS: tl.constexpr = TILE.warps
+    K_BLOCKS: tl.constexpr = FORMAT.k_blocks
+    W_BLOCK: tl.constexpr = 32 * FORMAT.block_k
+    S_BLOCK: tl.constexpr = _scale_block(WEIGHT)
+    HALF: tl.constexpr = FORMAT.block_k // 2
+    n = tl.arange(0, TILE.block_n)
     j = tl.arange(0, HALF)
-    k = tl.arange(0, BLOCK_K // 4 if QUARTERS else BLOCK_K)
-    x_ptr = x + token[None, :] * x_stride + k[:, None]
-    xs_ptr = x_scale + (row_first if X_SCALE == 3 else token * K_BLOCKS if X_SCALE == 1 else token)
+    k = tl.arange(0, FORMAT.block_k // 4 if _has_quarters(WEIGHT) else FORMAT.block_k)
+    x_ptr = tokens.x + token[None, :] * tokens.stride + k[:, None]
+    if FORMAT.x_scale == X_BLOCK_SCALE_TRANSPOSED:
+        xs_ptr = tokens.scale + row_first
+    elif FORMAT.x_scale == X_BLOCK_SCALE:
+        xs_ptr = tokens.scale + token * K_BLOCKS
+    else:
+        xs_ptr = tokens.scale + token
 
     # The row of the tensor core that a loaded row becomes in _operand; weights are stored in the core's order.
     moved = n // (16 * WARPS) * (16 * WARPS) + n // 8 % WARPS * 16 + n // (8 * WARPS) % 2 * 8 + n % 8
     core = n if WEIGHT == E2M1_SCALED else moved
     n_tile = n_first // 64
-    here = (expert * row_tiles + n_tile) * K_BLOCKS
+    first = (expert * row_tiles + n_tile) * K_BLOCKS
     last_tile = row_tiles - 1 - n_tile
     beyond = tl.minimum(core // 64, last_tile) * K_BLOCKS
     byte = j if ASM or WEIGHT == E2M1_SCALED else j // 4 * 4
-    w_ptr = weight + here * W_STEP + ((beyond * W_STEP + core % 64 * HALF)[:, None] + byte[None, :])
-    s_ptr = scale + here * S_STEP
+    w_ptr = weights.packed + first * W_BLOCK + ((beyond * W_BLOCK + core % 64 * HALF)[:, None] + byte[None, :])
+    s_ptr = weights.scale + first * S_BLOCK
     if WEIGHT == E2M1_SCALED:
-        s_ptr += (beyond * S_STEP + core % 64 * 4)[:, None] + tl.arange(0, 4)[None, :]
-    elif FOLDED:
-        s_ptr += beyond * S_STEP + core % 64
+        s_ptr += (beyond * S_BLOCK + core % 64 * 4)[:, None] + tl.arange(0, 4)[None, :]
+    elif _scales_operand(WEIGHT):
+        s_ptr += beyond * S_BLOCK + core % 64
     else:
-        s_ptr += tl.minimum(n // 64, last_tile) * (K_BLOCKS * S_STEP) + n % 64
+        s_ptr += tl.minimum(n // 64, last_tile) * (K_BLOCKS * S_BLOCK) + n % 64
+    return _Pointers(x=x_ptr, x_scale=xs_ptr, weight=w_ptr, scale=s_ptr)
 
+
+@triton.jit
+def _sum_over_k(
+    pointers,
+    valid,
+    scale_stride,
+    FORMAT: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Return the sum over K, ``TILE.depth`` K blocks in a step of the loop, and those that are left after it."""
+    BLOCK_N: tl.constexpr = TILE.block_n
+    DEPTH: tl.constexpr = TILE.depth
+    x_ptr, xs_ptr, w_ptr, s_ptr = pointers.x, pointers.x_scale, pointers.weight, pointers.scale
     acc = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
-    for _ in tl.range(0, K_BLOCKS // DEPTH, num_stages=STAGES):
-        acc = _add_blocks(
-            acc, x_ptr, xs_ptr, w_ptr, s_ptr, valid, scale_step, WEIGHT, X_SCALE, S_STEP, WARPS, ASM, DEPTH
-        )
-        x_ptr += DEPTH * BLOCK_K
-        xs_ptr += DEPTH * scale_step
-        w_ptr += DEPTH * W_STEP
-        s_ptr += DEPTH * S_STEP
-    REST: tl.constexpr = K_BLOCKS % DEPTH
+    for _ in tl.range(0, FORMAT.k_blocks // DEPTH, num_stages=TILE.stages):
+        step = _Pointers(x=x_ptr, x_scale=xs_ptr, weight=w_ptr, scale=s_ptr)
+        acc = _add_blocks(acc, step, valid, scale_stride, FORMAT, TILE.warps, DEPTH, ASM)
+        x_ptr += DEPTH * FORMAT.block_k
+        xs_ptr += DEPTH * scale_stride
+        w_ptr += DEPTH * (32 * FORMAT.block_k)
+        s_ptr += DEPTH * _scale_block(FORMAT.weight)
+    REST: tl.constexpr = FORMAT.k_blocks % DEPTH
     if REST:
-        acc = _add_blocks(
-            acc, x_ptr, xs_ptr, w_ptr, s_ptr, valid, scale_step, WEIGHT, X_SCALE, S_STEP, WARPS, ASM, REST
-        )
+        step = _Pointers(x=x_ptr, x_scale=xs_ptr, weight=w_ptr, scale=s_ptr)
+        acc = _add_blocks(acc, step, valid, scale_stride, FORMAT, TILE.warps, REST, ASM)
+    return acc
 
-    if LAUNCH:
+
+@triton.jit
+def w4a8_tile(
+    tokens,
+    weights,
+    bounds,
+    expert,
+    n_first,
+    token,
+    row_first,
+    row_count,
+    n_out,
+    row_tiles,
+    FORMAT: tl.constexpr,
+    PROJ: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    ASM: tl.constexpr,
+    LAUNCH_NEXT: tl.constexpr,
+):
+    """Return ``[n, BLOCK_T]`` float32 and its ``n`` columns: rows ``token [BLOCK_T]`` times weights of an expert.
+
+    tokens to bounds, FORMAT to TILE: as in ``w4a8_kernel``. n_first: the first of ``TILE.block_n`` rows of the packed
+    weights. row_count: of the rows those that exist; the others may be any of tokens, and nothing of them counts.
+    row_first: of rows in order. LAUNCH_NEXT: the next kernel may start once the products are done.
+    """
+    n = tl.arange(0, TILE.block_n)
+    valid = (tl.arange(0, BLOCK_T) < row_count)[None, :]
+    pointers = _first_pointers(tokens, weights, expert, n_first, token, row_first, row_tiles, FORMAT, TILE, ASM)
+    acc = _sum_over_k(pointers, valid, tokens.scale_stride, FORMAT, TILE, BLOCK_T, ASM)
+    if LAUNCH_NEXT:
         gdc_launch_dependents()
-    if FOLDED:
+    if _scales_operand(FORMAT.weight):
         last_row = row_tiles * 64 - 1
-        acc *= tl.load(row_scale + expert * (row_tiles * 64) + tl.minimum(n_first + n, last_row))[:, None]
-    if X_SCALE == 2:
-        acc *= tl.load(x_scale + token)[None, :]
-    vector = bias + expert * PARTS * n_out
-    if PARTS == 2:
-        gate, up = halves(acc, BLOCK_N, BLOCK_T)
-        column = n_first // 2 + tl.arange(0, BLOCK_N // 2)
+        acc *= tl.load(weights.row_scale + expert * (row_tiles * 64) + tl.minimum(n_first + n, last_row))[:, None]
+    if FORMAT.x_scale == X_ROW_SCALE:
+        acc *= tl.load(tokens.scale + token)[None, :]
+    vector = weights.bias + expert * PROJ.count * n_out
+    if PROJ.count == 2:
+        gate, up = halves(acc, TILE.block_n, BLOCK_T)
+        column = n_first // 2 + tl.arange(0, TILE.block_n // 2)
         last = tl.minimum(column, n_out - 1)
-        if BIAS:
+        if FORMAT.bias:
             gate += tl.load(vector + last).to(tl.float32)[:, None]
             up += tl.load(vector + n_out + last).to(tl.float32)[:, None]
-        result = activate(gate, up, KIND, HAS_LIMIT, limit, alpha, gate_bound, up_bound)
+        result = activate(gate, up, bounds, PROJ)
     else:
         column = n_first + n
         result = acc
-        if BIAS:
+        if FORMAT.bias:
             result += tl.load(vector + tl.minimum(column, n_out - 1)).to(tl.float32)[:, None]
-        if KIND != NO_ACTIVATION:
-            result = activate(result, result, KIND, HAS_LIMIT, limit, alpha, gate_bound, up_bound)
+        if PROJ.activation != NO_ACTIVATION:
+            result = activate(result, result, bounds, PROJ)
     return result, column
 
 
 @triton.jit
 def _write_tile(
-    expert, row_first, row_count, n_first,
-    x, x_scale, weight, scale, row_scale, bias, out, row_places, source,
-    n_out, x_stride, scale_step, row_tiles, limit, alpha, gate_bound, up_bound,
-    WEIGHT: tl.constexpr, X_SCALE: tl.constexpr, BIAS: tl.constexpr, GATHER: tl.constexpr, PARTS: tl.constexpr,
-    KIND: tl.constexpr, HAS_LIMIT: tl.constexpr, K_BLOCKS: tl.constexpr, ASM: tl.constexpr, WARPS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, PLACED: tl.constexpr,
-    TOP_K: tl.constexpr, PDL: tl.constexpr, BLOCK_T: tl.constexpr,
-):  # fmt: skip
-    """Multiply and store ``row_count`` rows, up to BLOCK_T, by BLOCK_N weight rows from n_first on."""
+    tokens,
+    weights,
+    bounds,
+    out,
+    row_map,
+    source,
+    expert,
+    row_first,
+    row_count,
+    n_first,
+    n_out,
+    row_tiles,
+    FORMAT: tl.constexpr,
+    PROJ: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    ASM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Multiply and store ``row_count`` rows, up to BLOCK_T, by the weight rows from n_first on."""
     # Rows beyond the end are not read: every program asks for the same few rows at the same time. In a tall tile, which
     # is fuller, they read a neighbour again, since a mask costs instructions; nothing of them is stored.
     t = tl.arange(0, BLOCK_T)
     row = row_first + tl.where(t < row_count, t, 0)
-    token = token_at(row, source, GATHER, TOP_K)
+    token = token_at(row, source, ROWS.gather, ROWS.top_k)
     result, column = w4a8_tile(
-        x, x_scale, weight, scale, row_scale, bias, expert, n_first, token, row_first, row_count,
-        n_out, x_stride, scale_step, row_tiles, limit, alpha, gate_bound, up_bound,
-        WEIGHT, X_SCALE, BIAS, PARTS, KIND, HAS_LIMIT, K_BLOCKS, ASM, WARPS, BLOCK_N, BLOCK_T, BLOCK_K, DEPTH,
-        STAGES, PDL and not TOP_K,
-    )  # fmt: skip
-    store_rows(result, out, row_places, row, t < row_count, 0, column, n_out, PLACED)
+        tokens,
+        weights,
+        bounds,
+        expert,
+        n_first,
+        token,
+        row_first,
+        row_count,
+        n_out,
+        row_tiles,
+        FORMAT,
+        PROJ,
+        TILE,
+        BLOCK_T,
+        ASM,
+        PDL and not ROWS.top_k,
+    )
+    store_rows(result, out, row_map, row, t < row_count, 0, column, n_out, ROWS.row_map)
 
 
 @triton.jit(
     do_not_specialize=["token_tiles"],
-    do_not_specialize_on_alignment=["row_places", "source", "expert_offsets", "tile_expert", "tile_row"],
+    do_not_specialize_on_alignment=["row_map", "source", "expert_offsets", "tile_expert", "tile_row"],
 )
 def w4a8_kernel(
-    x, x_scale, weight, scale, row_scale, bias, out, row_places, source, expert_offsets, tile_expert, tile_row, n_out,
-    x_stride, scale_step, row_tiles, token_tiles, experts, limit, alpha, gate_bound, up_bound,
-    WEIGHT: tl.constexpr, X_SCALE: tl.constexpr, BIAS: tl.constexpr, GATHER: tl.constexpr, PARTS: tl.constexpr,
-    KIND: tl.constexpr, HAS_LIMIT: tl.constexpr, K_BLOCKS: tl.constexpr, ASM: tl.constexpr, WARPS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_T: tl.constexpr, NARROW: tl.constexpr,
-    DEPTH: tl.constexpr, STAGES: tl.constexpr, PLACED: tl.constexpr, TOP_K: tl.constexpr, EARLY: tl.constexpr,
+    tokens,
+    weights,
+    bounds,
+    out,
+    row_map,
+    source,
+    expert_offsets,
+    tile_expert,
+    tile_row,
+    n_out,
+    row_tiles,
+    token_tiles,
+    experts,
+    FORMAT: tl.constexpr,
+    PROJ: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    ASM: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """Write ``out [R, n_out]``: rows of one expert times its weights, then bias and activation.
 
-    x: E4M3 ``[T or R, x_stride]``, columns in the weight's order (``ops/quantize.py``), read at row source[r]
-    (GATHER) or r. x_scale: float32 [., K_BLOCKS] (X_SCALE 1) or [., 1] (2), or of rows in order [K_BLOCKS, scale_step]
-    (3), with BLOCK_T more numbers that are never used. weight: bytes
-    ``[E, row_tiles, K_BLOCKS, 64, BLOCK_K / 2]``; with two parts, eight rows of gate and eight of up take turns.
-    scale: int32 or float32 ``[E, row_tiles, K_BLOCKS, words, 64]``, words by WEIGHT, or bytes
-    ``[E, row_tiles, K_BLOCKS, 64, 4]`` (E2M1_SCALED). row_scale: float32 ``[E, row_tiles, 64]``. bias:
-    ``[E, PARTS, n_out]``. Rows from expert_offsets[E] on are not written. PLACED: row r is written to element
-    row_places[r] of out, which may be in a peer's memory (``place_at``). NARROW: a tile of few rows is
-    multiplied as one of half or a quarter of BLOCK_T. DEPTH divides K_BLOCKS: so many are a step of the loop.
+    tokens: ``Tokens``; x: E4M3 ``[T or R, stride]``, columns in the weight's order (``ops/quantize.py``), read at row
+    source[r] (``ROWS.gather``) or r; scale with BLOCK_T more numbers that are never used where it is transposed.
+    weights: ``Weights``; packed: bytes ``[E, row_tiles, K blocks, 64, block_k / 2]``, gate and up in turns of eight
+    rows; scale: int32 or float32 ``[E, row_tiles, K blocks, words, 64]``, words by the format, or bytes
+    ``[E, row_tiles, K blocks, 64, 4]`` (E2M1_SCALED); row_scale: float32 ``[E, row_tiles, 64]``; bias:
+    ``[E, P, n_out]``. bounds: ``ActivationBounds``. Rows from expert_offsets[E] on are not written. row_map: as in
+    ``grouped_gemm_kernel``. FORMAT: ``OperandFormat``. PROJ: ``Projections``. TILE: ``Tile``; its depth need not divide
+    the K blocks. ROWS: ``RowOrder``.
     """
     expert, row_first, row_count, n_first = tile_prologue(
-        row_tiles * 64, token_tiles, tile_expert, tile_row, expert_offsets, experts, BLOCK_N,
-        BLOCK_T, GROUP_T, TOP_K, EARLY, PDL,
-    )  # fmt: skip
+        row_tiles * 64,
+        token_tiles,
+        tile_expert,
+        tile_row,
+        expert_offsets,
+        experts,
+        TILE.block_n,
+        TILE,
+        ROWS.top_k,
+        EARLY,
+        PDL,
+    )
     if expert < 0:
         return
-
-    arguments = (
-        expert, row_first, row_count, n_first, x, x_scale, weight, scale, row_scale, bias, out, row_places, source,
-        n_out, x_stride, scale_step, row_tiles, limit, alpha, gate_bound, up_bound,
-    )  # fmt: skip
-    HALVED: tl.constexpr = 2 if NARROW else 0
-    for halved in tl.static_range(HALVED + 1):
-        if row_count <= BLOCK_T >> halved and (halved == HALVED or row_count > BLOCK_T >> (halved + 1)):
+    HALVINGS: tl.constexpr = 2 if TILE.narrow else 0
+    for halving in tl.static_range(HALVINGS + 1):
+        if row_count <= TILE.block_t >> halving and (halving == HALVINGS or row_count > TILE.block_t >> (halving + 1)):
             _write_tile(
-                *arguments, WEIGHT, X_SCALE, BIAS, GATHER, PARTS, KIND, HAS_LIMIT, K_BLOCKS, ASM, WARPS, BLOCK_N,
-                BLOCK_K, DEPTH, STAGES, PLACED, TOP_K, PDL, BLOCK_T >> halved,
-            )  # fmt: skip
+                tokens,
+                weights,
+                bounds,
+                out,
+                row_map,
+                source,
+                expert,
+                row_first,
+                row_count,
+                n_first,
+                n_out,
+                row_tiles,
+                FORMAT,
+                PROJ,
+                TILE,
+                ROWS,
+                TILE.block_t >> halving,
+                ASM,
+                PDL,
+            )

@@ -118,16 +118,19 @@ def align_rows(x: Tensor) -> Tensor:
 def launch(
     kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: Mapping[str, Any], **options: Any
 ) -> None:
-    """Run ``grid`` programs of a Triton ``kernel`` on the current stream of the device of ``args[0]``, a tensor.
+    """Run ``grid`` programs of a Triton ``kernel`` on the current stream of the device of its first tensor.
 
-    args: the runtime arguments, in the kernel's order. constants: the compile-time parameters, which are last in the
-    kernel's signature. options: of Triton, such as ``num_warps``. A caller passes both always in the same order.
+    args: the runtime arguments, in the kernel's order: tensors, numbers, None, or named tuples of such arguments
+    (``kernels/arguments.py``), which contain no further tuples. The first one is a tensor or begins with one.
+    constants: the compile-time parameters, which are last in the kernel's signature. options: of Triton, such as
+    ``num_warps``. A caller passes both always in the same order.
     """
     key = (id(kernel), *constants.values(), *options.values())
     variant = _variants.get(key)
     if variant is None:
         variant = _variants.setdefault(key, _Variant(kernel, constants, options))
-    device = args[0].device
+    first = args[0]
+    device = first[0].device if isinstance(first, tuple) else first.device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             variant.start(grid, device.index, args)
@@ -290,6 +293,8 @@ def _kind(argument: Any) -> object:
         return argument.dtype, argument.data_ptr() % 16 == 0
     if isinstance(argument, int):
         return argument % 16 == 0, argument == 1, -(2**31) <= argument < 2**31
+    if isinstance(argument, tuple):
+        return tuple(map(_kind, argument))
     return type(argument)  # a float, or None
 
 

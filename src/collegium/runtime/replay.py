@@ -7,7 +7,7 @@ the launches of one pass serve all passes of its kind: only the caller's address
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -72,18 +72,29 @@ class Replay:
                 self._kinds[key] = True
 
 
+class _Hole(NamedTuple):
+    """Where the address of the caller's tensor number ``source`` belongs in a launch.
+
+    position: of the argument. field: within it, if the argument is a tuple; otherwise None.
+    """
+
+    position: int
+    field: int | None
+    source: int
+
+
 class _Launch(NamedTuple):
     """A launch with addresses in place of tensors.
 
-    holes: pairs of a position in ``arguments`` and the index of the caller's tensor whose address belongs there.
-    nested: as in ``Step``. alive: tensors that must live as long as their addresses are used.
+    holes: where addresses of the caller's tensors belong. nested: as in ``Step``. alive: tensors that must live as long
+    as their addresses are used.
     """
 
     call: Callable[..., None]
     head: list[Any]
     arguments: list[Any]
     nested: bool
-    holes: tuple[tuple[int, int], ...]
+    holes: tuple[_Hole, ...]
     alive: tuple[Tensor, ...]
 
 
@@ -129,21 +140,39 @@ def _with_holes(step: Step, inputs: tuple[Tensor | None, ...]) -> _Launch | None
     tensors = [(index, tensor) for index, tensor in enumerate(inputs) if tensor is not None]
     index_of = {id(tensor): index for index, tensor in tensors}
     storages = {_storage(tensor) for _, tensor in tensors}
-    arguments = list(step.arguments)
-    holes: list[tuple[int, int]] = []
-    alive: list[Tensor] = []
-    for position, argument in enumerate(arguments):
-        if isinstance(argument, torch.Tensor):
-            arguments[position] = argument.data_ptr()
-            if id(argument) in index_of:
-                holes.append((position, index_of[id(argument)]))
-            elif _storage(argument) in storages:
-                return None  # another view of the caller's memory
-            else:
-                alive.append(argument)
     if len(index_of) != len(tensors):
         return None
+    holes: list[_Hole] = []
+    alive: list[Tensor] = []
+    for position, field, tensor in _tensors_of(step.arguments):
+        if id(tensor) in index_of:
+            holes.append(_Hole(position, field, index_of[id(tensor)]))
+        elif _storage(tensor) in storages:
+            return None  # another view of the caller's memory
+        else:
+            alive.append(tensor)
+    arguments = [_addresses(argument) for argument in step.arguments]
     return _Launch(step.call, list(step.head), arguments, step.nested, tuple(holes), tuple(alive))
+
+
+def _tensors_of(arguments: tuple[Any, ...]) -> Iterator[tuple[int, int | None, Tensor]]:
+    """Yield every tensor of a launch with its position and, inside a tuple, its field."""
+    for position, argument in enumerate(arguments):
+        if isinstance(argument, torch.Tensor):
+            yield position, None, argument
+        elif isinstance(argument, tuple):
+            for field, value in enumerate(argument):
+                if isinstance(value, torch.Tensor):
+                    yield position, field, value
+
+
+def _addresses(argument: Any) -> Any:
+    """Return a tensor's address, a tuple with the addresses of its tensors, or any other argument as it is."""
+    if isinstance(argument, torch.Tensor):
+        return argument.data_ptr()
+    if isinstance(argument, tuple):
+        return tuple(map(_addresses, argument))
+    return argument
 
 
 def _start(launches: tuple[_Launch, ...], addresses: list[int], device: torch.device) -> None:
@@ -155,8 +184,13 @@ def _start(launches: tuple[_Launch, ...], addresses: list[int], device: torch.de
         head = recorded_head.copy()
         head[STREAM] = stream
         arguments = recorded_arguments.copy()
-        for position, index in holes:
-            arguments[position] = addresses[index]
+        for position, field, source in holes:
+            if field is None:
+                arguments[position] = addresses[source]
+            else:
+                fields = list(arguments[position])
+                fields[field] = addresses[source]
+                arguments[position] = tuple(fields)
         if nested:
             call(*head, arguments)
         else:

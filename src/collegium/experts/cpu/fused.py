@@ -30,7 +30,7 @@ from ...types import ActivationSpec, ContiguousBatch, ExpertWeights
 from ..base import ExpertKernel, PackedWeights, map_tensors, refuse_codes
 from .decode import PlainMatrix
 from .grouped import cut_rows, fast_activate, starts_of, tokens_of
-from .panels import COLUMNS, TASK, TENSORS, FusedMatrix, as_fused, missing_requirement, scratch_bytes
+from .panels import COLUMNS, TASK, FusedMatrix, as_fused, missing_requirement, scratch_bytes
 from .stored import by_row, flat, refuse_faults
 
 __all__ = ["CpuFused", "FusedExperts", "pack_fused"]
@@ -67,7 +67,7 @@ class FusedExperts(PackedWeights):
         return rows
 
     def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> FusedExperts:
-        *gate_up, down = (map_tensors(matrix, change, *TENSORS) for matrix in (*self.gate_up, self.down))
+        *gate_up, down = (map_tensors(matrix, change, *matrix.by_expert) for matrix in (*self.gate_up, self.down))
         return FusedExperts(gate_up=tuple(gate_up), down=down, activation=self.activation)
 
 
@@ -93,6 +93,10 @@ class CpuFused(ExpertKernel):
         if activations not in ("bf16", "fp16") or problem.dtype != activations:
             return f"asked for {activations} activations and {problem.dtype} input; it takes bf16 or fp16 for both"
         return missing_requirement()
+
+    def repacks(self, weight_format: str, activation_format: str) -> bool:
+        """Return True: codes are laid out in panels."""
+        return True
 
     def regions(self, problem: ExpertsProblem) -> Regions:
         """Return the decoded rows of each thread, and the rows of the largest batch all routed to one expert."""

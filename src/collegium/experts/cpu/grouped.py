@@ -31,7 +31,7 @@ from ...problem import ExpertsProblem
 from ...runtime.memory import Memory, Regions
 from ...types import ActivationSpec, ContiguousBatch, ExpertWeights
 from ..base import ExpertKernel, PackedWeights, map_tensors, refuse_codes
-from .decode import CPU_FORMATS, CodeMatrix, PlainMatrix, Scratch, pack_matrix
+from .decode import CPU_FORMATS, REORDERED_FORMATS, CodeMatrix, PlainMatrix, Scratch, pack_matrix
 from .panels import FusedMatrix, as_fused, missing_requirement, scratch_bytes
 
 __all__ = ["CpuExperts", "CpuGrouped", "cut_rows", "fast_activate", "starts_of", "tokens_of"]
@@ -132,6 +132,10 @@ class CpuGrouped(ExpertKernel):
             if form not in known:
                 return f"asked for weight format {form!r}; it reads {', '.join(known)}"
         return None
+
+    def repacks(self, weight_format: str, activation_format: str) -> bool:
+        """Return whether the CPU layout has the codes in another order."""
+        return weight_format in {known.name for known in REORDERED_FORMATS}
 
     def regions(self, problem: ExpertsProblem) -> Regions:
         """Tiles, plus the rows of the largest batch all routed to one expert."""

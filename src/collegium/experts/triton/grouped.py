@@ -10,7 +10,24 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError
-from ...kernels.enums import FAST_MATH, NO_ACTIVATION
+from ...kernels.arguments import (
+    ActivationBounds,
+    OperandFormat,
+    Projections,
+    RowOrder,
+    Tile,
+    Tokens,
+    WeightStrides,
+)
+from ...kernels.enums import (
+    FAST_MATH,
+    NO_ACTIVATION,
+    NO_SCALE,
+    X_BLOCK_SCALE,
+    X_BLOCK_SCALE_TRANSPOSED,
+    X_ROW_SCALE,
+    X_UNSCALED,
+)
 from ...ops.columns import ZeroPointCorrection, halves_and_sums
 from ...ops.operand import Operand
 from ...ops.permute import tile_count
@@ -21,7 +38,18 @@ from .layout import Words
 from .matrix import PackedMatrix
 from .tiles.problem import TileChoice
 
-__all__ = ["TileList", "activation_bounds", "activation_kind", "grouped_gemm", "rescale", "row_scales", "tile_list"]
+__all__ = [
+    "TileList",
+    "activation_bounds",
+    "activation_kind",
+    "grouped_gemm",
+    "kernel_tile",
+    "operand_format",
+    "projections",
+    "rescale",
+    "row_scales",
+    "tile_list",
+]
 
 _BLOCK_TILES = 64
 
@@ -53,9 +81,9 @@ class TileList:
         return 16 if n_out % 16 == 0 else 1
 
     def constants(self, x: Tensor) -> dict[str, Any]:
-        """Return the compile-time arguments for the lookup of tiles and the overlap with the previous kernel."""
+        """Return the compile-time arguments for the machine and the overlap with the previous kernel."""
         overlap = self.tile.overlap and x.is_cuda
-        return {"ASM": x.is_cuda, "TOP_K": self.top_k, "EARLY": self.early and overlap, "PDL": overlap}
+        return {"ASM": x.is_cuda, "EARLY": self.early and overlap, "PDL": overlap}
 
 
 def tile_list(expert_offsets: Tensor, rows: int, tile: TileChoice, memory: Memory | None = None) -> TileList:
@@ -96,38 +124,73 @@ def grouped_gemm(
     """
     _check(x, packed, out, x_scale)
     layout, tile = packed.layout, tiles.tile
-    experts, _, n_out, k_in = layout.shape
     unused = packed.values  # for unused pointers, of one dtype and alignment in every batch
     scale, sums = row_scales(x_scale, unused)
+    tokens = Tokens(x, scale, sums, x.stride(0), scale.stride(-1))
+    rows = (out, tiles.row_offsets, unused if source is None else source)
+    tile_list = (expert_offsets, tiles.expert, tiles.row)
     kernel: Any
+    args: tuple[Any, ...]
     if isinstance(layout, Words):
         from ...kernels.w4a8 import w4a8_kernel
 
         kernel = w4a8_kernel
-        scales: tuple[Tensor, ...] = (scale,)
-        sizes: tuple[int, ...] = (n_out, x.stride(0), scale.stride(-1), layout.row_tiles)
+        sizes = (layout.shape[2], layout.row_tiles, tiles.count, layout.shape[0])
+        args = (tokens, packed.pointers, activation_bounds(activation), *rows, *tile_list, *sizes)
     else:
         from ...kernels.grouped_gemm import grouped_gemm_kernel
 
         kernel = grouped_gemm_kernel
-        scales = (scale, sums)
-        sizes = (n_out, k_in, x.stride(0), *layout.steps, layout.scale_rows)
-    args = (
-        *(x, *scales, *packed.pointers),
-        *(out, tiles.row_offsets, unused if source is None else source),
-        *(expert_offsets, tiles.expert, tiles.row),
-        *(*sizes, tiles.count, experts),
-        *activation_bounds(activation),
-    )
+        strides = WeightStrides(*layout.steps, layout.scale_rows)
+        sizes = (*layout.shape[2:], tiles.count, layout.shape[0])
+        args = (tokens, packed.pointers, strides, activation_bounds(activation), *rows, *tile_list, *sizes)
     constants = {
-        **_common_constants(packed, activation, x_scale, tiles),
-        **(_four_bit_constants(tile) if isinstance(layout, Words) else _decoding_constants(packed, tile)),
-        "GATHER": source is not None,
+        "FORMAT": operand_format(packed, _x_scale_layout(x_scale, packed)),
+        "PROJ": projections(packed, activation),
+        "TILE": kernel_tile(tile),
+        "ROWS": RowOrder(source is not None, tiles.top_k, tiles.offset_unit(layout.shape[2])),
         **tiles.constants(x),
     }
     grid = (tiles.count * -(-layout.operand_rows[1] // tile.columns),)
     launch(kernel, grid, args, constants, num_warps=tile.warps, maxnreg=tile.registers or None)
     return out
+
+
+def operand_format(packed: PackedMatrix, x_scale: int) -> OperandFormat:
+    """Return the kernels' description of the weights, and of rows that are scaled as ``x_scale`` says."""
+    layout = packed.layout
+    return OperandFormat(
+        weight=layout.weight,
+        scale=NO_SCALE if isinstance(layout, Words) else layout.scale_kind,
+        words=1 if isinstance(layout, Words) else max(1, layout.words),
+        x_scale=x_scale,
+        row_scale=packed.row_scale is not None and layout.operands == 1,
+        bias=packed.bias is not None,
+        k_blocks=layout.k_blocks,
+        block_k=layout.block_k,
+        even_k=layout.shape[3] % layout.block_k == 0,
+    )
+
+
+def projections(packed: PackedMatrix, activation: ActivationSpec | None) -> Projections:
+    """Return the kernels' description of what is computed."""
+    has_limit = activation is not None and activation.limit is not None
+    return Projections(count=packed.layout.shape[1], activation=activation_kind(activation), has_limit=has_limit)
+
+
+def kernel_tile(tile: TileChoice) -> Tile:
+    """Return the kernels' description of a tile."""
+    return Tile(
+        block_n=tile.block_n,
+        block_t=tile.block_t,
+        group_t=tile.group_t,
+        narrow=tile.narrow,
+        depth=tile.depth,
+        stages=tile.stages,
+        interleave_gate_up=tile.stacked,
+        fuse_k_block=tile.joined,
+        warps=tile.warps,
+    )
 
 
 def row_scales(x_scale: Tensor | ZeroPointCorrection | None, unused: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,11 +207,11 @@ def rescale(
     return halves_and_sums(rows[0], used=used, memory=memory) if matrix.layout.rescaled else rows
 
 
-def activation_bounds(activation: ActivationSpec | None) -> tuple[float, ...]:
-    """Return the numbers of an activation, in the order of every product's arguments."""
+def activation_bounds(activation: ActivationSpec | None) -> ActivationBounds:
+    """Return the numbers of an activation for a kernel."""
     spec = activation or ActivationSpec()
     gate_bound = spec.beta if spec.kind == "swiglu_oai" else spec.gate_bound
-    return float(spec.limit or 0.0), float(spec.alpha), float(gate_bound), float(spec.up_bound)
+    return ActivationBounds(float(spec.limit or 0.0), float(spec.alpha), float(gate_bound), float(spec.up_bound))
 
 
 def activation_kind(activation: ActivationSpec | None) -> int:
@@ -158,59 +221,14 @@ def activation_kind(activation: ActivationSpec | None) -> int:
     return ACTIVATION_KINDS.index(activation.kind) + (FAST_MATH if activation.fast else 0)
 
 
-def _common_constants(
-    packed: PackedMatrix,
-    activation: ActivationSpec | None,
-    x_scale: Tensor | ZeroPointCorrection | None,
-    tiles: TileList,
-) -> dict[str, Any]:
-    """Return the compile-time arguments of every product."""
-    layout, tile = packed.layout, tiles.tile
-    return {
-        "WEIGHT": layout.weight,
-        "BIAS": packed.bias is not None,
-        "PARTS": layout.shape[1],
-        "KIND": activation_kind(activation),
-        "HAS_LIMIT": activation is not None and activation.limit is not None,
-        "K_BLOCKS": layout.k_blocks,
-        "BLOCK_K": layout.block_k,
-        "X_SCALE": _x_scale_layout(x_scale, packed),
-        "BLOCK_N": tile.block_n,
-        "BLOCK_T": tile.block_t,
-        "GROUP_T": tile.group_t,
-        "STAGES": tile.stages,
-        "DEPTH": tile.depth,
-        "NARROW": tile.narrow,
-        "PLACED": tiles.offset_unit(layout.shape[2]),
-    }
-
-
-def _four_bit_constants(tile: TileChoice) -> dict[str, Any]:
-    """Return the further compile-time arguments of ``w4a8_kernel``."""
-    return {"WARPS": tile.warps}
-
-
-def _decoding_constants(packed: PackedMatrix, tile: TileChoice) -> dict[str, Any]:
-    """Return the further compile-time arguments of ``grouped_gemm_kernel``."""
-    layout = packed.layout
-    return {
-        "SCALE": layout.scale_kind,
-        "WORDS": max(1, layout.words),
-        "ROW_SCALE": packed.row_scale is not None and layout.operands == 1,
-        "EVEN_K": layout.shape[3] % layout.block_k == 0,
-        "STACKED": tile.stacked,
-        "JOINED": tile.joined,
-    }
-
-
 def _x_scale_layout(x_scale: Tensor | ZeroPointCorrection | None, packed: PackedMatrix) -> int:
-    """Return the kernels' number of how rows are scaled: not, by group, by row, or by group with scales transposed."""
+    """Return the kernels' number of how rows are scaled."""
     if x_scale is None:
-        return 0
+        return X_UNSCALED
     scale, _ = row_scales(x_scale, packed.values)
     if scale.shape[1] == 1:
-        return 2
-    return 1 if scale.stride(1) == 1 else 3
+        return X_ROW_SCALE
+    return X_BLOCK_SCALE if scale.stride(1) == 1 else X_BLOCK_SCALE_TRANSPOSED
 
 
 def _check(x: Tensor, packed: PackedMatrix, out: Tensor, x_scale: Tensor | ZeroPointCorrection | None) -> None:

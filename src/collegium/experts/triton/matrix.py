@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from ...kernels.arguments import Weights
 from ..base import map_tensors
 from .layout import Layout
 
@@ -33,9 +34,10 @@ class RangeReport:
     def __str__(self) -> str:
         """Return one line for the layer's plan."""
         if not self.beyond:
-            return f"exact in E4M3, all {self.groups:,} groups within range"
+            return f"exact in E4M3: all {self.groups:,} groups are in range"
         return (
-            f"{self.beyond:,} of {self.groups:,} groups below the range of their row, {self.changed:,} weights rounded"
+            f"{self.beyond:,} of {self.groups:,} groups are below the range of their row; "
+            f"{self.changed:,} weights rounded"
         )
 
 
@@ -58,10 +60,10 @@ class PackedMatrix:
     report: RangeReport | str | None = None
 
     @property
-    def pointers(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """values, scale, row_scale and bias; values in place of missing ones, which are not read."""
+    def pointers(self) -> Weights:
+        """The tensors as kernels take them; values in place of missing ones, which are not read."""
         scale, row_scale, bias = (self.values if t is None else t for t in (self.scale, self.row_scale, self.bias))
-        return self.values, scale, row_scale, bias
+        return Weights(self.values, scale, row_scale, bias)
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> PackedMatrix:
         """Return the matrix with ``change(tensor)`` for each tensor, all of which have a row for each expert."""

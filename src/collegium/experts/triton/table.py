@@ -149,6 +149,10 @@ class TritonKernel:
         """Return this kernel, and the one that takes the format of down."""
         return self.name, (_kernel_of_down(problem) if problem.mixed else None) or self.name
 
+    def repacks(self, weight_format: str, activation_format: str) -> bool:
+        """Return whether a kernel decodes the weights, which needs them in another layout."""
+        return any(row.layout.decoded for row in TABLE[self.name] if _takes(row, weight_format, activation_format))
+
     def tiling(self, problem: ExpertsProblem) -> ProductTiling:
         """Return how batches of ``problem`` will be cut."""
         machine = machine_for(problem.device)
