@@ -115,12 +115,17 @@ class MoELayer(PlannedModule):
             )
         plan = plan_swap(self.plan, weights.formats, overrides)
         check_shared_unchanged(self.plan, plan)
-        self.replan(plan, kernel_named(plan.kernel).pack(weights, plan.problem.routed))
+        self._continue_with(plan, kernel_named(plan.kernel).pack(weights, plan.problem.routed))
 
     @property
     def device(self) -> torch.device:
         """The device of the layer's weights, inputs and outputs."""
         return self._device
+
+    @property
+    def output_dtype(self) -> torch.dtype:
+        """The dtype of the layer's output."""
+        return DTYPES[self.plan.problem.output_dtype]
 
     @property
     def nbytes(self) -> int:
@@ -141,18 +146,19 @@ class MoELayer(PlannedModule):
         router_input: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return the layer's output for ``x [..., D]`` (bf16, fp16 or float32), same shape and dtype.
+        """Return the layer's output for ``x [..., D]`` (bf16, fp16 or float32), same shape, in the output dtype.
 
         router_logits: ``[T, E]`` from an external router. routing: chosen experts and weights, used unchanged. Without
         both, the layer's router chooses. token_ids: ``[T]`` integers, needed for hash routing only.
         router_input: the input of the layer's router, like ``x``, where the model gives it another one (Gemma-4).
-        T is the product of the leading dimensions and may be 0. out: contiguous, like x; written and returned instead
-        of fresh memory. Raises InputError on shapes, dtypes, devices and where a gradient is required, RoutingError
-        in checked mode, and RankError on every rank where ranks that need the same inputs have different ones.
+        T is the product of the leading dimensions and may be 0. out: contiguous, shaped like x, in the output dtype;
+        written and returned instead of fresh memory. Raises InputError on shapes, dtypes, devices and where a gradient
+        is required, RoutingError in checked mode, and RankError on every rank where ranks that need the same inputs
+        have different ones.
         """
         try:
             check_input(x, routing, self.plan.problem, self._device)
-            result = output_for(x, out)
+            result = output_for(x, out, self.plan.problem)
             call = checked_call(
                 self.spec,
                 self._device,
@@ -205,16 +211,16 @@ class MoELayer(PlannedModule):
     ) -> Tensor:
         """Return ``[E, M, H]``: the output of this rank's E experts for rows that are already packed by expert.
 
-        Low-latency dispatchers of serving engines send rows in this form. x: ``[E, M, H]`` in the layer's dtype, H the
-        experts' width. counts: ``[E]`` int32 or int64 on x's device; the first ``counts[e]`` rows of ``x[e]`` are for
-        expert e. Counts are clamped to 0..M; a checked layer raises RoutingError for others. Rows past ``counts`` are
-        ignored, and the matching rows of ``out`` are left untouched. expected: the likely total number of rows, which
-        decides tiles and no bit; None: E * M. Nothing is routed, weighted or sent, and neither shared expert nor latent
-        projection takes part. The memory is fresh; only the kernel ``reference`` waits for the device. Raises
-        InputError as ``forward`` does.
+        Low-latency dispatchers of serving engines send rows in this form. x: ``[E, M, H]`` in the layer's input dtype,
+        H the experts' width; the result has the output dtype. counts: ``[E]`` int32 or int64 on x's device; the first
+        ``counts[e]`` rows of ``x[e]`` are for expert e. Counts are clamped to 0..M; a checked layer raises RoutingError
+        for others. Rows past ``counts`` are ignored, and the matching rows of ``out`` are left untouched. expected: the
+        likely total number of rows, which decides tiles and no bit; None: E * M. Nothing is routed, weighted or sent,
+        and neither shared expert nor latent projection takes part. The memory is fresh; only the kernel ``reference``
+        waits for the device. Raises InputError as ``forward`` does.
         """
         check_batched(x, counts, self.plan.problem.routed, self._device, checked=self.checked)
-        out = output_for(x, out)
+        out = output_for(x, out, self.plan.problem)
         self._executor.note_capture()
         run = partial(
             run_batched,

@@ -66,7 +66,7 @@ def run_batched(
     rows = ids.numel() if expected is None else expected
     # The experts write to ``out`` directly, unless ``after_expert`` sees the rows first or their dtype differs.
     owners = None
-    if after_expert is None and experts.output_spec(x.dtype) == (width, x.dtype):
+    if after_expert is None and experts.output_spec(x.dtype) == (width, out.dtype):
         owners = Owners(out_rows, ids.new_zeros(1))
     block_t = experts.tiling.block_t(rows) if x.is_cuda else ()
     order = permute(ids, num_experts + merged_shared_experts, block_t=block_t, owners=owners)
@@ -85,4 +85,4 @@ def run_batched(
     if after_expert is not None:
         result = after_expert(result)
     written = torch.arange(result.shape[0], device=x.device)[:, None] < order.expert_offsets[-1]
-    out_rows.index_copy_(0, order.source, torch.where(written, result.to(x.dtype), out_rows[order.source]))
+    out_rows.index_copy_(0, order.source, torch.where(written, result.to(out.dtype), out_rows[order.source]))

@@ -27,7 +27,7 @@ from ...formats.unquantised import DTYPES
 from ...problem import ExpertsProblem
 from ...runtime.memory import Memory, Regions
 from ...types import ActivationSpec, ContiguousBatch, ExpertWeights
-from ..base import ExpertKernel, PackedWeights, map_tensors, refuse_codes
+from ..base import ExpertKernel, PackedWeights, map_tensors, refuse_codes, refuse_fast
 from .decode import PlainMatrix
 from .grouped import cut_rows, fast_activate, starts_of, tokens_of
 from .panels import COLUMNS, TASK, TENSORS, FusedMatrix, as_fused, missing_requirement, scratch_bytes
@@ -92,7 +92,7 @@ class CpuFused(ExpertKernel):
             return f"asked for bnb4 and widths {problem.hidden} and {problem.intermediate}; it takes even ones"
         if activations not in ("bf16", "fp16") or problem.dtype != activations:
             return f"asked for {activations} activations and {problem.dtype} input; it takes bf16 or fp16 for both"
-        return missing_requirement()
+        return refuse_fast(problem) or missing_requirement()
 
     def repacks(self, weight_format: str, activation_format: str) -> bool:
         """Return True: codes are laid out in panels."""
