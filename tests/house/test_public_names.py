@@ -34,6 +34,7 @@ PUBLIC = {
     "MissingExtraError",
     "MissingTensorError",
     "MoELayer",
+    "MoEOptions",
     "MoESpec",
     "Placement",
     "Plan",
