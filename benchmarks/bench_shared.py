@@ -32,8 +32,9 @@ from collegium import (
     plan,
     probe,
 )
-from collegium.commands.bench import TOLERANCES, named_layer, random_weights
+from collegium.commands.bench import TOLERANCES, named_layer
 from collegium.commands.measure import driver_version, graph_pool, input_sets, prepare_pass, take_turns, version_of
+from collegium.dummy.weights import random_weights
 from collegium.ops.quantize import activation_format
 
 if TYPE_CHECKING:

@@ -139,7 +139,7 @@ class ThrowAway:
         self.log: list[tuple[Any, ...]] = []
 
     def refuse(self, problem: ExpertsProblem) -> str | None:
-        return None if problem.weight_format == "fp32" else f"asked for {problem.weight_format}; it takes fp32"
+        return None if problem.weight_format == "fp32" else f"the weights are {problem.weight_format}; supported: fp32"
 
     def tiling(self, problem: ExpertsProblem) -> Tiling:
         return Sixteens()
@@ -300,8 +300,8 @@ class LoudKind(SplitKind):
 
     def refuse(self, asked: Any) -> str | None:
         if asked.problem.spec.routing.method != "renormalize_naive":
-            return f"asked for the routing {asked.problem.spec.routing.method}; it routes by renormalize_naive alone"
-        return None if asked.problem.spec.shared is not None else "asked for no shared expert; it needs one"
+            return f"the routing is {asked.problem.spec.routing.method}; supported: renormalize_naive"
+        return None if asked.problem.spec.shared is not None else "the layer has no shared expert; it needs one"
 
     def max_tokens(self, tiling: Tiling, top_k: int) -> int | None:
         return 30
@@ -333,9 +333,11 @@ def test_a_pipeline_is_one_row(row: ThrowAway, monkeypatch: pytest.MonkeyPatch) 
     v3 = replace(SPEC.routing, score="sigmoid", correction_bias=True)
     routing = replace(problem_on(GPU), spec=replace(SPEC, routing=v3))
     said = {r.name: r.reason for r in plan(routing, Overrides(shared="sequential")).refusals}
-    assert said["loud"] == "asked for the routing deepseek_v3; it routes by renormalize_naive alone"
+    assert said["loud"] == "the routing is deepseek_v3; supported: renormalize_naive"
     assert "6 experts, top-2 (deepseek_v3), hidden 48" in plan(routing).explain()
     assert "6 experts, top-2 (renormalize_naive), hidden 48" in repr(made)
     without = replace(problem_on(GPU), spec=replace(SPEC, shared=None))
-    assert ("loud", "asked for no shared expert; it needs one") in {(r.name, r.reason) for r in plan(without).refusals}
+    assert ("loud", "the layer has no shared expert; it needs one") in {
+        (r.name, r.reason) for r in plan(without).refusals
+    }
     assert plan(problem_on(GPU), Overrides(pipeline="split")).pipelines == ("split",)

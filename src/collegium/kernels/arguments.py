@@ -14,9 +14,18 @@ from typing import Any, NamedTuple
 
 __all__ = [
     "ActivationBounds",
+    "CodeFormat",
+    "CodeRows",
+    "ExpertGroups",
+    "InputRows",
+    "LinearTile",
+    "MatrixRows",
     "OperandFormat",
+    "PermutationFormat",
     "Projections",
+    "RoutingFormat",
     "RowOrder",
+    "SumOrder",
     "Tile",
     "Tokens",
     "WeightStrides",
@@ -135,3 +144,116 @@ class RowOrder(NamedTuple):
     gather: bool
     top_k: int
     row_map: int
+
+
+class InputRows(NamedTuple):
+    """Rows that a kernel reads: row r is ``x[index[r]] * weights[r]``.
+
+    x: ``[T, stride]``, of which ``columns`` are read. index: int64 ``[rows]``, None where row r is ``x[r]``. weights:
+    float32 ``[rows]``, None where rows are not weighted.
+    """
+
+    x: Any
+    index: Any
+    weights: Any
+    rows: Any
+    columns: Any
+    stride: Any
+
+
+class CodeRows(NamedTuple):
+    """Rows of codes that a kernel writes, and their scales.
+
+    codes: ``[rows, columns]``. scales: ``[rows, groups]``, or ``[groups, scale_stride]``, transposed, where
+    ``scale_stride`` is not None.
+    """
+
+    codes: Any
+    scales: Any
+    rows: Any
+    columns: Any
+    groups: Any
+    scale_stride: Any
+
+
+class CodeFormat(NamedTuple):
+    """How rows are stored as E4M3 codes and scales; compile-time.
+
+    group: columns that share a scale. power_of_two: scales are powers of two. e8m0: they are stored as E8M0 bytes.
+    reorder: columns change places within 128 (``reorder_codes`` of ``ops/quantize.py``). software_rounding: the kernel
+    rounds codes itself, because Triton's interpreter rounds them wrongly.
+    """
+
+    group: int
+    power_of_two: bool
+    e8m0: bool
+    reorder: bool
+    software_rounding: bool
+
+
+class PermutationFormat(NamedTuple):
+    """What ``permute.py`` sorts and writes; compile-time.
+
+    top_k: assignments of a token. block_e: experts, rounded up to a power of two. block_t_a, block_t_b: rows of a tile
+    in the two tile lists, 0 where a list is not written. element_bytes: of the rows that ``row_map`` places.
+    """
+
+    top_k: int
+    block_e: int
+    block_t_a: int
+    block_t_b: int
+    element_bytes: int
+
+
+class RoutingFormat(NamedTuple):
+    """How ``route.py`` chooses and weights experts; compile-time.
+
+    score: index in ``types.SCORE_FUNCTIONS``. top_k: experts of a token. block_k: top_k rounded up to a power of two.
+    renormalize: whether weights are divided by their sum.
+    """
+
+    score: int
+    top_k: int
+    block_k: int
+    renormalize: bool
+
+
+class ExpertGroups(NamedTuple):
+    """Groups of experts of which ``route.py`` chooses the best; compile-time.
+
+    block_g, block_s: groups and experts of a group, rounded up to powers of two. top: groups that are chosen, 0 where
+    experts of all groups are. top2_sum: a group's score is the sum of its two best instead of its best.
+    """
+
+    block_g: int
+    block_s: int
+    top: int
+    top2_sum: bool
+
+
+class MatrixRows(NamedTuple):
+    """Rows of a matrix with contiguous elements; stride: from one row to the next, 0 where all are the same row."""
+
+    rows: Any
+    stride: int
+
+
+class SumOrder(NamedTuple):
+    """The order of a sum over blocks of K in ``linear_kernel``; compile-time.
+
+    split: each program computes one part; otherwise a program computes all and adds them. part_blocks: blocks of a
+    part. program_blocks: blocks that a program multiplies.
+    """
+
+    split: bool
+    part_blocks: int
+    program_blocks: int
+
+
+class LinearTile(NamedTuple):
+    """The tile of ``linear_kernel``; compile-time. stages: of the software pipeline."""
+
+    block_n: int
+    block_t: int
+    block_k: int
+    stages: int

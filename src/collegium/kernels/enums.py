@@ -40,6 +40,9 @@ __all__ = [
     "NO_ACTIVATION",
     "NO_SCALE",
     "PAIR_SCALE",
+    "PHASE_COMBINE",
+    "PHASE_COMPUTE",
+    "PHASE_PUBLISH",
     "PLAIN",
     "POWER_CODES",
     "ROWS",
@@ -103,6 +106,11 @@ NOWHERE = -(1 << 62)
 ROWS = 0  # as it is
 GROUP_CODES = 1  # E4M3 codes with a scale for each 128 columns
 POWER_CODES = 2  # the same with scales that are powers of two
+
+# PHASE: of mega_kernel, in order.
+PHASE_PUBLISH = 1  # peers may read the tokens of this rank
+PHASE_COMPUTE = 2  # tokens are pulled and multiplied, and rows stored in the memory of their tokens' ranks
+PHASE_COMBINE = 3  # rows are summed
 
 # HEAD: the 64-bit words in front of a rank's symmetric memory, in peer.py and mega.py on the device and in
 # parallel/peers_in_torch.py on the host.

@@ -121,16 +121,16 @@ class CpuGrouped(ExpertKernel):
     def refuse(self, problem: ExpertsProblem) -> str | None:
         """Refuse other devices, quantised activations and unknown formats."""
         if problem.device.kind != "cpu":
-            return f"asked for device kind {problem.device.kind!r}; it runs on 'cpu' only"
+            return f"the device is {problem.device.kind}; supported: cpu"
         if problem.activation_format != problem.dtype:
             return (
-                f"asked for activation format {problem.activation_format!r}; it keeps activations in the layer's "
-                f"dtype, {problem.dtype!r}"
+                f"activation format {problem.activation_format} was requested; supported: {problem.dtype}, the layer's "
+                "dtype"
             )
         known = [known.name for known in CPU_FORMATS]
         for form in problem.formats:
             if form not in known:
-                return f"asked for weight format {form!r}; it reads {', '.join(known)}"
+                return f"the weights are {form}; supported: {', '.join(known)}"
         return refuse_fast(problem)
 
     def repacks(self, weight_format: str, activation_format: str) -> bool:

@@ -15,10 +15,11 @@ from torch.nn import functional
 
 from .decode import CodeMatrix, PlainMatrix
 
-__all__ = ["COLUMNS", "TASK", "TENSORS", "FusedMatrix", "as_fused", "missing_requirement", "scratch_bytes"]
+__all__ = ["COLUMNS", "TASK", "FusedMatrix", "as_fused", "missing_requirement", "scratch_bytes"]
 
 TASK = 64  # rows of weights that are decoded at once
 COLUMNS = 32  # columns of a tile
+_PLAIN_BYTES = 64  # of sixteen rows and a pair of columns in bfloat16; codes take up to 32
 # In the order of ``kernels.cpu_fused.SCALES``; uint8 is E8M0.
 _SCALES = (torch.uint8, torch.float8_e4m3fn, torch.int8, torch.bfloat16, torch.float16, torch.float32)
 _UNREAD = torch.zeros(1, 16, device="cpu")  # scales and values of numbers that have none
@@ -66,6 +67,12 @@ class FusedMatrix:
     floats: bool = False
     rows: int
     group: int
+
+    @property
+    def by_expert(self) -> tuple[str, ...]:
+        """The tensors with a row for each expert; plain numbers share scales and values that nothing reads."""
+        plain = self.codes.shape[-1] == _PLAIN_BYTES
+        return tuple(name for name in TENSORS if not (plain and name in ("scales", "values")))
 
     def multiply(self, x: Tensor, experts: Tensor, bounds: Tensor) -> Tensor:
         """Return ``[r, Np]`` float32 for ``x [r, K]`` bfloat16 or float16; columns from N on mean nothing.
