@@ -287,7 +287,12 @@ def test_static_scales_of_w4a8(tmp_path: Path, algorithm: str, most: float) -> N
 
 @pytest.mark.parametrize(
     ("suffix", "text"),
-    [("pre_quant_scale", "input factors"), ("svdquant_lora_a", "a low-rank correction")],
+    [
+        ("pre_quant_scale", "input factors"),
+        ("svdquant_lora_a", "a low-rank correction"),
+        ("weight_offset", "an offset of weights"),
+        ("input_offset", "an offset of activations"),
+    ],
 )
 def test_inputs_that_would_be_transformed(tmp_path: Path, suffix: str, text: str) -> None:
     """Present and not applied is an error, in experts, shared expert and router alike."""

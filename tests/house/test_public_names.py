@@ -38,6 +38,7 @@ PUBLIC = {
     "MissingExtraError",
     "MissingTensorError",
     "MoELayer",
+    "MoEOptions",
     "MoESpec",
     "Placement",
     "Plan",
