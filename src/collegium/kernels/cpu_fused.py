@@ -477,20 +477,19 @@ def _work(job):
             row = first
             while row < stop:
                 x, out = _field(job, X) + row * x_stride, _field(job, OUT) + row * out_stride + column
-                if tiles:
-                    rows = min(_TILE_ROWS, stop - row)
-                    if rows != configured:
-                        _configure(_field(job, SHAPES) + 64 * rows)
-                        configured = rows
-                    if begin == 0:
-                        _clear_tiles()
-                    _add_tiles(x + begin * PAIR_BYTES, x_stride, scratch, panel, (end - begin) // 16)
-                    if end == pairs:
-                        _store_tiles(out, out_stride)
-                else:
-                    rows = min(_MOST, stop - row)
-                    _add_rows(rows, x + begin * PAIR_BYTES, x_stride, scratch, panel, end - begin, out, out_stride)
+                rows = min(_TILE_ROWS if tiles else _MOST, stop - row)
                 row += rows
+                if not tiles:
+                    _add_rows(rows, x + begin * PAIR_BYTES, x_stride, scratch, panel, end - begin, out, out_stride)
+                    continue
+                if rows != configured:
+                    _configure(_field(job, SHAPES) + 64 * rows)
+                    configured = rows
+                if begin == 0:
+                    _clear_tiles()
+                _add_tiles(x + begin * PAIR_BYTES, x_stride, scratch, panel, (end - begin) // 16)
+                if end == pairs:
+                    _store_tiles(out, out_stride)
         factors, bias = _field(job, FACTORS), _field(job, BIAS)
         if factors or bias:
             after = expert * out_stride + column
