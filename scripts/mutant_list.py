@@ -1083,7 +1083,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "row scale dropped", "kernels/w4a8.py",
         (Edit(
             "w4a8_tile",
-            "tl.load($weights.row_scale + $expert * ($row_tiles * 64) + tl.minimum($n_first + $n, $last_row))[:, None]",
+            "tl.load(weights.row_scale + $expert * ($row_tiles * 64) + tl.minimum($n_first + $n, $last_row))[:, None]",
             "1.0",
         ),), _FOUR,
     ),
@@ -1505,19 +1505,19 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "scales across of the first K block", "kernels/w4a8.py",
-        (Edit("_sum_over_k", "$DEPTH * $scale_stride", "0 * $scale_stride"),), _FOUR,
+        (Edit("_sum_over_k", "DEPTH * scale_stride", "0 * scale_stride"),), _FOUR,
     ),
     Mutant(
         "tokens of a step's first K block", "kernels/w4a8.py",
         (Edit(
             "_add_blocks",
-            "_load_tokens($pointers.x + $at * (2 * $HALF), $valid, $BLOCK_T)",
-            "_load_tokens($pointers.x + 0 * (2 * $HALF), $valid, $BLOCK_T)",
+            "_load_tokens(pointers.x + $at * (2 * $HALF), $valid, $BLOCK_T)",
+            "_load_tokens(pointers.x + 0 * (2 * $HALF), $valid, $BLOCK_T)",
         ),), _FOUR,
     ),
     Mutant(
         "the last of an odd number of K blocks dropped", "kernels/w4a8.py",
-        (Edit("_sum_over_k", "$FORMAT.k_blocks % $DEPTH", "0"),), _FOUR,
+        (Edit("_sum_over_k", "FORMAT.k_blocks % DEPTH", "0"),), _FOUR,
     ),
     Mutant(
         "scales across in the order of the tokens", "experts/triton/packed.py",
