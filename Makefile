@@ -75,7 +75,7 @@ check: $(VENV)/.dev ## format, lint, types, imports, spelling, links, words, cha
 	$(BIN)/python scripts/check_links.py
 	$(BIN)/python scripts/check_changelog.py
 	$(BIN)/python scripts/check_size.py
-	$(BIN)/python scripts/readability.py
+	$(BIN)/python scripts/readability.py --check
 	$(BIN)/python scripts/check_words.py
 
 unit: $(VENV)/.dev ## the tests alone, without those marked exhaustive

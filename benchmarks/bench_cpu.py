@@ -31,7 +31,7 @@ from torch.nn import functional
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from collegium.commands.integers import ENCODERS
+from collegium.dummy.encoders import ENCODERS
 from collegium.experts import CpuFused, CpuGrouped
 from collegium.experts.reference import Reference
 from collegium.formats import Bf16, Bnb4, Gguf, by_name

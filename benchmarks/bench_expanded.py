@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from collegium.commands.bench import named_layer, random_weights
+from collegium.commands.bench import named_layer
 from collegium.commands.measure import driver_version, version_of
+from collegium.dummy.weights import random_weights
 from collegium.experts import KERNELS
 from collegium.experts.triton.tiles import choice as tiles
 from collegium.parallel.local import Local

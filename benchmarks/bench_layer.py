@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from collegium.commands.bench import SHAPES, TOKENS, bench, recipe_of
-from collegium.commands.integers import ENCODERS, affine, q4_k, q8_0
 from collegium.commands.measure import ROUTINGS, measure_ceilings
 from collegium.commands.tune import packed_layer, tile_times
+from collegium.dummy.encoders import ENCODERS, affine, q4_k, q8_0
 
 if TYPE_CHECKING:
     from collegium.commands.measure import Ceilings

@@ -43,14 +43,15 @@ from torch import distributed, profiler
 from torch.multiprocessing.spawn import spawn
 
 from collegium import Limits, MoELayer, Overrides, Problem, plan, probe
-from collegium.commands.bench import TOLERANCES, experts_error, named_layer, random_weights, recipe_of
+from collegium.commands.bench import TOLERANCES, experts_error, named_layer, recipe_of
 from collegium.commands.measure import driver_version, input_sets, measure_ceilings, random_routing, version_of
+from collegium.dummy.weights import random_weights
 from collegium.experts import PackedWeights
 from collegium.ops.quantize import activation_format
 from collegium.parallel.placement import linear
 from collegium.parallel.rendezvous import rendezvous_of, timeout_seconds
 from collegium.pipelines import PipelineParts, SplitKind
-from collegium.pipelines.mega import MOST_TOKENS
+from collegium.pipelines.mega import MAX_TOKENS
 from collegium.planning import expert_bytes
 from collegium.runtime.memory import alloc
 from collegium.runtime.symmetric import SymmetricWorkspace
@@ -241,7 +242,7 @@ class Bench:
         layers: list[tuple[MoELayer | Halves | MegaMoe, dict[str, Any]]] = []
         for pipeline in self.args.pipeline:
             force = Overrides(activation_format=activations, pipeline=pipeline, **wishes)
-            limits = Limits(max_tokens=min(most, MOST_TOKENS)) if pipeline == "mega" else base.limits
+            limits = Limits(max_tokens=min(most, MAX_TOKENS)) if pipeline == "mega" else base.limits
             layer = MoELayer(held, plan(replace(base, placement=placed, graph=True, limits=limits), force))
             if self.rank == 0:
                 print(layer.plan.explain(), flush=True)

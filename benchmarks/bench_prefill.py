@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from collegium.commands.bench import named_layer, planned_layer, random_inputs, random_weights, recipe_of
+from collegium.commands.bench import named_layer, planned_layer, random_inputs, recipe_of
 from collegium.commands.measure import driver_version, graph_pool, prepare_pass, take_turns, version_of
+from collegium.dummy.weights import random_weights
 from collegium.experts.triton import prefill, tiling
 from collegium.experts.triton.tiles import choice as tiles
 from collegium.experts.triton.tiles.problem import TileProblem

@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from collegium.commands.bench import check_output, named_layer, planned_layer, random_inputs, random_weights
+from collegium.commands.bench import check_output, named_layer, planned_layer, random_inputs
 from collegium.commands.measure import driver_version, graph_pool, prepare_pass, take_turns, version_of
+from collegium.dummy.weights import random_weights
 from collegium.errors import CollegiumError
 from collegium.experts.triton.tiles.problem import TileChoice
 from collegium.formats.unquantised import DTYPES

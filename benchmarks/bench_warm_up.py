@@ -24,8 +24,9 @@ from typing import Any
 import torch
 from triton import knobs
 
-from collegium.commands.bench import named_layer, random_weights, recipe_of
+from collegium.commands.bench import named_layer, recipe_of
 from collegium.commands.measure import driver_version, version_of
+from collegium.dummy.weights import random_weights
 from collegium.layer import MoELayer
 from collegium.planning import plan
 from collegium.problem import Limits, Overrides, Problem

@@ -25,8 +25,9 @@ from typing import Any
 
 import torch
 
-from collegium.commands.bench import check_output, named_layer, planned_layer, random_inputs, random_weights
+from collegium.commands.bench import check_output, named_layer, planned_layer, random_inputs
 from collegium.commands.measure import driver_version, prepare_pass, take_turns, version_of
+from collegium.dummy.weights import random_weights
 from collegium.layer import MoELayer
 from collegium.runtime.devices import probe
 

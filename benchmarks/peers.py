@@ -37,7 +37,7 @@ import torch
 from torch.nn import functional
 
 import collegium
-from collegium.commands.bench import TOLERANCES, experts_error, named_layer, random_weights
+from collegium.commands.bench import TOLERANCES, experts_error, named_layer
 from collegium.commands.measure import (
     ROUTINGS,
     Ceilings,
@@ -51,6 +51,7 @@ from collegium.commands.measure import (
     take_turns,
     version_of,
 )
+from collegium.dummy.weights import random_weights
 from collegium.errors import CollegiumError
 from collegium.layer import MoELayer
 from collegium.ops.quantize import activation_format

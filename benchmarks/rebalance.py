@@ -47,8 +47,9 @@ from collegium.balance.balancer import Balancer
 from collegium.balance.mover import Mover
 from collegium.balance.policy import policy_named
 from collegium.balance.slots import balancedness
-from collegium.commands.bench import named_layer, random_weights, recipe_of
+from collegium.commands.bench import named_layer, recipe_of
 from collegium.commands.measure import driver_version, version_of
+from collegium.dummy.weights import random_weights
 from collegium.parallel.placement import linear
 from collegium.parallel.rendezvous import rendezvous_of, timeout_seconds
 

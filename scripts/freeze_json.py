@@ -22,8 +22,8 @@ from safetensors.torch import load_file, save_file
 
 from collegium import cli
 from collegium.commands import demo
-from collegium.commands.integers import ENCODERS
 from collegium.commands.tune import TuneReport, TuneRow
+from collegium.dummy.encoders import ENCODERS
 from collegium.experts.triton.tiles.problem import TileChoice
 from tracked import ROOT
 

@@ -67,6 +67,7 @@ _MEGA_LOST = ("tests/cpu/test_mega.py::test_absent_ranks_are_named",)
 _REDUCED = ("tests/cpu/test_reduced.py",)
 _MOVE = ("tests/cpu/test_mover.py::test_packed_formats_move_without_changing_a_bit",)
 _ROUNDS = ("tests/cpu/test_mover.py::test_rounds_reach_any_placement_and_never_lose_an_expert",)
+_BUILDER = ("tests/cpu/test_layer_builder.py",)
 _SUM = ("tests/cpu/test_mover.py::test_a_checksum_follows_the_position_across_its_pieces",)
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -83,8 +84,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "gate and up swapped", "kernels/grouped_gemm.py",
         (Edit(
             "grouped_tile",
-            "activate($gate if $PARTS == 2 else $up, $up, $KIND, $HAS_LIMIT, $limit, $alpha, $gate_bound, $up_bound)",
-            "activate($up, $gate if $PARTS == 2 else $up, $KIND, $HAS_LIMIT, $limit, $alpha, $gate_bound, $up_bound)",
+            "activate($gate if $PROJ.count == 2 else $up, $up, $bounds, $PROJ)",
+            "activate($up, $gate if $PROJ.count == 2 else $up, $bounds, $PROJ)",
         ),), _KERNEL,
     ),
     Mutant(
@@ -206,14 +207,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "clamp dropped", "kernels/activation.py",
-        (Edit("activate", "$kind != 2", "$kind > 9"),), _ACTS,
+        (Edit("activate", "$KIND != SWIGLU_STEP", "$KIND > GELU"),), _ACTS,
     ),
     Mutant(
         "clamp dropped (swiglu_step)", "kernels/activation.py",
         (Edit(
             "activate",
-            "gate = gate * _sigmoid(gate, FAST)\n        if HAS_LIMIT:",
-            "gate = gate * _sigmoid(gate, FAST)\n        if kind == 9:",
+            "gate = _silu(gate, FAST)\n        if PROJ.has_limit:",
+            "gate = _silu(gate, FAST)\n        if KIND > GELU:",
             text=True,
         ),), _ACTS,
     ),
@@ -225,8 +226,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "gate clamped from below too", "kernels/activation.py",
         (Edit(
             "activate",
-            "gate = _below(gate, limit)\n        up = _within(up, limit)\n    if kind == 0",
-            "gate = _within(gate, limit)\n        up = _within(up, limit)\n    if kind == 0",
+            "gate = _clamp_above(gate, bounds.limit)\n        up = _clamp(up, bounds.limit)\n    if KIND == SWIGLU",
+            "gate = _clamp(gate, bounds.limit)\n        up = _clamp(up, bounds.limit)\n    if KIND == SWIGLU",
             text=True,
         ),), _ACTS,
     ),
@@ -246,11 +247,11 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "clamp after SiLU", "kernels/activation.py",
-        (Edit("activate", "$kind != 2", "$kind > 2"),
+        (Edit("activate", "$KIND != SWIGLU_STEP", "$KIND > SWIGLU_STEP"),
         Edit(
             "activate",
-            "$gate * _sigmoid($gate, $FAST) * $up",
-            "tl.where(HAS_LIMIT, _below($gate * _sigmoid($gate, $FAST), limit) * _within($up, limit), $gate * _sigmoid($gate, $FAST) * $up)",
+            "_silu($gate, $FAST) * $up",
+            "tl.where(PROJ.has_limit, _clamp_above(_silu($gate, $FAST), bounds.limit) * _clamp($up, bounds.limit), _silu($gate, $FAST) * $up)",
         ),), _ACTS,
     ),
     # SwiGLU-OAI.
@@ -260,7 +261,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "alpha dropped", "kernels/activation.py",
-        (Edit("activate", "alpha * $gate", "$gate"),), _ACTS,
+        (Edit("activate", "$bounds.alpha * $gate", "$gate"),), _ACTS,
     ),
     Mutant(
         "beta dropped", "ops/activation.py",
@@ -268,7 +269,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "beta dropped", "kernels/activation.py",
-        (Edit("activate", "$up + $gate_bound", "$up"),), _ACTS,
+        (Edit("activate", "$up + $bounds.gate_bound", "$up"),), _ACTS,
     ),
     # A scale dropped.
     Mutant(
@@ -297,23 +298,31 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "gate's row scale dropped", "kernels/grouped_gemm.py",
-        (Edit("grouped_tile", "tl.load($row_scale + vector)[:, None]", "1.0"),), _KERNEL,
+        (Edit(
+            "grouped_tile",
+            "gate = _scale_and_add_bias(gate, gate_unit, tokens, weights, token, offset, FORMAT)",
+            "gate = _scale_and_add_bias(gate, gate_unit, tokens, weights, token, offset, FORMAT)\nif FORMAT.row_scale:\n    gate /= tl.load(weights.row_scale + offset)[:, None]",
+        ),), _KERNEL,
     ),
     Mutant(
         "a block's scale dropped", "kernels/grouped_gemm.py",
         (Edit(
-            "_multiply",
-            "$factors = $factor[:, None] if $STACKED else $factor",
-            "$factors = 0.0 * $factor + 1.0",
+            "_add_stored",
+            "$factors = $scale[:, None] if $TILE.interleave_gate_up else $scale",
+            "$factors = 0.0 * $scale + 1.0",
         ),), _KERNEL,
     ),
     Mutant(
         "the tokens' scale dropped", "kernels/grouped_gemm.py",
-        (Edit("_multiply", "$factor * $x_scale", "$factor + 0.0 * $x_scale"),), _KERNEL,
+        (Edit("_add_stored", "$scale * $block.x_scale", "$scale + 0.0 * $block.x_scale"),), _KERNEL,
     ),
     Mutant(
         "the tokens' scale dropped for up", "kernels/grouped_gemm.py",
-        (Edit("grouped_tile", "up *= $per_token", "up *= 1.0"),), _KERNEL,
+        (Edit(
+            "grouped_tile",
+            "up = _scale_and_add_bias(up, up_unit, tokens, weights, token, up_offset, FORMAT)",
+            "up = _scale_and_add_bias(up, up_unit, tokens, weights, token, up_offset, FORMAT)\nif FORMAT.x_scale == X_ROW_SCALE:\n    up /= tl.load(tokens.scale + token)[None, :]",
+        ),), _KERNEL,
     ),
     # The neighbouring group's scale.
     Mutant(
@@ -409,25 +418,25 @@ MUTANTS: tuple[Mutant, ...] = (
         "a row with NaN that is zero", "kernels/columns.py",
         (Edit(
             "halves_kernel",
-            "tl.where($finite, ($byte << 23).to(tl.float32, bitcast=True), float('nan'))",
-            "($byte << 23).to(tl.float32, bitcast=True)",
+            "tl.where($finite, ($exponent << 23).to(tl.float32, bitcast=True), float('nan'))",
+            "($exponent << 23).to(tl.float32, bitcast=True)",
         ),), _BLOCKS[1:],
     ),
     Mutant(
         "the factor of the neighbouring group", "kernels/dequantize.py",
-        (Edit("expand_kernel", "$group * 4 // $GROUPS", "0"),), _LARGE,
+        (Edit("dequantize_kernel", "$i * 4 // $GROUPS", "0"),), _LARGE,
     ),
     Mutant(
         "the factor of the neighbouring block", "kernels/dequantize.py",
         (Edit(
-            "expand_kernel",
+            "dequantize_kernel",
             "$scale + ($matrix * $scale_rows + $row // 128) * $K_BLOCKS + $block",
             "$scale + ($matrix * $scale_rows + $row // 128) * $K_BLOCKS",
         ),), _LARGE,
     ),
     Mutant(
         "quarters of a block swapped", "kernels/dequantize.py",
-        (Edit("expand_kernel", "$a[$quarter]", "$a[3 - $quarter]"),), _LARGE,
+        (Edit("dequantize_kernel", "quarters[$quarter]", "quarters[3 - $quarter]"),), _LARGE,
     ),
     Mutant(
         "an expert's first tokens in all of its tiles", "kernels/prefill.cu",
@@ -539,7 +548,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the neighbouring row block's scale", "kernels/grouped_gemm.py",
-        (Edit("grouped_tile", "$n_first // 128", "tl.maximum($n_first // 128 - 1, 0)"),), _KERNEL,
+        (Edit("_first_pointers", "$n_first // 128", "tl.maximum($n_first // 128 - 1, 0)"),), _KERNEL,
     ),
     # Nibbles.
     Mutant(
@@ -679,7 +688,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "experts rotated by one", "kernels/grouped_gemm.py",
-        (Edit("grouped_tile", "expert * $PARTS", "tl.maximum(expert - 1, 0) * $PARTS"),), _KERNEL,
+        (Edit("_weight_rows", "$expert * $PROJ.count", "tl.maximum($expert - 1, 0) * $PROJ.count"),), _KERNEL,
     ),
     Mutant(
         "experts rotated by one in a file", "checkpoint/layer_view.py",
@@ -715,7 +724,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a bias of the neighbouring expert", "kernels/grouped_gemm.py",
-        (Edit("grouped_tile", "bias + vector", "bias + n_first + column"),), _KERNEL,
+        (Edit("_scale_and_add_bias", "$weights.bias + $offset", "$weights.bias + 0 * $offset"),), _KERNEL,
     ),
     # Routing and combining.
     Mutant(
@@ -804,35 +813,35 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a token of the first rank", "kernels/mega.py",
-        (Edit("_pull_chunk", "$peer * $bound + $token", "$token"),), _MEGA,
+        (Edit("_pull_block", "$peer * $current.bound + $token", "$token"),), _MEGA,
     ),
     Mutant(
         "a row goes to the rank it comes from", "kernels/mega.py",
-        (Edit("mega_kernel", "deltas + $peer", "deltas + rank"),), _MEGA,
+        (Edit("_store_remote", "$peers.deltas + $peer", "$peers.deltas + current.rank"),), _MEGA,
     ),
     Mutant(
         "rows quantised before their last piece", "kernels/mega.py",
-        (Edit("mega_kernel", "$up_bands - 1", "$up_bands - 2"),), _MEGA,
+        (Edit("_first_products", "$up.n_tiles - 1", "$up.n_tiles - 2"),), _MEGA,
     ),
     Mutant(
         "one token more than a rank has", "kernels/mega.py",
-        (Edit("_pull_chunk", "token < $found", "token <= $found"),), _MEGA,
+        (Edit("_pull_block", "token < $found", "token <= $found"),), _MEGA,
     ),
     Mutant(
         "counters of the pass before", "kernels/mega.py",
-        (Edit("mega_kernel", "start < $cleared", "start < 0"),), _MEGA,
+        (Edit("_publish_tokens", "start < $cleared", "start < 0"),), _MEGA,
     ),
     Mutant(
         "a unit of the expert before", "kernels/mega.py",
-        (Edit("_unit_at", "$last <= $unit", "$last < $unit"),), _MEGA,
+        (Edit("_m_tile_at", "$tiles.last <= $m_tile", "$tiles.last < $m_tile"),), _MEGA,
     ),
     Mutant(
         "who gave up says that it did not", "kernels/mega.py",
-        (Edit("mega_kernel", "tl.where($ended >> 16 == 0, $epoch << 44, -1)", "$epoch << 44"),), _MEGA_LOST,
+        (Edit("_compute", "tl.where($finished >> 16 == 0, $epoch << 44, -1)", "$epoch << 44"),), _MEGA_LOST,
     ),
     Mutant(
         "lists that overlap", "kernels/mega.py",
-        (Edit("mega_kernel", "$world * $bound * $TOP_K", "$bound"),), _MEGA_FULL,
+        (Edit("_compute", "$peers.world * $current.bound * $FORMAT.top_k", "$current.bound"),), _MEGA_FULL,
     ),
     Mutant(
         "the rest of a float16 number dropped", "experts/cpu/panels.py",
@@ -852,19 +861,19 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the second K block of a step read as the first", "kernels/grouped_gemm.py",
-        (Edit("grouped_tile", "up_ptr + $at * $k_step", "up_ptr"),), _MEGA,
+        (Edit("_sum_in_steps_of_depth", "$w_ptr + $index * $strides.k_block", "$w_ptr"),), _MEGA,
     ),
     Mutant(
         "the first K block's scale for the second of a step", "kernels/grouped_gemm.py",
-        (Edit("grouped_tile", "us_ptr + $at * $s_k", "us_ptr"),), _MEGA,
+        (Edit("_sum_in_steps_of_depth", "_Block($w, $w, $scale_ptr + $index * $scale_step, $n_out, $x, $x_scale, $pointers.sums)", "_Block($w, $w, $scale_ptr, $n_out, $x, $x_scale, $pointers.sums)"),), _MEGA,
     ),
     Mutant(
         "tokens' scales of the first K block for the second of a step", "kernels/grouped_gemm.py",
-        (Edit("grouped_tile", "$xs_ptr + $step * $DEPTH + at", "$xs_ptr + $step * $DEPTH"),), _MEGA,
+        (Edit("_sum_in_steps_of_depth", "$x_scale_ptr + $step * $DEPTH + $index", "$x_scale_ptr + $step * $DEPTH"),), _MEGA,
     ),
     Mutant(
         "a rank in another call taken for one in this one", "kernels/mega.py",
-        (Edit("mega_kernel", "($seen >> 24 != $tag) | ($seen & 16777215 > $bound)", "$seen & 16777215 > $bound"),), ("tests/cpu/test_mega.py::test_a_rank_in_another_call_is_told_so",),
+        (Edit("_compute", "($posts >> 24 != $tag) | ($posts & 16777215 > $current.bound)", "$posts & 16777215 > $current.bound"),), ("tests/cpu/test_mega.py::test_a_rank_in_another_call_is_told_so",),
     ),
     Mutant(
         "router weight applied on both sides", "parallel/local.py",
@@ -943,8 +952,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a row beyond a tile's end stored", "kernels/grouped_gemm.py",
-        (Edit("_write_tile", "tl.where($t < $row_count, $t, 0)", "tl.where($t <= $row_count, $t, 0)"),
-        Edit("_write_tile", "$t < $row_count", "$t <= $row_count"),), ("tests/cpu/test_grouped_gemm.py::test_rows_no_expert_owns_are_not_written",),
+        (Edit("_write_tile", "tl.where($t < $rows.count, $t, 0)", "tl.where($t <= $rows.count, $t, 0)"),
+        Edit("_write_tile", "$t < $rows.count", "$t <= $rows.count"),), ("tests/cpu/test_grouped_gemm.py::test_rows_no_expert_owns_are_not_written",),
     ),
     Mutant(
         "columns beyond K not zero", "kernels/grouped_gemm.py",
@@ -979,8 +988,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "up's bias dropped", "kernels/grouped_gemm.py",
         (Edit(
             "grouped_tile",
-            "tl.load($bias + last).to(tl.float32)[:, None]",
-            "0.0 * tl.load($bias + last).to(tl.float32)[:, None]",
+            "up = _scale_and_add_bias(up, up_unit, tokens, weights, token, up_offset, FORMAT)",
+            "up = _scale_and_add_bias(up, up_unit, tokens, weights, token, up_offset, FORMAT)\nif FORMAT.bias:\n    up -= tl.load(weights.bias + up_offset).to(tl.float32)[:, None]",
         ),), _KERNEL,
     ),
     Mutant(
@@ -1022,26 +1031,26 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "ids of an unsorted batch not checked", "kernels/weighted_sum.py",
-        (Edit("weighted_sum_kernel", "$experts if $IDS else $count", "1 << 30 if $IDS else $count"),), ("tests/cpu/test_direct.py::test_the_sum_by_ids_is_the_sum_by_slots",),
+        (Edit("weighted_sum_kernel", "$experts if $UNSORTED else $count", "1 << 30 if $UNSORTED else $count"),), ("tests/cpu/test_direct.py::test_the_sum_by_ids_is_the_sum_by_slots",),
     ),
     Mutant(
         "bias used in the weights", "kernels/route.py",
         (Edit(
             "route_kernel",
-            "if $KEPT:\n    $basis = $key\n    if $TOP2 and (not $BIAS):\n        $basis = _key($score)\n    $key = _keep_groups($key, $basis, $valid, $groups, $BLOCK_G, $BLOCK_S, $KEPT, $TOP2)",
-            "$score = choice\nif $KEPT:\n    $basis = $key\n    if $TOP2 and (not $BIAS):\n        $basis = _key($score)\n    $key = _keep_groups($key, $basis, $valid, $groups, $BLOCK_G, $BLOCK_S, $KEPT, $TOP2)",
+            "Lanes(expert=$expert, valid=$valid, logit=$logit, score=$score)",
+            "Lanes(expert=$expert, valid=$valid, logit=$logit, score=$score if bias is None else $score + tl.load(bias + $expert * bias_stride, mask=$valid, other=0.0).to(tl.float32))",
         ),), _SMALL,
     ),
     Mutant(
         "renormalize skipped", "kernels/route.py",
-        (Edit("route_kernel", "tl.div_rn($weight, tl.zeros([$BLOCK_K], tl.float32) + $total)", "$weight"),), _SMALL,
+        (Edit("_renormalize", "tl.div_rn($weight, tl.zeros([$BLOCK_K], tl.float32) + $total)", "$weight"),), _SMALL,
     ),
     Mutant(
         "tie broken the other way", "kernels/route.py",
         (Edit(
-            "route_kernel",
-            "tl.min(tl.where($key == $most, $expert, 2147483647), 0)",
-            "tl.max(tl.where($key == $most, $expert, -1), 0)",
+            "_choose",
+            "tl.min(tl.where($key == $best_key, lanes.expert, 2147483647), 0)",
+            "tl.max(tl.where($key == $best_key, lanes.expert, -1), 0)",
         ),), _SMALL,
     ),
     Mutant(
@@ -1067,14 +1076,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a part not started anew", "kernels/linear.py",
-        (Edit("linear_kernel", "tl.where($starts, $product, $part + $product)", "$part + $product"),), _LINEAR,
+        (Edit("_sum_over_k", "tl.where($starts, $product, $part + $product)", "$part + $product"),), _LINEAR,
     ),
     # Four-bit weights and E4M3 rows.
     Mutant(
         "row scale dropped", "kernels/w4a8.py",
         (Edit(
             "w4a8_tile",
-            "tl.load($row_scale + $expert * ($row_tiles * 64) + tl.minimum($n_first + $n, $last_row))[:, None]",
+            "tl.load($weights.row_scale + $expert * ($row_tiles * 64) + tl.minimum($n_first + $n, $last_row))[:, None]",
             "1.0",
         ),), _FOUR,
     ),
@@ -1122,14 +1131,14 @@ MUTANTS: tuple[Mutant, ...] = (
     # Codes that look numbers up.
     Mutant(
         "the smaller term of a looked up number dropped", "kernels/grouped_gemm.py",
-        (Edit("_multiply", "tl.static_range(2)", "tl.static_range(1)"),), ("tests/cpu/test_grouped_gemm.py::test_codes_that_look_numbers_up",),
+        (Edit("_add_table_lanes", "tl.static_range(2)", "tl.static_range(1)"),), ("tests/cpu/test_grouped_gemm.py::test_codes_that_look_numbers_up",),
     ),
     Mutant(
         "numbers of gate looked up for up", "kernels/grouped_gemm.py",
         (Edit(
-            "grouped_tile",
-            "_multiply($up, $up_unit, $u0, $u1, $us_ptr, $n_out, $tokens, $added, $xs, $WEIGHT, $SCALE, $WORDS, $X_SCALE == 1, $STACKED, $SETS - 1, $WHOLE, $ASM)",
-            "_multiply($up, $up_unit, $u0, $u1, $us_ptr, $n_out, $tokens, $added, $xs, $WEIGHT, $SCALE, $WORDS, $X_SCALE == 1, $STACKED, 0, $WHOLE, $ASM)",
+            "_sum_over_k",
+            "_add_block($up, $up_unit, $block, $FORMAT, $TILE, $ACCUMULATORS - 1, $ASM)",
+            "_add_block($up, $up_unit, $block, $FORMAT, $TILE, 0, $ASM)",
         ),), ("tests/cpu/test_grouped_gemm.py::test_codes_that_look_numbers_up",),
     ),
     Mutant(
@@ -1147,15 +1156,15 @@ MUTANTS: tuple[Mutant, ...] = (
     # Sums in units of the group that is added last.
     Mutant(
         "the unit of a sum forgotten", "kernels/grouped_gemm.py",
-        (Edit("_multiply", "$unit = $f[$quarter]", ""),), ("tests/cpu/test_grouped_gemm.py",),
+        (Edit("_add_decoded", "$unit = $factors[$quarter]", ""),), ("tests/cpu/test_grouped_gemm.py",),
     ),
     Mutant(
         "a sum left in its unit", "kernels/grouped_gemm.py",
-        (Edit("grouped_tile", "up_unit * $WHOLE_NUMBER", "$WHOLE_NUMBER"),), ("tests/cpu/test_grouped_gemm.py",),
+        (Edit("_scale_and_add_bias", "$unit * $DIVISOR", "$DIVISOR"),), ("tests/cpu/test_grouped_gemm.py",),
     ),
     Mutant(
         "gate in the unit of up", "kernels/grouped_gemm.py",
-        (Edit("grouped_tile", "gate_unit * $WHOLE_NUMBER", "up_unit * $WHOLE_NUMBER"),), ("tests/cpu/test_grouped_gemm.py",),
+        (Edit("_sum_over_k", "return $gate, $gate_unit, $up, $up_unit", "return $gate, $up_unit, $up, $up_unit"),), ("tests/cpu/test_grouped_gemm.py",),
     ),
     Mutant(
         "codes of a group without a unit kept", "experts/triton/packing/units.py",
@@ -1163,19 +1172,19 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the unit of a K block forgotten", "kernels/grouped_gemm.py",
-        (Edit("_multiply", "$acc, $unit = (epilogue($product, $ASM), $f[0])", "$acc = epilogue($product, $ASM)"),), ("tests/cpu/test_grouped_gemm.py",),
+        (Edit("_add_with_one_factor", "return epilogue(product, ASM), factor", "return epilogue(product, ASM), unit"),), ("tests/cpu/test_grouped_gemm.py",),
     ),
     Mutant(
         "minima in the unit of codes", "kernels/grouped_gemm.py",
         (Edit(
-            "_multiply",
-            "(dot($m[0], $sums, in_units($acc, $unit, $m[1], $ASM), $ASM), $m[1])",
-            "(dot($m[0], $sums, in_units($acc, $unit, $m[1], $ASM), $ASM), $unit)",
+            "_add_decoded",
+            "(dot($operand, $block.sums, in_units($acc, $unit, $factor, $ASM), $ASM), $factor)",
+            "(dot($operand, $block.sums, in_units($acc, $unit, $factor, $ASM), $ASM), $unit)",
         ),), ("tests/cpu/test_grouped_gemm.py",),
     ),
     Mutant(
         "integers a 64th", "kernels/grouped_gemm.py",
-        (Edit("grouped_tile", "divisor($x.dtype.element_ty == tl.float16)", "1.0"),), ("tests/cpu/test_grouped_gemm.py",),
+        (Edit("_scale_and_add_bias", "divisor($tokens.x.dtype.element_ty == tl.float16)", "1.0"),), ("tests/cpu/test_grouped_gemm.py",),
     ),
     Mutant(
         "minima beside a zero half kept", "experts/triton/packing/gguf.py",
@@ -1267,9 +1276,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "gate read again for up ahead of its product", "kernels/grouped_gemm.py",
         (Edit(
-            "grouped_tile",
-            "u0, u1 = _load_weights(up_ptr, k[None, :], left, WIDTH, WEIGHT, EVEN_K or QUARTERS)\n                gate",
-            "u0, u1 = w0, w1\n                gate",
+            "_sum_over_k",
+            "up_w, up_w1 = _load_weights(up_ptr, left, FORMAT)\n            block = _Block(gate_w",
+            "up_w, up_w1 = gate_w, gate_w1\n            block = _Block(gate_w",
             text=True,
         ),), ("tests/cpu/test_grouped_gemm.py::test_experts_against_the_reference",),
     ),
@@ -1328,17 +1337,17 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     # Tensor-parallel slices.
     Mutant(
-        "tensor-parallel slice of the next rank", "checkpoint/loader.py",
+        "tensor-parallel slice of the next rank", "checkpoint/layout.py",
         (Edit(
-            "_local_range",
+            "local_range",
             "return (($placement.tp_rank * $width, ($placement.tp_rank + 1) * $width), $width)",
             "start = ($placement.tp_rank + 1) % $placement.tp_size * $width\nreturn ((start, start + $width), $width)",
         ),), _LOAD,
     ),
     Mutant(
-        "tensor-parallel slice off by one row", "checkpoint/loader.py",
+        "tensor-parallel slice off by one row", "checkpoint/layout.py",
         (Edit(
-            "_local_range",
+            "local_range",
             "return (($placement.tp_rank * $width, ($placement.tp_rank + 1) * $width), $width)",
             "start = min($placement.tp_rank * $width + 1, intermediate - $width)\nreturn ((start, start + $width), $width)",
         ),), _LOAD,
@@ -1443,18 +1452,18 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a NaN score adds nothing", "kernels/route.py",
-        (Edit("route_kernel", "tl.where($poisoned, -2, $chosen)", "tl.where($poisoned, -1, $chosen)"),), _SMALL,
+        (Edit("_choose", "tl.where($has_nan, -2, $chosen)", "tl.where($has_nan, -1, $chosen)"),), _SMALL,
     ),
     Mutant(
         "a NaN bias chooses experts", "kernels/route.py",
-        (Edit("route_kernel", "judged = $choice", "judged = score"),), _SMALL,
+        (Edit("route_kernel", "checked = choice", "checked = score"),), _SMALL,
     ),
     Mutant(
         "an unknown entry of the hash table adds nothing", "kernels/route.py",
         (Edit(
-            "route_kernel",
-            "tl.where($known & ($table >= -1) & ($table < $experts), $table, -2)",
-            "tl.where($known & ($table >= -1) & ($table < $experts), $table, -1)",
+            "_look_up",
+            "tl.where($known & ($expert >= -1) & ($expert < $experts), $expert, -2)",
+            "tl.where($known & ($expert >= -1) & ($expert < $experts), $expert, -1)",
         ),), _SMALL,
     ),
     Mutant(
@@ -1496,19 +1505,19 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "scales across of the first K block", "kernels/w4a8.py",
-        (Edit("w4a8_tile", "$DEPTH * scale_step", "0 * scale_step"),), _FOUR,
+        (Edit("_sum_over_k", "$DEPTH * $scale_stride", "0 * $scale_stride"),), _FOUR,
     ),
     Mutant(
         "tokens of a step's first K block", "kernels/w4a8.py",
         (Edit(
             "_add_blocks",
-            "_load_tokens($x_ptr + $at * (2 * $HALF), $valid, $BLOCK_T)",
-            "_load_tokens($x_ptr + 0 * (2 * $HALF), $valid, $BLOCK_T)",
+            "_load_tokens($pointers.x + $at * (2 * $HALF), $valid, $BLOCK_T)",
+            "_load_tokens($pointers.x + 0 * (2 * $HALF), $valid, $BLOCK_T)",
         ),), _FOUR,
     ),
     Mutant(
         "the last of an odd number of K blocks dropped", "kernels/w4a8.py",
-        (Edit("w4a8_tile", "$K_BLOCKS % $DEPTH", "0"),), _FOUR,
+        (Edit("_sum_over_k", "$FORMAT.k_blocks % $DEPTH", "0"),), _FOUR,
     ),
     Mutant(
         "scales across in the order of the tokens", "experts/triton/packed.py",
@@ -1530,7 +1539,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the smallest calibrated scale of all experts", "checkpoint/activation_scales.py",
         (Edit(
-            "input_reach",
+            "reach_of",
             "(max($found.gate_up) * $first, max($found.down) * $second)",
             "(min($found.gate_up) * $first, min($found.down) * $second)",
         ),), _STATIC,
@@ -1549,11 +1558,36 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "an expert without a calibrated scale left out", "checkpoint/activation_scales.py",
-        (Edit("input_reach", "$found.missing", "$found.missing and (not $found.down)"),), _STATIC,
+        (Edit("reach_of", "$found.missing", "$found.missing and (not $found.down)"),), _STATIC,
     ),
     Mutant(
         "a row's own scale instead of the calibrated one", "kernels/scales.py",
-        (Edit("scaled", "tl.where($finite, $fixed, $scale)", "$scale + 0.0 * $fixed"),), ("tests/cpu/test_small_kernels.py::test_codes_of_a_calibrated_scale",),
+        (Edit("scaled", "tl.where($finite, $static_scale, $scale)", "$scale + 0.0 * $static_scale"),), ("tests/cpu/test_small_kernels.py::test_codes_of_a_calibrated_scale",),
+    ),
+    # Weights that an engine passes one at a time.
+    Mutant(
+        "gate and up of one tensor swapped", "checkpoint/parameters.py",
+        (Edit("MatrixParameters._copy", "self._cut_part(piece, part, half)", "self._cut_part(piece, part, piece.halves[-1 - half] if piece.fused else half)"),), _BUILDER,
+    ),
+    Mutant(
+        "replicas of an expert left unfilled", "checkpoint/layer_parameters.py",
+        (Edit("LayerParameters._targets", "slots_of.get(expert, ())", "slots_of.get(expert, ())[:1]"),), _BUILDER,
+    ),
+    Mutant(
+        "static scales of local experts alone", "checkpoint/layer_parameters.py",
+        (Edit("LayerParameters.experts", "range(self.spec.num_experts)", "list(self._slots_of)"),), _BUILDER,
+    ),
+    Mutant(
+        "a checksum that does not tell shards apart", "runtime/checksum.py",
+        (Edit("combined_checksum", "tuple(key)", "(key[0], key[2])"),), _BUILDER,
+    ),
+    Mutant(
+        "static scales beyond those of the layer accepted", "weight_updater.py",
+        (Edit("WeightUpdater.finish", "self._check_reach()", "None"),), _BUILDER,
+    ),
+    Mutant(
+        "new experts in another layout accepted", "experts/base.py",
+        (Edit("_difference", "first == second", "True"),), _BUILDER,
     ),
     # Experts that move.
     Mutant(

@@ -53,9 +53,11 @@ def _left_over(cells: Sequence[pytest.Function]) -> list[pytest.Function]:
     """Return the cells without which every value of every parameter still occurs, for few cells that remain.
 
     Greedy, in the order of the grid; the cells that are marked ``exhaustive`` by hand are no choice. Values are told
-    apart by what they are if they are plain, and by identity: cells of a grid share their values.
+    apart by what they are if they are plain, and by identity: cells of a grid share their values. Cells that this
+    machine skips are not chosen, since they would cover nothing.
     """
-    left = [cell for cell in cells if not cell.get_closest_marker("exhaustive")]
+    skipped = [cell for cell in cells if _is_skipped(cell)]
+    left = [cell for cell in cells if cell not in skipped and not cell.get_closest_marker("exhaustive")]
     values: dict[pytest.Function, set[tuple[str, object]]] = {}
     for cell in left:
         params = cell.callspec.params
@@ -69,7 +71,12 @@ def _left_over(cells: Sequence[pytest.Function]) -> list[pytest.Function]:
         best = max(left, key=lambda cell: len(values[cell] & missing))
         left.remove(best)
         missing -= values[best]
-    return left
+    return left + skipped
+
+
+def _is_skipped(cell: pytest.Function) -> bool:
+    """Return whether a ``skipif`` mark without an expression to evaluate skips the cell."""
+    return any(mark.args and mark.args[0] is True for mark in cell.iter_markers("skipif"))
 
 
 @pytest.fixture(autouse=True)

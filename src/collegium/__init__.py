@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .functional import moe as moe
     from .integrations.transformers import load_model as load_model
     from .layer import MoELayer as MoELayer
+    from .layer_builder import LayerBuilder as LayerBuilder
     from .loading import load_layer as load_layer
     from .models import describe as describe
     from .parallel.ranks import Ranks as Ranks
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
         Problem as Problem,
         Refusal as Refusal,
     )
+    from .runtime.checksum import weights_checksum as weights_checksum
     from .runtime.devices import probe as probe
     from .runtime.warm_up import warm_up as warm_up
     from .stages.shared import merge_shared as merge_shared
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
         SharedSpec as SharedSpec,
         SharedWeights as SharedWeights,
     )
+    from .weight_updater import UpdateSummary as UpdateSummary, WeightUpdater as WeightUpdater
 
 __version__ = "0.1.0"
 
@@ -81,12 +84,14 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "functional": ("moe",),
     "integrations.transformers": ("load_model",),
     "layer": ("MoELayer",),
+    "layer_builder": ("LayerBuilder",),
     "loading": ("load_layer",),
     "models": ("describe",),
     "parallel.ranks": ("Ranks",),
     "planning": ("Plan", "plan"),
     "placement": ("Placement",),
     "problem": ("DeviceFacts", "Limits", "Overrides", "Problem", "Refusal"),
+    "runtime.checksum": ("weights_checksum",),
     "runtime.devices": ("probe",),
     "runtime.warm_up": ("warm_up",),
     "stages.shared": ("merge_shared",),
@@ -101,6 +106,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "SharedSpec",
         "SharedWeights",
     ),
+    "weight_updater": ("UpdateSummary", "WeightUpdater"),
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 __all__ = ["__version__", *_MODULE_OF]  # pyright: ignore[reportUnsupportedDunderAll]

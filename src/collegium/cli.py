@@ -191,7 +191,7 @@ def plan(
 ) -> Report:
     """Plan one MoE layer from config.json: kernel, formats, memory, and why other kernels were refused.
 
-    --device also accepts a100, h100, h200, b200, l40s and rtx4090, to plan for another machine.
+    --device also accepts a100, h100, h200, b200, l40s and rtx4090: plan for a GPU that this machine does not have.
     """
     from .commands.inspect import plan_model
 
@@ -337,7 +337,7 @@ def quantize(
 
 
 @app.command()
-@prints(printing.print_verification, on_ranks=True)
+@prints(printing.print_verification, on_ranks=True, passed=lambda report: report.passed)
 def verify(
     model: Model,
     experts: Annotated[int, typer.Option(min=1, help="Experts to check per layer.")] = 8,

@@ -13,7 +13,7 @@ from .formats.payload import Payload
 from .formats.unquantised import as_stored
 from .types import ExpertWeights
 
-__all__ = ["Matrices", "as_payloads", "encode_experts", "encoded", "expert_weights"]
+__all__ = ["Matrices", "as_payloads", "encode_experts", "encoded", "expert_weights", "in_formats"]
 
 # All experts of one projection: one tensor or payload, or one tensor per expert.
 Matrices = Tensor | Payload | Sequence[Tensor]
@@ -92,6 +92,13 @@ def encoded(weights: ExpertWeights[Payload], weight_format: str | None) -> Exper
     if weight_format is None or weights.gate_up.name == weights.down.name == weight_format:
         return weights
     return encode_experts(weights, weight_format)
+
+
+def in_formats(weights: ExpertWeights[Payload], formats: tuple[str, str]) -> ExpertWeights[Payload]:
+    """Return ``weights`` with gate and up, and down, encoded into ``formats`` where they have others."""
+    gate_up_format, down_format = (by_name(name) for name in formats)
+    gate_up, down = _encode(weights.gate_up, gate_up_format), _encode(weights.down, down_format)
+    return replace(weights, gate_up=gate_up, down=down)
 
 
 def _encode(source: Payload, target: type[Payload]) -> Payload:

@@ -118,6 +118,11 @@ class MoELayer(PlannedModule):
         self.replan(plan, kernel_named(plan.kernel).pack(weights, plan.problem.routed))
 
     @property
+    def device(self) -> torch.device:
+        """The device of the layer's weights, inputs and outputs."""
+        return self._device
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the packed experts, the shared expert, the router and the latent projections on this rank."""
         return stored_bytes(self.experts, self.shared, self.router, self.latent)

@@ -1,6 +1,7 @@
 """From a checkpoint to layers that run, in one call: read, audit, plan, pack."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal, Never
 
@@ -9,14 +10,20 @@ import torch
 from .checkpoint.activation_scales import input_reach
 from .checkpoint.audit import check_dense_layers
 from .checkpoint.layer_view import CheckpointLayer
+from .checkpoint.layout import local_range
 from .checkpoint.loader import load_experts
 from .checkpoint.non_expert_weights import check_non_expert_weights, load_latent, load_router, load_shared
 from .checkpoint.problems import raise_if_any
-from .checkpoint.reader import Checkpoint
+from .checkpoint.reader import Checkpoint, gguf_file, read_config
+from .checkpoint.stored_format import StoredFormat
+from .dummy.weights import random_latent, random_router, random_shared, random_weights
 from .encoding import encoded
-from .errors import InputError
+from .errors import ConfigError, InputError
+from .formats import by_name
 from .formats.payload import Payload
 from .layer import MoELayer
+from .locate import locate
+from .models import describe, text_of
 from .parallel.fingerprint import fingerprint
 from .parallel.placement import linear
 from .parallel.ranks import Ranks
@@ -26,13 +33,21 @@ from .problem import DeviceFacts, Limits, Overrides, Problem
 from .runtime.arguments import Dtype, dtype_name, refuse_others
 from .runtime.devices import plain_torch, probe
 from .stages.shared import merge_shared
-from .types import ExpertWeights, MoESpec, SharedWeights
+from .types import ExpertWeights, LatentWeights, MoESpec, RouterWeights, SharedWeights
 
-__all__ = ["load_layer", "load_routed", "requested_activations"]
+__all__ = [
+    "assemble",
+    "dummy_layer",
+    "load_layer",
+    "load_routed",
+    "problem_of",
+    "requested_activations",
+    "with_weight_format",
+]
 
 
 @plain_torch()
-def load_layer(  # noqa: PLR0913  every option of a layer that is read from disk
+def load_layer(  # noqa: PLR0913  flat: calls pass few of these, and an options object would lengthen each
     path: str | os.PathLike[str] | Checkpoint,
     layer: int,
     *,
@@ -43,6 +58,7 @@ def load_layer(  # noqa: PLR0913  every option of a layer that is read from disk
     limits: Limits | None = None,
     checked: bool = False,
     download: bool = False,
+    weights: Literal["files", "dummy"] = "files",
     **others: Never,
 ) -> MoELayer:
     """Load MoE layer ``layer`` of the checkpoint at ``path``, or of an open one: router, experts and shared expert.
@@ -52,33 +68,125 @@ def load_layer(  # noqa: PLR0913  every option of a layer that is read from disk
     weight_format: encode the experts into this format instead of the published one. overrides, limits: as ``plan``.
     device: the best of this machine when None; Ranks: this rank's part of a layer whose experts several ranks share;
     experts of other ranks are not read. dtype: of the layer's input and output, a name or a torch.dtype. checked: as
-    ``MoELayer``.
+    ``MoELayer``. weights: ``dummy`` reads only ``config.json``, and fills the layer with random numbers, for start-up
+    and benchmarks without files; an expert has the same numbers on any number of ranks that split the experts.
     Raises the CheckpointErrors of the audit, InputError for a layer without experts, PlanError, and with Ranks
     InputError on every rank where they read different checkpoints or limits, RankError where one does not respond.
     """
     refuse_others(load_layer, others)
     dtype = dtype_name("load_layer", dtype)
+    if weights == "dummy":
+        config = _config_of(path, download=download)
+        spec = with_weight_format(describe(config, layer), weight_format)
+        vocabulary = text_of(config).get("vocab_size")
+        return dummy_layer(
+            spec,
+            device,
+            overrides=overrides,
+            limits=limits,
+            dtype=dtype,
+            checked=checked,
+            vocabulary=vocabulary if isinstance(vocabulary, int) else 0,
+        )
+    if weights != "files":
+        raise InputError(f"load_layer: weights={weights!r} was passed; allowed: 'files', 'dummy'")
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path, download=download)
     view = CheckpointLayer.open(checkpoint, layer)
     facts, placement = _device_and_placement(
         view, device, limits=limits, dtype=dtype, format=weight_format, overrides=overrides
     )
-    weights = _load_experts(view, weight_format, facts.place, placement, overrides)
+    experts = _load_experts(view, weight_format, facts.place, placement, overrides)
     raise_if_any(checkpoint, [*check_dense_layers(checkpoint), *check_non_expert_weights(view)])
     shared = load_shared(view, device=facts.place, activations=requested_activations(overrides))
-    problem = _problem(view.spec, weights, shared, facts, placement, limits=limits or Limits(), dtype=dtype)
+    router, latent = load_router(view, device=facts.place), load_latent(view, device=facts.place)
+    problem = problem_of(view.spec, experts, shared, facts, placement, limits=limits or Limits(), dtype=dtype)
+    return assemble(problem, overrides, experts, router=router, shared=shared, latent=latent, checked=checked)
+
+
+def assemble(
+    problem: Problem,
+    overrides: Overrides | None,
+    weights: ExpertWeights[Payload],
+    *,
+    router: RouterWeights | None,
+    shared: SharedWeights[Payload] | None,
+    latent: LatentWeights | None,
+    checked: bool,
+) -> MoELayer:
+    """Plan ``problem`` and return its layer; the shared expert is merged where the plan does that."""
     layer_plan = plan(problem, overrides)
     if shared is not None and layer_plan.merged_shared_experts:
         weights = merge_shared(layer_plan, weights, shared)
         shared = None
-    return MoELayer(
+    return MoELayer(weights, layer_plan, router=router, shared=shared, latent=latent, checked=checked)
+
+
+def dummy_layer(
+    spec: MoESpec,
+    device: torch.device | str | Ranks | None,
+    placement: Placement | None = None,
+    *,
+    router: bool = True,
+    vocabulary: int = 0,
+    **options: Any,
+) -> MoELayer:
+    """Return a layer of ``spec`` with random weights in its formats.
+
+    placement: this rank's, instead of that of Ranks as ``device``. vocabulary: rows of a hash table. options:
+    overrides, limits, dtype and checked, as ``load_layer`` takes them.
+    """
+    if isinstance(device, Ranks):
+        facts = probe(device.device)
+        device.agree({"spec": spec, **{name: str(value) for name, value in options.items()}}, "building a dummy layer")
+        every = device.placement(spec.num_experts)
+        placement = every if device.groups or device.spare else None
+    else:
+        facts = probe(device)
+    place = torch.device(facts.place)
+    local = placement or linear(spec.num_experts)
+    formats = [by_name(name) for name in spec.formats]
+    first, second = (StoredFormat(name=form.name, storage=form.storages[0].name) for form in formats)
+    _, width = local_range(spec, (first, second), local, pad=local.tp_size > 1)
+    slots = local.expert_ids + local.expert_ids[:1] * local.spare
+    weights = random_weights(spec, place, local.tp_rank, experts=slots, width=width)
+    if weights.down_bias is not None and local.tp_rank:
+        weights = replace(weights, down_bias=torch.zeros_like(weights.down_bias))
+    shared = random_shared(spec, place)
+    limits = options.get("limits") or Limits()
+    problem = problem_of(spec, weights, shared, facts, placement, limits=limits, dtype=options["dtype"])
+    return assemble(
+        problem,
+        options["overrides"],
         weights,
-        layer_plan,
-        router=load_router(view, device=facts.place),
+        router=random_router(spec, place, vocabulary=vocabulary) if router else None,
         shared=shared,
-        latent=load_latent(view, device=facts.place),
-        checked=checked,
+        latent=random_latent(spec, place),
+        checked=options["checked"],
     )
+
+
+def with_weight_format(spec: MoESpec, weight_format: str | None) -> MoESpec:
+    """Return ``spec`` with its routed experts in ``weight_format``; the shared expert keeps its format."""
+    if weight_format is None:
+        return spec
+    shared = spec.shared
+    if shared is not None:
+        alone = spec.shared_alone()
+        shared = replace(shared, weight_format=alone.weight_format, down_format=alone.down_format)
+    return replace(spec, weight_format=by_name(weight_format).name, down_format=None, shared=shared)
+
+
+def _config_of(path: str | os.PathLike[str] | Checkpoint, *, download: bool) -> Mapping[str, object]:
+    """Return the config of a model, without opening its weights where these are safetensors files."""
+    if isinstance(path, Checkpoint):
+        return path.config
+    root = locate(path, download=download, weights=False)
+    if gguf_file(root) is not None:
+        return Checkpoint.open(root).config
+    config = read_config(root.parent if root.is_file() else root)
+    if not config:
+        raise ConfigError(f"{root}: config.json is missing; weights='dummy' reads nothing else. Give a model's folder")
+    return config
 
 
 @plain_torch()
@@ -110,7 +218,7 @@ def load_routed(
     placement = placement or rank_placement
     weights = _load_experts(layer, weight_format, facts.place, placement, overrides)
     spec = layer.spec.routed_alone()
-    problem = _problem(spec, weights, None, facts, placement, limits=limits or Limits(), dtype=dtype)
+    problem = problem_of(spec, weights, None, facts, placement, limits=limits or Limits(), dtype=dtype)
     return MoELayer(weights, plan(problem, overrides))
 
 
@@ -129,7 +237,7 @@ def _device_and_placement(
     return probe(device.device), placement if device.groups or device.spare else None
 
 
-def _problem(
+def problem_of(
     spec: MoESpec,
     weights: ExpertWeights[Payload],
     shared: SharedWeights[Payload] | None,
@@ -157,7 +265,7 @@ def _stored_spec(spec: MoESpec, weights: ExpertWeights[Payload], shared: SharedW
 def requested_activations(overrides: Overrides | None) -> str:
     """Return the activation format that ``overrides`` forces, or a format without scales if it forces none."""
     # The plan refuses an argument that is not an Overrides.
-    return getattr(overrides, "activation_format", None) or "fp32"
+    return (overrides.activation_format if isinstance(overrides, Overrides) else None) or "fp32"
 
 
 def _load_experts(

@@ -12,7 +12,7 @@ class Placement:
     """The experts of one rank, and its slice of their intermediate width.
 
     rank, world_size: among the ranks that split the experts. expert_ids: logical ids of the local experts in the order
-    of local slots, each once; several ranks may hold the same expert. spare: empty slots after those.
+    of local slots; an expert may be on several ranks and in several slots of a rank. spare: empty slots after those.
     tp_rank, tp_size: the local slice of I: rows of gate and up, columns of down.
     slice_size: rows of the slice; None: I / tp_size, rounded up. Slices that are padded to whole groups have more.
     ranks: the experts of every rank, in the order of ranks, for dispatchers that send tokens to others; empty: unknown.
@@ -37,8 +37,6 @@ class Placement:
     def __post_init__(self) -> None:
         require(0 <= self.rank < self.world_size, "rank", self.rank, f"0 to {self.world_size - 1}")
         require(0 <= self.tp_rank < self.tp_size, "tp_rank", self.tp_rank, f"0 to {self.tp_size - 1}")
-        for ids in (self.expert_ids, *self.ranks):
-            require(len(set(ids)) == len(ids), "expert_ids", ids, "each id once")
         require(self.slice_size is None or self.slice_size >= 1, "slice_size", self.slice_size, "None, or at least 1")
         require(self.spare >= 0, "spare", self.spare, "0 or more slots")
         entries = len(self.ranks)
@@ -50,10 +48,7 @@ class Placement:
 
     def __str__(self) -> str:
         """Return rank, experts and slice as text."""
-        ids = list(self.expert_ids)
-        consecutive = len(ids) > 2 and ids == list(range(ids[0], ids[0] + len(ids)))
-        experts = f"{ids[0]} to {ids[-1]}" if consecutive else ", ".join(map(str, ids)) or "none"
-        text = f"rank {self.rank} of {self.world_size}, experts {experts}"
+        text = f"rank {self.rank} of {self.world_size}, experts {_compressed(self.expert_ids)}"
         if self.spare:
             text += f", {self.spare} spare slots"
         if self.tp_size > 1:
@@ -71,3 +66,27 @@ class Placement:
     def width(self) -> int:
         """Slots of the rank with the most; of this rank where the others are unknown."""
         return max(map(len, self.ranks or (self.expert_ids,))) + self.spare
+
+    def mask(self, num_experts: int) -> tuple[int, ...]:
+        """Return 1 for each logical expert that this rank holds, otherwise 0; ``[num_experts]``."""
+        local = frozenset(self.expert_ids)
+        return tuple(int(expert in local) for expert in range(num_experts))
+
+
+def _compressed(ids: tuple[int, ...]) -> str:
+    """Return ids as text, three or more with equal steps as a range: ``0 to 3, 8, 12 to 60 in steps of 4``."""
+    parts: list[str] = []
+    start = 0
+    while start < len(ids):
+        stop = start + 1
+        step = ids[stop] - ids[start] if stop < len(ids) else 0
+        while stop < len(ids) and step > 0 and ids[stop] - ids[stop - 1] == step:
+            stop += 1
+        if stop - start < 3:
+            parts.append(str(ids[start]))
+            start += 1
+            continue
+        steps = "" if step == 1 else f" in steps of {step}"
+        parts.append(f"{ids[start]} to {ids[stop - 1]}{steps}")
+        start = stop
+    return ", ".join(parts) or "none"

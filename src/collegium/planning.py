@@ -1,4 +1,4 @@
-"""plan(): which kernel, dispatcher and pipelines run a problem, in which formats and memory, and why not others.
+"""plan(): choose kernel, dispatcher, pipelines, formats and memory for a problem, and report why others were refused.
 
 A pure function: it reads no device and allocates nothing, so a laptop can plan for an H200.
 """
@@ -102,7 +102,7 @@ class Plan:
     def groups(self) -> tuple[str, ...]:
         """Names of the process groups whose ranks call the layer together, the one that splits experts first."""
         placement = self.problem.placement
-        return () if placement is None or self.dispatcher == "partial" else placement.groups
+        return () if placement is None or dispatcher_named(self.dispatcher).partial_sums else placement.groups
 
     @property
     def pipelines(self) -> tuple[str, ...]:
@@ -141,9 +141,9 @@ class Plan:
             lines.append(f"inputs     {compared}")
         lines += [
             f"formats    weights {format_names(spec.formats)}, activations {self.activation_format}",
-            f"bytes      {self.expert_bytes:,} an expert, {self.weight_bytes:,} a layer, "
-            f"workspace at most {self.workspace_bytes:,} for {self.problem.limits.max_tokens:,} tokens",
-            f"graph      {'can' if self.capturable else 'cannot'} be captured in a CUDA graph",
+            f"bytes      {self.expert_bytes:,} per expert, {self.weight_bytes:,} per layer, "
+            f"workspace up to {self.workspace_bytes:,} for {self.problem.limits.max_tokens:,} tokens",
+            f"graph      a CUDA graph {'can' if self.capturable else 'cannot'} capture the layer",
         ]
         printed = {
             "kernel": True,
@@ -163,7 +163,7 @@ class Plan:
             first = token_range.tokens
             count = f"{first:,} to {last:,} tokens" if first < last else f"{last:,} token{'s' * (last > 1)}"
             tiles = f", {token_range.tiles}" if token_range.tiles else ""
-            texts.append(f"{count} {token_range.pipeline} ({descriptions[token_range.pipeline]}{tiles})")
+            texts.append(f"{count}: {token_range.pipeline} ({descriptions[token_range.pipeline]}{tiles})")
         return "; ".join(texts) + (" (changed by packing)" if self.ranges_from_packing else "")
 
     def _kernel_text(self) -> str:
@@ -180,15 +180,15 @@ class Plan:
         if count:
             return f"merged into {count} routed expert{'s' * (count > 1)} that receive{'s' * (count == 1)} every token"
         if self.side_stream_tokens:
-            return f"apart; on a side stream in a CUDA graph up to {self.side_stream_tokens} tokens"
-        return "apart"
+            return f"side_stream for up to {self.side_stream_tokens} tokens in a CUDA graph, otherwise sequential"
+        return "sequential"
 
     def _dispatch_text(self) -> str:
-        text = f"{self.dispatcher}, at most {self.capacity:,} rows"
+        text = f"{self.dispatcher}, up to {self.capacity:,} rows"
         if self.problem.placement is not None:
             text += f"; {self.problem.placement}"
         if self.wire_format != "none":
-            text += f"; {self.wire_format} between ranks"
+            text += f"; between ranks: {self.wire_format}"
         return text
 
     def to_json(self) -> dict[str, object]:
@@ -229,14 +229,14 @@ def _layer_text(spec: MoESpec) -> str:
     if spec.activation.limit is not None:
         text += f" limit {spec.activation.limit:g}"
     if spec.activation.fast:
-        text += " in fast math"
+        text += " with fast math"
     return text
 
 
 def _device_text(device: DeviceFacts) -> str:
     text = f"{device.kind} {device.name}".strip()
     if not device.nvrtc:
-        text += "; no NVRTC, so large batches run small tiles: install nvidia-cuda-nvrtc"
+        text += "; no NVRTC: large batches use small tiles (install nvidia-cuda-nvrtc)"
     if device.kind == "cpu":
         text += f", {device.threads} threads"
     return text
@@ -367,7 +367,7 @@ def _choose_kernel(problem: Problem, overrides: Overrides, refusals: list[Refusa
             f"no kernel runs {format_names(problem.spec.formats)} weights with {problem.activation_format} activations "
             f"on {problem.device.kind}:\n{_refusal_lines(refusals)}\n"
             f"Allowed activation formats: {', '.join(f.name for f in ACTIVATION_FORMATS)}. "
-            "Drop the forced choice or change the named limit."
+            "Remove the override, or change the limit named above."
         )
     return kernel
 
@@ -383,7 +383,7 @@ def _choose_dispatcher(problem: Problem, overrides: Overrides, refusals: list[Re
     if kind is None:
         reasons = _refusal_lines([refusal for refusal in refusals if refusal.what == "dispatcher"])
         raise PlanError(
-            f"no dispatcher serves {problem.placement or 'one rank'}:\n{reasons}\nChange the choice or the placement."
+            f"no dispatcher serves {problem.placement or 'one rank'}:\n{reasons}\nChange the override or the placement."
         )
     return kind
 
@@ -414,7 +414,7 @@ def _pipeline_regions(kinds: Sequence[PipelineKind], query: PipelineQuery) -> Re
 
 def _cannot_capture(candidate: ExpertKernel | DispatcherKind, problem: Problem) -> str | None:
     if problem.graph and not candidate.capturable:
-        return "a layer that a CUDA graph can capture was requested; it reads sizes on the host"
+        return "graph=True was requested; it reads sizes on the host, so a CUDA graph cannot capture it"
     return None
 
 
@@ -443,7 +443,7 @@ def _first_accepting(
             chosen = row
             continue
         if reason is None:
-            reason = f"it can run this, but {chosen.name} is before it in the table"
+            reason = f"supported, but {chosen.name} is preferred"
         refusals.append(Refusal(what=what, name=row.name, reason=reason))
     return chosen
 
@@ -472,7 +472,7 @@ def _choose_pipelines(query: PipelineQuery, refusals: list[Refusal]) -> list[Pip
         if reason is None and forced not in (None, kind) and (forced_runs_all or not runs_all):
             reason = f"pipeline {query.pipeline} was forced"
         if reason is None and chosen and chosen[-1].max_tokens(query.tiling, top_k) is None:
-            reason = f"it can run this, but {chosen[-1].name} is before it in the table"
+            reason = f"supported, but {chosen[-1].name} is preferred"
         if reason is None:
             chosen.append(kind)
         else:
@@ -481,7 +481,7 @@ def _choose_pipelines(query: PipelineQuery, refusals: list[Refusal]) -> list[Pip
     complete = bool(chosen) and chosen[-1].max_tokens(query.tiling, top_k) is None
     if not complete or (forced is not None and forced not in chosen):
         reasons = _refusal_lines(pipeline_refusals)
-        raise PlanError(f"no pipelines run every number of tokens with the forced choices:\n{reasons}")
+        raise PlanError(f"no pipelines cover all token counts with these overrides:\n{reasons}")
     return chosen
 
 

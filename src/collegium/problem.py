@@ -6,10 +6,23 @@ from typing import Literal
 from .placement import Placement
 from .types import ActivationSpec, MoESpec, RoutingSpec, require
 
-__all__ = ["COMBINES", "Combine", "DeviceFacts", "ExpertsProblem", "Limits", "Overrides", "Problem", "Refusal"]
+__all__ = [
+    "COMBINES",
+    "SHARED_MODES",
+    "Combine",
+    "DeviceFacts",
+    "ExpertsProblem",
+    "Limits",
+    "Overrides",
+    "Problem",
+    "Refusal",
+    "SharedMode",
+]
 
 Combine = Literal["exact", "reduced", "reduced_fp8"]
 COMBINES = ("exact", "reduced", "reduced_fp8")
+SharedMode = Literal["sequential", "side_stream", "merged"]
+SHARED_MODES = ("sequential", "side_stream", "merged")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,9 +206,9 @@ class Problem:
 class Overrides:
     """Choices that the caller forces. The plan obeys or refuses them; it never falls back. Names are those of the plan.
 
-    combine: one of ``COMBINES``, for layers over ranks. shared: how the shared expert runs. ``merged``: split into
-    routed experts that receive every token; ``beside``: on a side stream in a CUDA graph, for few tokens; ``apart``:
-    after the routed experts. Ignored for layers without a shared expert.
+    combine: one of ``COMBINES``, for layers over ranks. shared: one of ``SHARED_MODES``, how the shared expert runs.
+    ``sequential``: after the routed experts; ``side_stream``: on a side stream in a CUDA graph, for small batches;
+    ``merged``: split into routed experts that receive every token. Ignored for layers without a shared expert.
     """
 
     kernel: str | None = None
@@ -203,10 +216,10 @@ class Overrides:
     dispatcher: str | None = None
     pipeline: str | None = None
     combine: Combine | None = None
-    shared: Literal["merged", "beside", "apart"] | None = None
+    shared: SharedMode | None = None
 
     def __post_init__(self) -> None:
-        require(self.shared in (None, "merged", "beside", "apart"), "shared", self.shared, "merged, beside, apart")
+        require(self.shared in (None, *SHARED_MODES), "shared", self.shared, ", ".join(SHARED_MODES))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -45,8 +45,8 @@ def plan_shared(
             raise forced_shared_error("merged", reason)
         return SharedPlan(kernel, merged_experts=problem.shared().intermediate // problem.spec.intermediate_size)
     reason = _no_side_stream(problem, dispatcher, overrides, capturable=capturable)
-    if reason is not None and overrides.shared == "beside":
-        raise forced_shared_error("beside", reason)
+    if reason is not None and overrides.shared == "side_stream":
+        raise forced_shared_error("side_stream", reason)
     # A slow kernel that was not forced is used where nothing else would run; the plan reports it.
     requires_capture = problem.graph or overrides.activation_format is not None
     shared_kernel = _shared_kernel(problem, kernel, capturable=capturable and requires_capture)
@@ -54,21 +54,21 @@ def plan_shared(
     return SharedPlan(shared_kernel, side_stream_tokens=_SIDE_STREAM_TOKENS if on_side_stream else 0)
 
 
-def forced_shared_error(way: str, reason: str) -> PlanError:
-    """Return the error for a shared expert that cannot run in the forced ``way`` for ``reason``."""
-    return PlanError(f"shared={way!r} was forced and is not possible: {reason}. Use Overrides(shared='apart')")
+def forced_shared_error(mode: str, reason: str) -> PlanError:
+    """Return the error for a shared expert that cannot run in the forced ``mode`` for ``reason``."""
+    return PlanError(f"shared={mode!r} was forced and is not possible: {reason}. Use Overrides(shared='sequential')")
 
 
 def _no_side_stream(problem: Problem, dispatcher: str, overrides: Overrides, *, capturable: bool) -> str | None:
     """Return why the shared expert cannot run on a side stream, or None."""
     if problem.device.kind != "cuda":
-        return f"a {problem.device.kind} has no streams"
+        return f"the device is a {problem.device.kind}, which has no streams"
     if dispatcher != "local":
-        return f"with the dispatcher {dispatcher} it already runs while tokens travel"
+        return f"the dispatcher {dispatcher} already overlaps it with the exchange of tokens"
     if not capturable:
-        return "no CUDA graph can capture the layer"
-    if overrides.shared == "apart":
-        return "shared='apart' was forced"
+        return "a CUDA graph cannot capture the layer"
+    if overrides.shared == "sequential":
+        return "shared='sequential' was forced"
     return None
 
 
@@ -86,15 +86,18 @@ def _shared_kernel(problem: Problem, kernel: ExpertKernel, *, capturable: bool) 
     for candidate in dict.fromkeys((kernel, *experts.KERNELS)):
         reason = candidate.refuse(shared_problem)
         if reason is None and capturable and not candidate.capturable:
-            reason = "no CUDA graph can capture it; it is used only if neither a graph nor activations are requested"
+            reason = (
+                "a CUDA graph cannot capture it; it is used only if neither a graph nor an activation format is "
+                "requested"
+            )
         if reason is None:
             return candidate
         reasons.append(f"  {candidate.name}: {reason}")
     raise PlanError(
-        f"{kernel.name} runs the routed experts, but no kernel runs the shared expert "
+        f"{kernel.name} runs the routed experts, but no kernel supports the shared expert "
         f"({format_names(shared_problem.formats)}):\n"
         + "\n".join(reasons)
-        + "\nForce another activation format or kernel, or plan without a graph."
+        + "\nOverride the activation format or the kernel, or plan without a graph."
     )
 
 
@@ -103,7 +106,7 @@ def _cannot_merge(problem: Problem, dispatcher: str) -> str | None:
     spec, routed, shared = problem.spec, problem.routed, problem.shared()
     assert spec.shared is not None
     if dispatcher != "local":
-        return f"the dispatcher is {dispatcher}; each rank has the whole shared expert and only some routed experts"
+        return f"the dispatcher is {dispatcher}; each rank has the whole shared expert but only some routed experts"
     if spec.shared.gated:
         return "its gate gives each token a separate weight, which is computed outside the experts"
     for name, shared_value, routed_value in (
@@ -113,13 +116,14 @@ def _cannot_merge(problem: Problem, dispatcher: str) -> str | None:
         ("latent width", None, spec.latent_size),
     ):
         if shared_value != routed_value:
-            return f"found {name} {shared_value}, those of the routed experts are {routed_value}"
+            return f"{name}: found {shared_value}, the routed experts have {routed_value}"
     layouts = [by_name(name) for name in shared.formats]
     columns = routed.intermediate
     group = math.lcm(*(size for layout in layouts for size in (layout.row_block, layout.group or 1)))
-    if shared.intermediate % columns or (shared.intermediate > columns and columns % group):
+    if shared.intermediate % columns:
+        return f"its width is {shared.intermediate:,}; it must be a multiple of the routed experts' {columns:,}"
+    if shared.intermediate > columns and columns % group:
         return (
-            f"found {shared.intermediate:,} columns; needed are those of whole routed experts, {columns:,} each, in "
-            f"whole groups of {group}"
+            f"its width of {shared.intermediate:,} would be split every {columns:,} columns, inside groups of {group}"
         )
     return None

@@ -139,7 +139,7 @@ class ThrowAway:
         self.log: list[tuple[Any, ...]] = []
 
     def refuse(self, problem: ExpertsProblem) -> str | None:
-        return None if problem.weight_format == "fp32" else f"asked for {problem.weight_format}; it takes fp32"
+        return None if problem.weight_format == "fp32" else f"the weights are {problem.weight_format}; supported: fp32"
 
     def tiling(self, problem: ExpertsProblem) -> Tiling:
         return Sixteens()
@@ -174,7 +174,7 @@ def problem_on(device: DeviceFacts, most: int = 64) -> Problem:
 def test_a_kernel_is_one_row(row: ThrowAway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with patch.object(torch.Tensor, "is_cuda", False):
         wanted = layer_of(problem_on(GPU), Overrides(kernel="reference"))
-    made = layer_of(problem_on(GPU), Overrides(shared="apart"))
+    made = layer_of(problem_on(GPU), Overrides(shared="sequential"))
     # Lines of the plan.
     assert made.plan.kernel == made.plan.shared_kernel == "throw_away"
     assert [(s.tokens, s.pipeline, s.tiles) for s in made.plan.token_ranges] == [
@@ -182,7 +182,7 @@ def test_a_kernel_is_one_row(row: ThrowAway, tmp_path: Path, monkeypatch: pytest
         (2, "split", "sixteens"),
         (21, "split", "sixty-fours"),
     ]
-    assert "1 token direct (unsorted, sixteens); 2 to 20 tokens split (sorted by expert, sixteens); 21 " in repr(made)
+    assert "1 token: direct (unsorted, sixteens); 2 to 20 tokens: split (sorted by expert, sixteens); 21 " in repr(made)
     names = {region.name: region.nbytes for region in made.plan.regions}
     assert names["experts/rows"] == 4 * 64 * 2 * 48
     assert names["shared/rows"] == 4 * 64 * 48
@@ -268,7 +268,7 @@ def test_a_dispatcher_is_one_row(row: ThrowAway, monkeypatch: pytest.MonkeyPatch
     made = layer_of(problem_on(GPU))
     assert made.plan.dispatcher == "twice"
     assert made.plan.capacity == 2 * 64 * 2
-    assert "carrier pigeon between ranks" in repr(made)
+    assert "carrier pigeon" in repr(made)
     # It is not the local one, so nothing runs unsorted, and tiles are chosen for the rows that it says arrive.
     assert [(s.tokens, s.pipeline, s.tiles) for s in made.plan.token_ranges] == [
         (1, "split", "sixteens"),
@@ -300,8 +300,8 @@ class LoudKind(SplitKind):
 
     def refuse(self, asked: Any) -> str | None:
         if asked.problem.spec.routing.method != "renormalize_naive":
-            return f"asked for the routing {asked.problem.spec.routing.method}; it routes by renormalize_naive alone"
-        return None if asked.problem.spec.shared is not None else "asked for no shared expert; it needs one"
+            return f"the routing is {asked.problem.spec.routing.method}; supported: renormalize_naive"
+        return None if asked.problem.spec.shared is not None else "the layer has no shared expert; it needs one"
 
     def max_tokens(self, tiling: Tiling, top_k: int) -> int | None:
         return 30
@@ -316,7 +316,7 @@ class LoudKind(SplitKind):
 def test_a_pipeline_is_one_row(row: ThrowAway, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = pipelines.PIPELINES
     monkeypatch.setattr(pipelines, "PIPELINES", (rows[0], LoudKind(), rows[-1]))
-    made = layer_of(problem_on(GPU), Overrides(shared="apart"))
+    made = layer_of(problem_on(GPU), Overrides(shared="sequential"))
     assert [(s.tokens, s.pipeline) for s in made.plan.token_ranges] == [
         (1, "direct"),
         (2, "loud"),
@@ -324,7 +324,7 @@ def test_a_pipeline_is_one_row(row: ThrowAway, monkeypatch: pytest.MonkeyPatch) 
         (31, "split"),
     ]
     assert {region.name: region.nbytes for region in made.plan.regions}["loud"] == 1 << 20
-    assert "2 to 20 tokens loud (one kernel for everything, sixteens)" in repr(made)
+    assert "2 to 20 tokens: loud (one kernel for everything, sixteens)" in repr(made)
     Loud.heard.clear()
     for tokens in (1, 2, 30, 31):
         with patch.object(torch.Tensor, "is_cuda", True), _torch_alone():
@@ -332,10 +332,12 @@ def test_a_pipeline_is_one_row(row: ThrowAway, monkeypatch: pytest.MonkeyPatch) 
     assert Loud.heard == [2, 30]
     v3 = replace(SPEC.routing, score="sigmoid", correction_bias=True)
     routing = replace(problem_on(GPU), spec=replace(SPEC, routing=v3))
-    said = {r.name: r.reason for r in plan(routing, Overrides(shared="apart")).refusals}
-    assert said["loud"] == "asked for the routing deepseek_v3; it routes by renormalize_naive alone"
+    said = {r.name: r.reason for r in plan(routing, Overrides(shared="sequential")).refusals}
+    assert said["loud"] == "the routing is deepseek_v3; supported: renormalize_naive"
     assert "6 experts, top-2 (deepseek_v3), hidden 48" in plan(routing).explain()
     assert "6 experts, top-2 (renormalize_naive), hidden 48" in repr(made)
     without = replace(problem_on(GPU), spec=replace(SPEC, shared=None))
-    assert ("loud", "asked for no shared expert; it needs one") in {(r.name, r.reason) for r in plan(without).refusals}
+    assert ("loud", "the layer has no shared expert; it needs one") in {
+        (r.name, r.reason) for r in plan(without).refusals
+    }
     assert plan(problem_on(GPU), Overrides(pipeline="split")).pipelines == ("split",)

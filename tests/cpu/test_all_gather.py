@@ -6,6 +6,7 @@ import pytest
 
 from collegium import MoESpec, Overrides, Placement, PlanError, Problem, RoutingSpec, plan, probe
 from collegium.parallel.placement import linear
+from raising import assert_values
 from ranks import run_ranks
 from split_layers import compare, disagree
 
@@ -17,11 +18,11 @@ def test_ranks_equal_one_layer(world: int) -> None:
 
 def test_ranks_that_disagree_are_told_so_on_every_rank() -> None:
     for errors in run_ranks(partial(disagree, name="all_gather"), 2):
-        assert "found rank 0: 5 tokens, top-3, layer 1; rank 1: 65 tokens, top-3, layer 1" in errors[0]
+        assert "rank 0: 5 tokens, top-3, layer 1; rank 1: 65 tokens, top-3, layer 1" in errors[0]
         assert "rank 0: 2 tokens, top-2, layer 1; rank 1: 2 tokens, top-3, layer 1" in errors[1]
-        assert "all_gather: building a layer: ranks 0 and 1 differ" in errors[2]
-        assert "planned for rank 0 of 3, experts 0 to 2, torch.distributed has rank" in errors[3]
-        assert "found rank 0: 4 tokens, top-3, layer 1; rank 1: 4 tokens, top-3, layer 2; call layers" in errors[4]
+        assert_values(errors[2], "all_gather", "ranks 0 and 1")
+        assert_values(errors[3], "rank 0 of 3, experts 0 to 2", "torch.distributed")
+        assert "rank 0: 4 tokens, top-3, layer 1; rank 1: 4 tokens, top-3, layer 2" in errors[4]
 
 
 def test_what_it_cannot_split_is_refused_by_name() -> None:
@@ -32,11 +33,11 @@ def test_what_it_cannot_split_is_refused_by_name() -> None:
             plan(Problem(spec=spec, device=probe("cpu"), placement=placement))
         return str(error.value)
 
-    assert "3 experts on 4 ranks: rank 3 has none" in why(linear(3, 1, 4))
+    assert_values(why(linear(3, 1, 4)), "3 experts", "4 ranks", "rank 3")
     nowhere = Placement(rank=0, world_size=2, expert_ids=(0, 1), ranks=((0, 1), (1,)))
-    assert "no rank holds experts [2]; every expert needs a rank" in why(nowhere)
-    assert "it needs the experts of every rank" in why(Placement(rank=0, world_size=2, expert_ids=(0, 1)))
+    assert "experts [2]" in why(nowhere)
+    assert "Placement.ranks" in why(Placement(rank=0, world_size=2, expert_ids=(0, 1)))
     made = plan(Problem(spec=spec, device=probe("cpu"), placement=linear(3, 1, 2)), Overrides(dispatcher="all_gather"))
     assert (made.dispatcher, made.capturable, made.capacity) == ("all_gather", False, 2 * 8192 * 2)
-    said = "tokens in bf16 to every rank, a row for each assignment back, with the bits of one rank, between ranks"
-    assert said in made.explain()
+    assert "bf16 to every rank" in made.wire_format
+    assert made.wire_format in made.explain()

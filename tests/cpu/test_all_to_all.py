@@ -36,7 +36,7 @@ from collegium.pipelines import PipelineParts
 from collegium.pipelines.split import Split
 from collegium.runtime.memory import Region, Workspace, memory_map
 from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids
-from raising import raises_with
+from raising import assert_values, raises_with
 from ranks import error_of, run_ranks
 from split_layers import EXPERTS, HIDDEN, RECIPES, compare, disagree, layer_of, replicated, taken
 
@@ -51,11 +51,11 @@ def test_ranks_equal_one_layer(world: int) -> None:
 @pytest.mark.parametrize("name", BOTH)
 def test_ranks_that_disagree_are_told_so_on_every_rank(name: str) -> None:
     for errors in run_ranks(partial(disagree, name=name), 2):
-        assert "found rank 0: 5 tokens, top-3, layer 1; rank 1: 65 tokens, top-3, layer 1" in errors[0]
+        assert "rank 0: 5 tokens, top-3, layer 1; rank 1: 65 tokens, top-3, layer 1" in errors[0]
         assert "rank 0: 2 tokens, top-2, layer 1; rank 1: 2 tokens, top-3, layer 1" in errors[1]
-        assert f"{name}: building a layer: ranks 0 and 1 differ" in errors[2]
-        assert "planned for rank 0 of 3, experts 0 to 2, torch.distributed has rank" in errors[3]
-        assert "found rank 0: 4 tokens, top-3, layer 1; rank 1: 4 tokens, top-3, layer 2; call layers" in errors[4]
+        assert_values(errors[2], name, "ranks 0 and 1")
+        assert_values(errors[3], "rank 0 of 3, experts 0 to 2", "torch.distributed")
+        assert "rank 0: 4 tokens, top-3, layer 1; rank 1: 4 tokens, top-3, layer 2" in errors[4]
 
 
 ROOM = 4
@@ -105,10 +105,10 @@ def _room(rank: int) -> Any:
 def test_tokens_over_capacity_raise_on_every_rank() -> None:
     for said, faults in run_ranks(_room, 3):
         assert faults == []
-        assert "one rank may send rank_tokens=4 tokens to one other" in said[0]
-        assert "rank 0: 4; rank 1: 6; rank 2: 0; nothing was sent" in said[0]
+        assert "rank_tokens=4" in said[0]
+        assert "rank 0: 4; rank 1: 6; rank 2: 0" in said[0]
         for late in (said[1], said[3]):
-            assert "found no room when a CUDA graph ran, and their rows are NaN (rank 1: 2)" in late
+            assert_values(late, "CUDA graph", "NaN", "rank 1: 2")
         assert said[2] == said[4] == "none"
 
 
@@ -218,23 +218,22 @@ def test_plans_describe_wire_and_capture() -> None:
     placed = linear(8, 1, 4)
     made = plan(_asked(placed))
     assert (made.dispatcher, made.capturable, made.capacity) == ("all_to_all", False, 4 * 2 * 8192)
-    said = (
-        "tokens in bf16 once to each rank of their experts, a row for each assignment back, with the bits of one rank"
-    )
-    assert f"{said}, between ranks" in made.explain()
+    assert "bf16" in made.wire_format
+    assert made.wire_format in made.explain()
     made = plan(_asked(placed, graph=True, limits=Limits(max_tokens=100, rank_tokens=30)))
     assert (made.dispatcher, made.capturable, made.capacity) == ("all_to_all_fixed", True, 4 * 2 * 30)
-    assert "with room for 30 from one to another" in made.explain()
-    assert "all_to_all: a layer that a CUDA graph can capture was requested" in made.explain()
+    assert "30 from one rank" in made.explain()
+    assert "all_to_all: graph=True" in made.explain()
     sizes = {region.name: region.nbytes for region in made.regions}
     # 256 columns of two bytes and two places, in whole 64 bytes.
     assert sizes["sent"] == sizes["received"] == 4 * 30 * 576
     assert sizes["returned"] == 4 * 30 * 2 * 256 * 4
     made = plan(_asked(placed), Overrides(combine="reduced"))
     assert made.problem.combine == "reduced"
-    assert "one bf16 row for each token and rank back, rounded once: not the bits of one rank" in made.explain()
+    assert "one bf16 row per token and rank" in made.explain()
     made = plan(_asked(placed, combine="reduced"), Overrides(combine="reduced_fp8", dispatcher="all_to_all_fixed"))
-    assert "one fp8_group128 row for each token and rank back, off by up to 1/16" in made.wire_format
+    assert "one fp8_group128 row per token and rank" in made.wire_format
+    assert "1/16" in made.wire_format
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -16,6 +16,7 @@ from collegium.errors import BadScaleError, CheckpointError, ConfigError
 from collegium.models.base import Config
 from collegium.models.name_match import matches_prefix
 from collegium.models.quantization import declared_format
+from raising import assert_values
 from toys import TinySize, write_checkpoint
 
 SIZE = TinySize(hidden=256, intermediate=128, experts=4, top_k=2, layers=2)
@@ -126,7 +127,7 @@ def test_copied_experts_are_found(tmp_path, name: str) -> None:
 def test_a_gate_in_the_place_of_up_is_found(tmp_path) -> None:
     change = copy(HEAD.format(0, 2, "gate"), HEAD.format(0, 2, "up"), ".weight")
     (found,) = findings(attacked(tmp_path, change, "bf16"))
-    assert "expert 2, up: its weights are, byte for byte, those of layer 0, expert 2, gate" in found
+    assert_values(found, "expert 2, up: its weights", "layer 0, expert 2, gate")
 
 
 def test_a_copied_layer_is_found(tmp_path) -> None:
@@ -144,7 +145,7 @@ def test_a_copied_layer_is_found(tmp_path) -> None:
 def test_scales_copied_from_another_layer_are_found(tmp_path, name: str, suffix: str) -> None:
     change = copy(HEAD.format(0, 2, "down"), HEAD.format(1, 2, "down"), suffix)
     found = findings(attacked(tmp_path, change, name, "compressed-tensors"))
-    assert "layer 1, expert 2, down: its scales are, byte for byte, those of layer 0, expert 2, down" in found[0]
+    assert_values(found[0], "layer 1, expert 2, down: its scales", "layer 0, expert 2, down")
 
 
 def test_constant_weights_are_found(tmp_path) -> None:
@@ -240,7 +241,8 @@ PATTERNS = [
     r"(?!.*shared).*experts.*", r"(?=model)m", r"model\b", r"\w+\.\w+\.1\d?\.", r"lm_head|model", r"(model\.)?layers",
     r"^model.*proj$", r"[\w.]*?experts\.(\d{1,3})\.up", r"model\.layers\.[0-5]\.", r"a*?b?", r"(m|mo|mod)+el\Z",
     r"\S+\Bodel", r"(?:model|language_model)\.\D+12", r"[^\d]*12", "", r"\s|\W|m",
-    r"(model\.layers\.12\.mlp\.experts\.127\.up_proj){2}",
+    r"(model\.layers\.12\.mlp\.experts\.127\.up_proj){2}", r"model{,1}", r"mode{x}|\x6d\157del", r"[]m][^]x]",
+    r"(?#text)(?P<name>lm)_(?:head){,}", r"(?u)m{1}o{0,2}?",
 ]  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from collegium import cli
-from collegium.commands.bench import TOLERANCES, bench, experts_error, named_layer, random_weights
+from collegium.commands.bench import TOLERANCES, bench, experts_error, named_layer
 from collegium.commands.measure import (
     ROUTINGS,
     Ceilings,
@@ -25,6 +25,7 @@ from collegium.commands.measure import (
     take_turns,
 )
 from collegium.commands.plot import draw_bench, save_picture
+from collegium.dummy.weights import random_weights
 from collegium.errors import ConfigError, InputError, MeasurementError, SpecError
 from collegium.experts.cpu import grouped as cpu_grouped
 from collegium.experts.cpu.panels import missing_requirement

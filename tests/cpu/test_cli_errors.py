@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -113,12 +114,13 @@ def test_a_device_that_is_not_there(command, device, said):
 @pytest.mark.parametrize("command", ["generate", "plan", "verify", "bench", "bench-model", "tune"])
 def test_a_format_that_is_not_known(command, said):
     message = said(command, str(SHIPPED), "--device", "cpu", "--format", "fp3")
-    assert message.startswith("SpecError: weight format 'fp3' is not known, allowed: bf16")
+    assert re.match("SpecError: .*'fp3'.*bf16", message)
 
 
 @pytest.mark.parametrize("command", ["bench", "bench-model", "tune"])
 def test_an_activation_format_that_is_not_known(command, said):
-    assert "found 'fp3', allowed: " in said(command, str(SHIPPED), "--device", "cpu", "--format", "bf16:fp3")
+    message = said(command, str(SHIPPED), "--device", "cpu", "--format", "bf16:fp3")
+    assert re.match("(Spec|Input)Error: .*'fp3'.*fp8_token", message)
 
 
 def test_a_gguf_file_without_a_tokenizer(tmp_path, said):
@@ -126,8 +128,8 @@ def test_a_gguf_file_without_a_tokenizer(tmp_path, said):
     for path in (tmp_path / "tiny.gguf", tmp_path):
         message = said("generate", str(path), "--device", "cpu")
         assert message.startswith("InputError")
-        assert "put the tokenizer.json that the model was published with" in message
-    assert "quantize needs a model's folder" in said(*on("quantize", tmp_path / "tiny.gguf"))
+        assert "tokenizer.json" in message
+    assert re.match("[A-Za-z]+Error: .*folder", said(*on("quantize", tmp_path / "tiny.gguf")))
 
 
 def test_a_tokenizer_of_another_model(tmp_path, said):
@@ -135,7 +137,8 @@ def test_a_tokenizer_of_another_model(tmp_path, said):
     folder = write_model(tmp_path / "model")
     shutil.copy(SHIPPED / "tokenizer.json", folder)
     message = said("generate", str(folder), "--device", "cpu", "--tokens", "2")
-    assert "the model has embeddings for 0 to 96; put the tokenizer.json" in message
+    assert "0 to 96" in message
+    assert "tokenizer.json" in message
     assert "error" in json.loads(command("generate", folder, "--device", "cpu", "--json")[1])
 
 
@@ -143,11 +146,11 @@ def test_a_text_needs_a_tokenizer_and_a_word(tmp_path, said, monkeypatch):
     monkeypatch.setattr("collegium.integrations.transformers.loading", None)  # nothing is loaded before
     folder = damaged(tmp_path / "model", (SHIPPED / "config.json").read_text())
     (folder / "tokenizer.json").unlink()
-    assert "no tokenizer.json" in said("generate", str(folder), "--device", "cpu")
+    assert re.match("InputError: .*tokenizer.json", said("generate", str(folder), "--device", "cpu"))
     (folder / "tokenizer.json").write_text("{")
-    assert "its tokenizer cannot be read" in said("generate", str(folder), "--device", "cpu")
+    assert re.match("[A-Za-z]+Error: .*tokenizer", said("generate", str(folder), "--device", "cpu"))
     monkeypatch.undo()
-    with pytest.raises(InputError, match="has no tokens"):
+    with pytest.raises(InputError):
         writing.Writer(torch.nn.Linear(1, 1), SHIPPED).encode("")
 
 
@@ -167,7 +170,7 @@ def test_sizes_beyond_memory_are_refused(words, text, said, monkeypatch):
     message = said(*words, "--device", "cpu")
     assert message.startswith("InputError")
     assert text in message
-    assert " GB free; nothing was built" in message or " MB free; nothing was built" in message
+    assert re.search(r"[0-9.]+ [GM]B free", message)
 
 
 def test_tune_is_refused_by_its_bytes_on_a_gpu(monkeypatch):
@@ -189,7 +192,7 @@ def test_room_is_counted_from_what_is_really_held():
     free = free_bytes(facts)
     assert 1e8 < free <= facts.memory
     check_free_memory("x", {"weights": free / 2}, facts)
-    with pytest.raises(InputError, match=r"x: needs .* \(weights .*\), and cpu .* free"):
+    with raises_with(InputError, "x: ", "weights", "cpu", "GB"):
         check_free_memory("x", {"weights": 2 * facts.memory}, facts)
     seen: list[dict[str, float]] = []
     true = layer_needs
@@ -209,14 +212,14 @@ def test_impossible_pictures_are_refused_first(tmp_path, said, monkeypatch):
         return said("bench", "64x32x6x2", "--device", "cpu", "--plot", path)
 
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert plot("x.png").startswith("MissingExtraError: matplotlib is not installed")
+    assert re.match("MissingExtraError: matplotlib", plot("x.png"))
     monkeypatch.undo()
     pytest.importorskip("matplotlib")
     for name, text in (
-        ("nowhere/x.png", "does not exist; create it first"),
-        ("x.xyz", "allowed: "),
-        ("x", "allowed: "),
-        ("a.png", "cannot be written"),
+        ("nowhere/x.png", "nowhere"),
+        ("x.xyz", "png"),
+        ("x", "png"),
+        ("a.png", "a.png"),
     ):
         (tmp_path / "a.png").mkdir(exist_ok=True)
         with pytest.raises(InputError, match=text):
@@ -315,7 +318,7 @@ def test_a_generation_config_that_is_none_is_named(text, said, tmp_path):
     (folder / "generation_config.json").write_text(text)
     message = said("generate", str(folder), "--tokens", "1", "--device", "cpu")
     assert message.startswith("ConfigError")
-    assert "generation_config.json: cannot be used" in message
+    assert "generation_config.json" in message
 
 
 def test_absent_attention_and_huge_seeds(said, tmp_path):

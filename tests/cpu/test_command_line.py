@@ -56,7 +56,7 @@ assert set(collegium.__all__) <= set(dir(collegium))
 try:
     collegium.nothing
 except AttributeError as error:
-    assert "'collegium' has no attribute 'nothing'" in str(error)
+    assert "'nothing'" in str(error)
 from collegium import *
 assert callable(load_layer)
 """
@@ -111,7 +111,8 @@ def test_cached_models_are_found_by_id(tmp_path: Path) -> None:
     source = str(Path(__file__).resolve().parents[2] / "src")
     given = os.environ | {"HF_HUB_CACHE": str(tmp_path), "PYTHONPATH": source}
     here = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False, env=given)
-    assert "org/fables: config.json is missing" in here.stderr
+    assert "org/fables" in here.stderr
+    assert "config.json" in here.stderr
 
 
 @pytest.mark.parametrize(

@@ -221,58 +221,79 @@ print("RESULT" + json.dumps(found))
 """
 
 
-_ORDER = dict.fromkeys(("row_places", "deltas", "span", "width")) | {"ITEM": 0}
-_LISTS = {"BLOCK_E": 256, "BLOCK_T_A": 16, "BLOCK_T_B": 64} | _ORDER
-_READS = {"TOP_K": 8, "BLOCK_E": 256}
-_ROUTE = {
-    "SCORE": 2, "TOP_K": 8, "BLOCK_K": 8, "BLOCK_G": 8, "BLOCK_S": 32, "KEPT": 4, "TOP2": True, "BIAS": True,
-    "HASH": False, "RENORM": True, "EXPERT_SCALE": False,
-}  # fmt: skip
+_LISTS = dict.fromkeys(("row_map", "deltas", "rank_count", "row_width"))
+_LISTS["FORMAT"] = {
+    "PermutationFormat": {"top_k": 8, "block_e": 256, "block_t_a": 16, "block_t_b": 64, "element_bytes": 0}
+}
+_COUNT = {"BLOCK": 128, "TOP_K": 8, "BLOCK_E": 256}
+_UNWEIGHTED = {"weights": None, "weights_by_row": None}
+_ROUTING = {"score": 2, "top_k": 8, "block_k": 8, "renormalize": True}
+_GROUPS = {"block_g": 8, "block_s": 32, "top": 4, "top2_sum": True}
+_PLAIN_ROUTE = {
+    "ROUTING": {"RoutingFormat": _ROUTING},
+    "GROUPS": {"ExpertGroups": _GROUPS},
+    "token_ids": None,
+    "hash_table": None,
+}
+_ROUTE = _PLAIN_ROUTE | {"expert_scale": None}
+_SQRT_SOFTPLUS = {
+    "ROUTING": {"RoutingFormat": _ROUTING | {"score": 3}},
+    "GROUPS": {"ExpertGroups": _GROUPS | {"block_g": 1, "block_s": 1024, "top": 0}},
+}
 _MIXER = {
-    "SCORE": 4, "TOP_K": 2, "BLOCK_K": 2, "BLOCK_G": 1, "BLOCK_S": 32, "KEPT": 0, "BIAS": False, "RENORM": False,
+    "ROUTING": {"RoutingFormat": {"score": 4, "top_k": 2, "block_k": 2, "renormalize": False}},
+    "GROUPS": {"ExpertGroups": {"block_g": 1, "block_s": 32, "top": 0, "top2_sum": True}},
+    "bias": None,
+}
+_SUM = {"TOP_K": 8, "BLOCK": 1024, "UNSORTED": False}
+_COLUMNS = {"TOP_K": 0, "BLOCK_E": 256, "BLOCK": 1024}
+_ROWS = {"BLOCK_R": 2, "BLOCK_C": 1024}
+_ALL_ROWS = {"valid_rows": None}
+_CODES = {
+    "group": 128, "power_of_two": False, "e8m0": False, "reorder": False, "software_rounding": False,
 }  # fmt: skip
-_SUM = {"TOP_K": 8, "BLOCK": 1024, "WEIGHTS": True, "SHARED": True, "IDS": False}
-_COLUMNS = {"GATHER": True, "TOP_K": 0, "BLOCK_E": 256, "BLOCK": 1024}
-_ROWS = {"BLOCK_R": 2, "BLOCK_C": 1024, "GATHER": True, "WEIGHTS": True, "SOME": False}
-_E4M3 = _ROWS | {"GROUP": 128, "POWER": False, "BYTE": False, "ROUND": False, "REORDER": False, "fixed": None}
-_STATIC = {name: value for name, value in _E4M3.items() if name != "fixed"}
+_STATIC = _ROWS | {"FORMAT": {"CodeFormat": _CODES}}
+_VALID_ROWS = _STATIC | {"static_scale": None}
+_E4M3 = _VALID_ROWS | _ALL_ROWS
+_WHOLE_ROW = {"FORMAT": {"CodeFormat": _CODES | {"group": 8192}}, "BLOCK_C": 8192, "BLOCK_R": 1}
+_MXFP8 = {"FORMAT": {"CodeFormat": _CODES | {"group": 32, "power_of_two": True, "e8m0": True}}}
+_E8M0 = {"FORMAT": {"CodeFormat": _CODES | {"power_of_two": True, "e8m0": True}}}
+_NVFP4 = {"BLOCK_C": 8192, "index": None, "weights": None, "valid_rows": None, "SOFTWARE_ROUNDING": False}
 # Small kernels: (file, kernel, types that are not the rule, constants, warps, most registers); FP8 from sm_90 on.
 _HALVES = {"halves": "fp16", "scales": "fp32", "sums": "fp16"}
 SMALL: tuple[tuple[str, str, dict[str, str], dict[str, Any], int, int], ...] = (
-    ("permute", "permute_kernel", {}, {"BLOCK": 32, "WEIGHTS": False} | _READS | _LISTS, 1, 96),
-    ("permute", "permute_kernel", {"ids": "i32"}, {"BLOCK": 256, "WEIGHTS": True} | _READS | _LISTS, 8, 80),
-    ("permute", "permute_kernel", {}, {"BLOCK": 128, "WEIGHTS": True} | _READS | _LISTS, 4, 80),
-    ("permute", "count_kernel", {}, {"BLOCK": 128} | _READS, 4, 80),
-    ("permute", "scatter_kernel", {}, {"BLOCK": 128, "CHUNK": 32, "WEIGHTS": True, "TOP_K": 8} | _LISTS, 4, 128),
-    ("permute", "scatter_kernel", {}, {"BLOCK": 256, "CHUNK": 64, "WEIGHTS": True, "TOP_K": 8} | _LISTS, 8, 128),
+    ("permute", "permute_kernel", {}, {"BLOCK": 32} | _UNWEIGHTED | _LISTS, 1, 96),
+    ("permute", "permute_kernel", {"ids": "i32"}, {"BLOCK": 256} | _LISTS, 8, 80),
+    ("permute", "permute_kernel", {}, {"BLOCK": 128} | _LISTS, 4, 80),
+    ("permute", "count_kernel", {}, _COUNT, 4, 80),
+    ("permute", "scatter_kernel", {}, {"BLOCK": 128, "BLOCK_P": 32} | _LISTS, 4, 128),
+    ("permute", "scatter_kernel", {}, {"BLOCK": 256, "BLOCK_P": 64} | _LISTS, 8, 128),
     ("columns", "columns_kernel", {"out": "bf16"}, _COLUMNS, 4, 48),
     ("columns", "columns_kernel", {"out": "fp16", "x": "fp16"}, _COLUMNS | {"TOP_K": 8}, 4, 48),
-    ("columns", "halves_kernel", _HALVES, {"SOME": True, "BLOCK": 4096}, 8, 48),
-    ("columns", "halves_kernel", _HALVES | {"x": "fp16"}, {"SOME": False, "BLOCK": 16384}, 16, 64),
+    ("columns", "halves_kernel", _HALVES, {"BLOCK": 4096}, 8, 48),
+    ("columns", "halves_kernel", _HALVES | {"x": "fp16"}, {"valid_rows": None, "BLOCK": 16384}, 16, 64),
     ("weighted_sum", "weighted_sum_kernel", {}, _SUM, 4, 80),
-    ("weighted_sum", "weighted_sum_kernel", {"slots": "i32"}, _SUM | {"IDS": True, "BLOCK": 256}, 1, 80),
+    ("weighted_sum", "weighted_sum_kernel", {"slots": "i32"}, _SUM | {"UNSORTED": True, "BLOCK": 256}, 1, 80),
     ("route", "route_kernel", {}, _ROUTE, 1, 128),
-    ("route", "route_kernel", {}, _ROUTE | {"SCORE": 3, "BLOCK_G": 1, "BLOCK_S": 1024, "KEPT": 0}, 4, 128),
-    ("route", "route_kernel", {}, _ROUTE | {"EXPERT_SCALE": True}, 1, 128),
+    ("route", "route_kernel", {}, _ROUTE | _SQRT_SOFTPLUS, 4, 128),
+    ("route", "route_kernel", {}, _PLAIN_ROUTE, 1, 128),
     ("route", "route_kernel", {}, _ROUTE | _MIXER, 1, 96),
-    ("route", "widen_kernel", {"weights": "bf16", "wide_ids": "i64", "wide_weights": "fp32"},
-     {"TOP_K": 8, "BLOCK_K": 16, "MERGED": 1}, 1, 64),
-    ("quantize", "cast_kernel", {"codes": "bf16"}, _ROWS, 4, 64),
+    ("route", "widen_kernel", {"weights": "bf16", "out_ids": "i64", "out_weights": "fp32"},
+     {"TOP_K": 8, "BLOCK_K": 16, "SHARED": 1}, 1, 64),
+    ("quantize", "cast_kernel", {"codes": "bf16"}, _ROWS | _ALL_ROWS, 4, 64),
     ("quantize", "e4m3_kernel", {"codes": "fp8e4nv"}, _E4M3, 4, 80),
-    ("quantize", "e4m3_kernel", {"codes": "fp8e4nv"}, _E4M3 | {"SOME": True}, 4, 80),
-    ("quantize", "e4m3_kernel", {"codes": "fp8e4nv"}, _E4M3 | {"GROUP": 8192, "BLOCK_C": 8192, "BLOCK_R": 1}, 16, 80),
-    ("quantize", "e4m3_kernel", {"codes": "fp8e4nv", "scales": "u8"},
-     _E4M3 | {"GROUP": 32, "POWER": True, "BYTE": True}, 4, 80),
-    ("quantize", "e4m3_kernel", {"codes": "fp8e4nv", "scales": "u8"}, _E4M3 | {"POWER": True, "BYTE": True}, 4, 80),
-    ("quantize", "e4m3_kernel", {"codes": "fp8e4nv"}, _STATIC | {"GROUP": 8192, "BLOCK_C": 8192, "BLOCK_R": 1}, 16, 80),
-    ("quantize", "nvfp4_kernel", {"codes": "u8", "scales": "fp8e4nv"},
-     {"BLOCK_C": 8192, "GATHER": False, "WEIGHTS": False, "SOME": False, "ROUND": False, "fixed": None}, 16, 96),
-    ("quantize", "nvfp4_kernel", {"codes": "u8", "scales": "fp8e4nv"},
-     {"BLOCK_C": 8192, "GATHER": False, "WEIGHTS": False, "SOME": False, "ROUND": False}, 16, 96),
+    ("quantize", "e4m3_kernel", {"codes": "fp8e4nv"}, _VALID_ROWS, 4, 80),
+    ("quantize", "e4m3_kernel", {"codes": "fp8e4nv"}, _E4M3 | _WHOLE_ROW, 16, 80),
+    ("quantize", "e4m3_kernel", {"codes": "fp8e4nv", "scales": "u8"}, _E4M3 | _MXFP8, 4, 80),
+    ("quantize", "e4m3_kernel", {"codes": "fp8e4nv", "scales": "u8"}, _E4M3 | _E8M0, 4, 80),
+    ("quantize", "e4m3_kernel", {"codes": "fp8e4nv"}, _STATIC | _ALL_ROWS | _WHOLE_ROW, 16, 80),
+    ("quantize", "nvfp4_kernel", {"codes": "u8", "scales": "fp8e4nv"}, _NVFP4 | {"static_scale": None}, 16, 96),
+    ("quantize", "nvfp4_kernel", {"codes": "u8", "scales": "fp8e4nv"}, _NVFP4, 16, 96),
 )  # fmt: skip
 _POINTERS = {
-    **dict.fromkeys(("source", "slots", "expert_offsets", "tile_row_a", "tile_row_b", "ids", "used"), "i64"),
-    **dict.fromkeys(("token_ids", "hash_table", "owner"), "i64"),
+    **dict.fromkeys(("source", "slots", "expert_offsets", "tile_row_a", "tile_row_b", "ids"), "i64"),
+    **dict.fromkeys(("index", "valid_rows"), "i64"),
+    **dict.fromkeys(("token_ids", "hash_table", "expert_of"), "i64"),
     **dict.fromkeys(("tile_expert_a", "tile_expert_b", "histograms", "order"), "i32"),
     **dict.fromkeys(("weights", "weights_by_row", "scales", "global_scales", "logits", "bias"), "fp32"),
     "expert_scale": "fp32",
@@ -285,12 +306,19 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from collegium.kernels import arguments
+
 tool = triton.__path__[0] + "/backends/nvidia/bin/cuobjdump"
-FLOATS = "eps", "floor", "scale", "jitter", "fixed"
+FLOATS = "eps", "floor", "scale", "jitter", "static_scale"
 even = {"columns", "x_stride", "width", "row_stride", "shared_stride", "logits_stride"}
 found = []
 for arch, file, name, pointers, constants, warps in json.load(sys.stdin):
     kernel = getattr(importlib.import_module("collegium.kernels." + file), name)
+    # A group of compile-time arguments is {type: fields}.
+    for key, value in constants.items():
+        if isinstance(value, dict):
+            ((group, fields),) = value.items()
+            constants[key] = getattr(arguments, group)(**fields)
     types = {n: "*" + kind for n, kind in pointers.items()} | dict.fromkeys(FLOATS, "fp32")
     if file == "quantize":
         types["rows"] = "i32"

@@ -47,7 +47,7 @@ from dataclasses import replace
 import torch
 from launches import layer_on, pretending
 from collegium import LatentWeights, MoESpec, RouterWeights, Routing, RoutingSpec, SharedSpec, SharedWeights
-from collegium.commands.bench import random_weights
+from collegium.dummy.weights import random_weights
 
 HIDDEN, EXPERTS, TOP_K, LIMIT = 256, 8, 2, 640
 EXTRA = {"correction_bias": torch.zeros(EXPERTS), "hash_table": torch.zeros(50, TOP_K, dtype=torch.int64)}
@@ -156,7 +156,7 @@ from dataclasses import replace
 import torch
 from launches import layer_on, pretending
 from collegium import MoELayer, MoESpec, Routing, RoutingSpec, warm_up
-from collegium.commands.bench import random_weights
+from collegium.dummy.weights import random_weights
 from collegium.formats.unquantised import Bf16
 
 spec = MoESpec(hidden_size=64, intermediate_size=32, num_experts=3, routing=RoutingSpec(top_k=2))

@@ -209,7 +209,7 @@ def said(packed: Any, limit: int, *, direct: bool) -> str:
 
 def test_a_layer_says_which_batches_take_which_way() -> None:
     _, packed = build("bf16", None)
-    few, many = "tokens direct (unsorted, small tiles)", "tokens split (sorted by expert, small tiles)"
+    few, many = "tokens: direct (unsorted, small tiles)", "tokens: split (sorted by expert, small tiles)"
     assert said(packed, 8192, direct=True) == f"1 to 5 {few}; 6 to 8,192 {many}"
     assert said(packed, 6, direct=True) == f"1 to 5 {few}; 6 {many}"
     assert said(packed, 2, direct=True) == f"1 to 2 {few}"
@@ -218,7 +218,7 @@ def test_a_layer_says_which_batches_take_which_way() -> None:
     found = next(rows for rows in range(1, 3 * 8192) if large.tiling.large(rows) is not None)
     assert large.tiling.large(found - 1) is None
     first = -(-found // 3)
-    words = f"1 to {first - 1:,} {many}; {first:,} to 8,192 tokens split (sorted by expert, large tiles)"
+    words = f"1 to {first - 1:,} {many}; {first:,} to 8,192 tokens: split (sorted by expert, large tiles)"
     assert said(large, 8192, direct=False) == words
 
 

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("tests/gpu makes these comparisons on the device", allow_module_level=True)
 
-from collegium.commands.integers import nf4
+from collegium.dummy.encoders import nf4
 from collegium.experts.triton import layout
 from collegium.experts.triton.dequantized import dequantize_experts
 from collegium.experts.triton.packing import pack_bnb4, pack_gguf, pack_int, pack_mx

@@ -52,7 +52,7 @@ for major in (8, 9, 10):
         registers, stack = map(int, re.search(r"REG:(\\\\d+) STACK:(\\\\d+)", usage).groups())
         codes = re.findall(r"\\\\b(DFMA|DMUL|DADD|FMUL|FADD|LDL|STL|ACQBULK|PREEXIT)", sass)
         facts = {code: codes.count(code) for code in codes}
-        own = {key: variant.arguments.get(key) for key in ("PARTS", "BLOCK", "STEPS", "SCORE", "WEIGHT")}
+        own = {key: variant.arguments.get(key) for key in ("PARTS", "BLOCK", "STEPS", "ROUTING")}
         found.append([major, name, own, registers, stack, facts])
 print("RESULT" + json.dumps(found))
 """.replace("\\\\", "\\")

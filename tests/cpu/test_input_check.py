@@ -20,6 +20,7 @@ from collegium.parallel.input_check import FIRST_PASSES, differing_ranks
 from collegium.parallel.rendezvous import Rendezvous, timeout_seconds
 from collegium.testing.compare import heavy_tailed
 from grids import exhaustive
+from raising import assert_values
 from rank_cases import FOLDERS, built
 from ranks import run_ranks
 
@@ -456,9 +457,9 @@ def test_plan_reports_what_is_compared() -> None:
 
     ways: tuple[dict[str, Any], ...] = ({"world_size": 2, "same_tokens": True}, {"slices": 2})
     for asked in ways:
-        assert "inputs     compared between ranks in the first pass of each kind" in explained(**asked)
+        assert "inputs     compared between ranks in the first pass" in explained(**asked)
     assert "\ninputs" not in explained(world_size=2)
-    assert "in every pass with checked=True, otherwise never" in explained("partial", world_size=2)
+    assert "checked=True" in explained("partial", world_size=2)
 
 
 def _whole_model(rank: int) -> Any:
@@ -479,7 +480,7 @@ def test_a_batch_cut_over_ranks_of_the_same_tokens(folder: Path, monkeypatch: py
     monkeypatch.setenv(FOLDERS, str(folder))
     for (kind, ranks, text), right in run_ranks(_whole_model, 2):
         assert (kind, ranks) == ("RankError", (1,))
-        assert "rank 1 differs from rank 0 in the values of x (bfloat16 [4, 64])" in text
+        assert_values(text, "rank 1", "rank 0", "x (bfloat16 [4, 64])")
         assert "same_tokens=False" in text
         assert right
 

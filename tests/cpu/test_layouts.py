@@ -19,7 +19,7 @@ from collegium.kernels import enums
 from collegium.problem import DeviceFacts, Problem
 from collegium.runtime.machine import Machine
 from collegium.testing.compare import random_experts
-from collegium.types import SCORE_FUNCTIONS, ActivationSpec, ExpertWeights, MoESpec, RoutingSpec
+from collegium.types import ACTIVATION_KINDS, SCORE_FUNCTIONS, ActivationSpec, ExpertWeights, MoESpec, RoutingSpec
 from integers import encoded, random_blocks
 
 FOUR = ("mxfp4", "nvfp4", "int4_group")
@@ -163,12 +163,13 @@ def test_layouts_of_formats_differ() -> None:
 
 
 def test_no_two_formats_share_a_number() -> None:
-    named: dict[str, int] = {name: getattr(enums, name) for name in enums.__all__}
-    scales = [value for name, value in named.items() if name.endswith("_SCALE")]
+    # Numbers of row scales (X_), faults and words of a peer's header are compared with each other alone.
+    others = ("X_", "FAULT_", "HEAD_", "MAX_PEERS")
+    numbers: dict[str, int] = {n: getattr(enums, n) for n in enums.__all__ if not n.startswith(others)}
+    scales = [value for name, value in numbers.items() if name.endswith("_SCALE")]
     assert sorted(scales) == list(range(9))
-    others = ("SCALE", "CODES", "ACTIVATION", "ROWS", "NOWHERE", "MATH")
-    numbers = {name: value for name, value in named.items() if not name.startswith(("FAULT_", "HEAD_", "MAX_PEERS"))}
-    weights = [value for name, value in numbers.items() if not name.endswith(others)]
+    endings = ("SCALE", "CODES", "ACTIVATION", "ROWS", "NOWHERE", "MATH")
+    weights = [value for name, value in numbers.items() if not name.endswith(endings)]
     assert len(set(weights)) == len(weights) == 13
 
 
@@ -178,3 +179,11 @@ def test_score_functions_have_the_numbers_of_the_routing_kernel() -> None:
 
     for place, name in enumerate(SCORE_FUNCTIONS):
         assert getattr(route, name.upper()).value == place
+
+
+def test_activations_have_the_numbers_of_the_kernels() -> None:
+    pytest.importorskip("triton")
+    from collegium.kernels import activation
+
+    for number, name in enumerate(ACTIVATION_KINDS):
+        assert getattr(activation, name.upper()).value == number

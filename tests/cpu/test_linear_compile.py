@@ -58,9 +58,11 @@ for major in (8, 9, 10):
                 sass = subprocess.run([tool, "-sass", binary.name], capture_output=True, text=True).stdout
             registers, stack = map(int, re.search(r"REG:(\\\\d+) STACK:(\\\\d+)", usage).groups())
             codes = re.findall(r"\\\\b(HGMMA\\\\S+|HMMA\\\\S+|UTCHMMA|LDGSTS|FADD|FFMA|LDL|STL|ACQBULK|PREEXIT)", sass)
-            own = {name: variant.arguments.get(name) for name in ("PART", "BLOCK_T", "STEPS", "PARTS")}
+            constants = {"PARTS": variant.arguments.get("PARTS")}
+            if variant.kernel.__name__ == "linear_kernel":
+                constants = variant.arguments["ORDER"]._asdict() | variant.arguments["TILE"]._asdict()
             facts = [registers, stack, built.metadata.shared, {code: codes.count(code) for code in codes}]
-            found.append([major, pair, variant.kernel.__name__, own, *facts])
+            found.append([major, pair, variant.kernel.__name__, constants, *facts])
 print("RESULT" + json.dumps(found))
 """.replace("\\\\", "\\")
 
@@ -83,14 +85,14 @@ def compiled(pairs: dict[int, list[str]]) -> list[Any]:
 
 def test_instructions_do_not_depend_on_tokens(compiled: list[Any], pairs: dict[int, list[str]]) -> None:
     seen: set[tuple[int, str, bool, int]] = set()
-    for major, pair, name, own, registers, stack, shared, codes in compiled:
-        says = f"sm_{major}0 {pair} {own}: {registers} registers, {stack} bytes of stack, {codes}"
+    for major, pair, name, constants, registers, stack, shared, codes in compiled:
+        says = f"sm_{major}0 {pair} {constants}: {registers} registers, {stack} bytes of stack, {codes}"
         if name != "linear_kernel":
             continue
-        seen.add((major, pair, own["PART"], own["BLOCK_T"]))
-        terms, tile = PAIRS[pair], own["BLOCK_T"]
+        seen.add((major, pair, constants["split"], constants["block_t"]))
+        terms, tile = PAIRS[pair], constants["block_t"]
         half = "" if pair.endswith("float16 float16") and not pair.startswith("b") else ".BF16"
-        odd = own["STEPS"] in (1, 16)  # 1000 columns, which no 16 bytes hold evenly
+        odd = constants["program_blocks"] in (1, 16)  # 1000 columns, which no 16 bytes hold evenly
         even = EVEN_STACK[compiler_release()] if major == 10 else 0
         assert stack <= (ODD_STACK[compiler_release()] if odd else even), says
         assert shared <= 100 << 10, says
@@ -114,8 +116,8 @@ def test_instructions_do_not_depend_on_tokens(compiled: list[Any], pairs: dict[i
 def test_parts_are_added_by_a_kernel_without_products(compiled: list[Any]) -> None:
     adding = [row for row in compiled if row[2] == "add_parts_kernel"]
     assert {row[3]["PARTS"] for row in adding} == {16, 23}
-    for _, _, _, own, registers, stack, _, codes in adding:
+    for _, _, _, constants, registers, stack, _, codes in adding:
         assert stack == 0
-        assert registers <= 64, own
-        assert codes["FADD"] >= own["PARTS"] - 1
+        assert registers <= 64, constants
+        assert codes["FADD"] >= constants["PARTS"] - 1
         assert "FFMA" not in codes

@@ -148,7 +148,7 @@ def test_wrong_layer_and_expert_are_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "deepseek_v3", size=SMALL)
     checkpoint = Checkpoint.open(tmp_path)
     for number in (True, 1.0):
-        with pytest.raises(InputError, match=rf"layer {number} was requested.*\(1,\)"):
+        with pytest.raises(InputError, match=rf"layer {number} .*\(1,\)"):
             CheckpointLayer.open(checkpoint, number)  # type: ignore[arg-type]
     with raises_with(InputError, "layer 0", "(1,)"):
         CheckpointLayer.open(checkpoint, 0)

@@ -66,7 +66,7 @@ def test_slices_of_odd_widths(tmp_path: Path, name: str, wide: int, tp_size: int
     layer = CheckpointLayer.open(checkpoint, 0)
     fits = wide % tp_size == 0 and (wide // tp_size) % STEPS[name] == 0
     if not fits:
-        with pytest.raises(InputError, match=rf"tp_size={tp_size} cuts intermediate_size={wide}.*pad=True"):
+        with pytest.raises(InputError, match=rf"tp_size={tp_size}.*intermediate_size={wide}.*pad=True"):
             load_experts(layer, tensor_parallel(1, 0, tp_size))
     ranks = [load_experts(layer, tensor_parallel(1, r, tp_size), pad=not fits) for r in range(tp_size)]
     room = {r.down.shape[-1] for r in ranks}
@@ -114,7 +114,7 @@ def test_padding_is_refused_where_zero_is_no_zero_code(tmp_path: Path) -> None:
         tmp_path, "mixtral", "int4_group", size=TinySize(hidden=64, intermediate=96, experts=1, top_k=1, layers=1)
     )
     checkpoint = Checkpoint.open(tmp_path)
-    with pytest.raises(InputError, match="tp_size=2 cuts intermediate_size=96"):
+    with raises_with(InputError, "tp_size=2", "intermediate_size=96"):
         load_experts(CheckpointLayer.open(checkpoint, 0), tensor_parallel(1, 0, 2), pad=True)
 
 
@@ -217,7 +217,7 @@ def test_a_stack_of_another_shape_names_both_shapes(tmp_path: Path) -> None:
     fused(tmp_path, "bf16", (".weight",))
     name = "model.layers.0.mlp.experts.down_proj"
     checkpoint = rewrite(tmp_path, **{name: torch.zeros(3, 64, 47, dtype=torch.bfloat16)})
-    with pytest.raises(TensorMismatchError, match=r"\(3, 64, 47\).*needs \(3, 64, 48\)"):
+    with pytest.raises(TensorMismatchError, match=r"\(3, 64, 47\).*\(3, 64, 48\)"):
         audit(checkpoint)
 
 
@@ -242,18 +242,18 @@ def test_unequal_activation_scales_are_reported(tmp_path: Path, storage: str, su
     same = {f"{base}w1{suffix}": one, f"{base}w3{suffix}": one * (1 + 1e-6), f"{base}w2{suffix}": one * 3}
     remarks = [f for f in audit(rewrite(tmp_path, **same)).findings if "activation" in f]
     assert len(remarks) == 1
-    assert "--activations nvfp4_static uses" in remarks[0]
+    assert "--activations nvfp4_static" in remarks[0]
     other = rewrite(tmp_path, **{f"{base}w3{suffix}": one * 1.001})
     findings = " ".join(audit(other).findings)
-    assert "1 experts have different static activation scales" in findings
-    assert ("they share one input" in findings) is refused
+    assert "1 experts" in findings
+    assert ("expert 1, up" in findings) is refused
     if refused:
         with raises_with(BadScaleError, "layer 0", "expert 1, up"):
             load_layer(other, 0, device="cpu", overrides=static)
     else:
         load_layer(other, 0, device="cpu", overrides=static)
     wrong = rewrite(tmp_path, **{f"{base}w2{suffix}": one * -4, f"{base}w3{suffix}": one})
-    assert "w2" + suffix + " is -1, allowed are finite and positive" in " ".join(audit(wrong).findings)
+    assert f"w2{suffix} is -1" in " ".join(audit(wrong).findings)
     with raises_with(BadScaleError, "w2", "-1"):
         load_layer(wrong, 0, device="cpu", overrides=static)
 
@@ -262,7 +262,7 @@ def test_unequal_activation_scales_are_reported(tmp_path: Path, storage: str, su
     ("suffix", "error", "text"),
     [
         (".weight_zero_point", UnknownTensorError, "zero point"),
-        (".weight_g_idx", TensorMismatchError, r"index is \(4,\), int4_group .* needs \(256,\)"),
+        (".weight_g_idx", TensorMismatchError, r"\(4,\).*int4_group.*\(256,\)"),
     ],
 )
 def test_undeclared_zero_points_and_indices_of_int4_are_refused(
@@ -287,10 +287,10 @@ def test_groups_of_half_a_word_are_refused(tmp_path: Path) -> None:
         for part in ("w1", "w2", "w3")
     }
     checkpoint = rewrite(tmp_path, **cut)
-    text = "layer 0, expert 0, gate: int4_group: group_size is 84, allowed: a multiple of 8"
-    with pytest.raises(TensorMismatchError, match=text):
+    values = ("layer 0, expert 0, gate", "int4_group", "group_size", 84, 8)
+    with raises_with(TensorMismatchError, *values):
         load_experts(CheckpointLayer.open(checkpoint, 0), linear(2))
-    with pytest.raises(TensorMismatchError, match=text):
+    with raises_with(TensorMismatchError, *values):
         audit(checkpoint)
 
 
@@ -298,7 +298,7 @@ def test_a_declared_shape_that_is_wrong_is_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "mixtral", "int4_group", size=TinySize(experts=2, layers=1))
     name = "model.layers.0.block_sparse_moe.experts.1.w1.weight_shape"
     checkpoint = rewrite(tmp_path, **{name: torch.tensor([128, 255])})
-    with pytest.raises(TensorMismatchError, match=r"w1.weight_shape is \[128, 255\]"):
+    with pytest.raises(TensorMismatchError, match=r"w1.weight_shape .*\[128, 255\]"):
         load_experts(CheckpointLayer.open(checkpoint, 0), linear(2))
 
 
@@ -307,7 +307,7 @@ def test_an_unknown_scale_granularity_lists_the_known_ones(tmp_path: Path) -> No
     weights = {"type": "float", "num_bits": 8, "strategy": "column", "symmetric": True}
     block = {"quant_method": "compressed-tensors", "config_groups": {"g": {"targets": ["Linear"], "weights": weights}}}
     configure(tmp_path, quantization_config=block)
-    with pytest.raises(ConfigError, match=r"column.*known are.*tensor.*channel.*block"):
+    with pytest.raises(ConfigError, match=r"column.*tensor.*channel.*block"):
         describe_checkpoint(Checkpoint.open(tmp_path))
 
 
@@ -395,9 +395,9 @@ def test_a_checkpoint_of_46000_tensors_is_inspected_in_seconds(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("mlp.gate.bias", "mlp.gate.bias is in the MoE block"),
-        ("mlp.experts_norm.weight", "mlp.experts_norm.weight is in the MoE block"),
-        ("mlp.shared_experts.up_proj.bias", "shared_experts.up_proj.bias: bf16 .*has no such part"),
+        ("mlp.gate.bias", "layers.1.mlp.gate.bias"),
+        ("mlp.experts_norm.weight", "layers.1.mlp.experts_norm.weight"),
+        ("mlp.shared_experts.up_proj.bias", "shared_experts.up_proj.bias: bf16"),
     ],
 )
 def test_unread_block_tensors_are_refused(tmp_path: Path, name: str, text: str) -> None:
@@ -417,5 +417,5 @@ def test_audit_reports_missing_layer_tensors(tmp_path: Path, name: str) -> None:
 
     write_checkpoint(tmp_path, "deepseek_v3", size=TinySize(hidden=64, intermediate=32, layers=2))
     checkpoint = rewrite(tmp_path, **{f"model.layers.1.{name}": None})
-    with pytest.raises(MissingTensorError, match=rf"layer 1: .*{name.removesuffix('.weight')}.* missing"):
+    with pytest.raises(MissingTensorError, match=rf"layer 1: .*{name.removesuffix('.weight')}"):
         audit(checkpoint, deep=False)

@@ -11,11 +11,12 @@ import torch
 
 from collegium import DeviceFacts, InputError, Limits, MoESpec, Overrides, Problem, RankError, RoutingSpec, plan
 from collegium.experts.reference import Reference
+from collegium.kernels.enums import PHASE_COMBINE, PHASE_COMPUTE, PHASE_PUBLISH
 from collegium.ops.buffers import sizes
 from collegium.parallel.peers_in_torch import raise_status
 from collegium.parallel.placement import linear
 from collegium.pipelines import mega
-from collegium.pipelines.mega import COMBINE, MOST_TOKENS, PUBLISH, PULL, Mega
+from collegium.pipelines.mega import MAX_TOKENS, Mega
 from collegium.pipelines.split import Split
 from collegium.testing.compare import relative_error
 from mega_ranks import CASES, MOST, Ranks, crowded, deserted, encoded, given, planned, together
@@ -56,12 +57,15 @@ def test_passes_have_the_bits_of_one_rank(index: int, world: int) -> None:
     ("index", "wide"),
     [
         (0, 0),
-        (4, mega.WIDE),
-        *(pytest.param(*own, marks=pytest.mark.exhaustive) for own in ((0, mega.WIDE), (4, 0), (5, 0), (5, mega.WIDE))),
+        (4, mega.MIN_TILES_PER_SM),
+        *(
+            pytest.param(*own, marks=pytest.mark.exhaustive)
+            for own in ((0, mega.MIN_TILES_PER_SM), (4, 0), (5, 0), (5, mega.MIN_TILES_PER_SM))
+        ),
     ],
 )
 def test_all_tile_sizes_equal_one_rank(index: int, wide: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mega, "WIDE", wide)
+    monkeypatch.setattr(mega, "MIN_TILES_PER_SM", wide)
     ranks, heights = Ranks(CASES[index], 2), set[Any]()
     for tokens in (6, 20, 50):
         variants = ranks.pipelines[0].variants(tokens)
@@ -101,7 +105,7 @@ def test_nothing_is_left_of_the_pass_before() -> None:
     # What ran before left its counters, lists and rows.
     for block in ranks.blocks:
         block[2048:] = torch.randint(0, 256, block[2048:].shape, generator=torch.Generator().manual_seed(1)).byte()
-    for phase in (PUBLISH, PULL, COMBINE):
+    for phase in (PHASE_PUBLISH, PHASE_COMPUTE, PHASE_COMBINE):
         for rank, own in enumerate(inputs):
             ranks.phase(rank, own, outs[rank], (phase, phase))
     for out, own in zip(outs, inputs, strict=True):
@@ -130,7 +134,7 @@ def test_a_rank_in_another_call_is_told_so() -> None:
     inputs = ranks.each(lambda r: given(CASES[0], r, 3))
     ranks.begin([3, 3], layers=(5, 6), seconds=5e-6)
     outs = [torch.full(x.shape, torch.inf) for x, _ in inputs]
-    for phase in (PUBLISH, PULL, COMBINE):
+    for phase in (PHASE_PUBLISH, PHASE_COMPUTE, PHASE_COMBINE):
         for rank, own in enumerate(inputs):
             ranks.phase(rank, own, outs[rank], (phase, phase))
     assert all(bool(out.isnan().all()) for out in outs)
@@ -213,14 +217,14 @@ def test_mega_refusals_give_reasons() -> None:
             assert plan(few, Overrides(activation_format=act)).pipelines == (taken,)
             # What an error tells people to ask for, whatever the plan prefers.
             assert plan(few, Overrides(activation_format=act, pipeline="split")).pipelines == ("split",)
-    assert f"a rank may have 9,999 tokens; its lists hold {MOST_TOKENS:,}" in why(most=9999)
+    assert f"a rank may have 9,999 tokens; its lists hold {MAX_TOKENS:,}" in why(most=9999)
     carried = RoutingSpec(top_k=1, weight_on_input=True, renormalize=False)
     assert "router weights are on the input" in why(routing=carried)
 
     asked = Problem(spec=spec, device=GPU, placement=linear(64, 0, 2), limits=Limits(max_tokens=64), graph=True)
     made = plan(asked, Overrides(activation_format="fp8_token", pipeline="mega"))
     assert made.pipelines == ("mega",)
-    assert "1 to 64 tokens mega (one kernel over all ranks)" in made.explain()
+    assert "1 to 64 tokens: mega (" in made.explain()
     assert made.capturable
     assert {"counters", "lists", "experts/rows"} <= {region.name for region in made.regions}
 

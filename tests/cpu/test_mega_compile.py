@@ -43,14 +43,14 @@ from collegium.parallel.placement import linear
 from collegium.parallel.symm_mem import SymmMem
 from collegium.pipelines import PipelineParts
 from collegium.pipelines import mega
-from collegium.pipelines.mega import CUTS, Mega
+from collegium.pipelines.mega import LAUNCH_CONFIGS, Mega
 from collegium.runtime.memory import Arena, memory_map
 from collegium.runtime.warm_up import sizes_for
 
 tool = triton.__path__[0] + "/backends/nvidia/bin/cuobjdump"
 found = []
 for hidden, inner, top_k, kind, weights, wide in json.load(sys.stdin):
-    mega.WIDE = 0 if wide == 128 else 1e9
+    mega.MIN_TILES_PER_SM = 0 if wide == 128 else 1e9
     placed, rule = linear(8, 1, 2), RoutingSpec(top_k=top_k)
     spec = MoESpec(
         hidden_size=hidden, intermediate_size=inner, num_experts=8, weight_format=weights, routing=rule,
@@ -88,10 +88,11 @@ for hidden, inner, top_k, kind, weights, wide in json.load(sys.stdin):
             used = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True).stdout
         registers = int(re.search(r"REG:(\\d+)", used).group(1))
         lines = [t for t in re.findall(r"/\\*[0-9a-f]{4,}\\*/ +([@A-Z][^;]*;)", sass)]
-        height = variant.arguments["BLOCK_T"]
+        tile = variant.arguments["FORMAT"].up_tile
+        height = tile.block_t
         rows.append([height, variant.options, registers, made.metadata.shared, lines])
-        cut = CUTS[run.weight, height, variant.arguments["BLOCK_N"]]
-        rows[-1] += [cut.programs, made.asm["ptx"].count("mul.rn.f32")]
+        config = LAUNCH_CONFIGS[run.weight, height, tile.block_n]
+        rows[-1] += [config.programs, made.asm["ptx"].count("mul.rn.f32")]
     found.append(rows)
 print("RESULT" + json.dumps(found))
 """

@@ -49,7 +49,7 @@ from truth import moe_truth
 if TYPE_CHECKING:
     from pathlib import Path
 
-MERGED, APART = Overrides(shared="merged"), Overrides(shared="apart")
+MERGED, APART = Overrides(shared="merged"), Overrides(shared="sequential")
 HOPPER = DeviceFacts(kind="cuda", name="H200", capability=(9, 0), memory=140 << 30)
 E, H, WIDE, K = 6, 64, 32, 2
 
@@ -130,11 +130,11 @@ def test_a_whole_model_whose_weights_are_on_the_input(tmp_path: Path, way: Overr
 
 def test_what_cannot_be_cut_is_refused_by_name(tmp_path: Path) -> None:
     stored(tmp_path / "model", "glm4_moe", "fp8 blocks", 2)
-    with raises_with(PlanError, "64", "32", "128", "shared='apart'"):
+    with raises_with(PlanError, "64", "32", "128", "shared='sequential'"):
         load_layer(tmp_path / "model", 1, dtype="fp32", device="cpu", overrides=MERGED)
     layer = load_layer(tmp_path / "model", 1, dtype="fp32", device="cpu")
     assert layer.plan.merged_shared_experts == 0
-    assert "shared     apart" in str(layer)
+    assert "shared     sequential" in str(layer)
 
 
 def layer_of(
@@ -199,11 +199,11 @@ def test_kernels_of_a_gpu_give_the_bits_of_apart(
         pytest.skip("tests/gpu makes these comparisons on the device")
     pytest.importorskip("triton")
     rule = RoutingSpec(top_k=K, scale=2.5, weight_on_input=on_input)
-    wishes = [Overrides(activation_format=activations, shared=own) for own in ("merged", "apart")]
+    wishes = [Overrides(activation_format=activations, shared=own) for own in ("merged", "sequential")]
     merged, apart = (layer_of(force, weights=weights, device=HOPPER, rule=rule) for force in wishes)
     assert (merged.plan.merged_shared_experts, merged.shared, apart.plan.merged_shared_experts) == (1, None, 0)
     assert merged.plan.pipelines == (("split",) if on_input else ("direct", "split"))
-    assert "shared     merged into 1 routed expert that receives every token" in str(merged)
+    assert "shared     merged into 1 routed expert " in str(merged)
     assert merged.plan.kernel == apart.plan.shared_kernel
     for tokens in (1, 16, 19):
         x = heavy_tailed(tokens, H, seed=tokens).bfloat16()
@@ -279,7 +279,7 @@ def test_a_swap_keeps_the_shared_expert() -> None:
     x, other = heavy_tailed(9, H, seed=7).bfloat16(), encode_experts(random_experts(E, 2, WIDE, H, seed=8), "bf16")
     merged, apart = layer_of(MERGED), layer_of()
     before = merged(x)
-    with raises_with(InputError, "swap", "1", "Overrides(shared='beside')"):
+    with raises_with(InputError, "swap", "1", "Overrides(shared='side_stream')"):
         merged.swap(other)
     assert torch.equal(merged(x), before)
     assert torch.equal(pickle.loads(pickle.dumps(merged))(x), copy.deepcopy(merged)(x))
@@ -291,7 +291,7 @@ def test_a_swap_keeps_the_shared_expert() -> None:
     wished = layer_of(APART)
     for force in (None, Overrides(activation_format="bf16")):
         wished.swap(other, force)
-        assert wished.plan.overrides.shared == "apart"
+        assert wished.plan.overrides.shared == "sequential"
 
 
 def test_weights_that_are_stored_in_another_way_are_refused() -> None:
@@ -314,12 +314,12 @@ def test_weights_that_are_stored_in_another_way_are_refused() -> None:
 
 REASONS = {
     "its gate": {"shared": SharedSpec(intermediate_size=WIDE, gated=True)},
-    "found activation": {"shared": SharedSpec(intermediate_size=WIDE, activation=ActivationSpec(kind="geglu"))},
-    "found weights fp8_block": {"shared": SharedSpec(intermediate_size=WIDE, weight_format="fp8_block")},
-    "found biases False": {"expert_bias": True},
-    "found latent width None": {"latent_size": 32},
-    f"found latent width None, those of the routed experts are {H}": {"latent_size": H},
-    "found 48 columns": {"shared": SharedSpec(intermediate_size=48)},
+    "activation: found": {"shared": SharedSpec(intermediate_size=WIDE, activation=ActivationSpec(kind="geglu"))},
+    "weights: found fp8_block": {"shared": SharedSpec(intermediate_size=WIDE, weight_format="fp8_block")},
+    "biases: found False": {"expert_bias": True},
+    "latent width: found None": {"latent_size": 32},
+    f"latent width: found None, the routed experts have {H}": {"latent_size": H},
+    "its width is 48": {"shared": SharedSpec(intermediate_size=48)},
 }
 
 
@@ -351,12 +351,12 @@ def test_what_a_plan_says_of_a_merged_one() -> None:
     assert plan(Problem(spec=spec, device=DeviceFacts(kind="cpu"), placement=half)).merged_shared_experts == 0
     with pytest.raises(PlanError, match="each rank has the whole shared expert"):
         plan(Problem(spec=spec, device=DeviceFacts(kind="cpu"), placement=half), MERGED)
-    with raises_with(SpecError, "shared", "'aside'", "merged", "beside", "apart"):
+    with raises_with(SpecError, "shared", "'aside'", "sequential", "side_stream", "merged"):
         Overrides(shared="aside")  # type: ignore[arg-type]
 
 
-def test_what_a_plan_says_of_one_beside_the_others() -> None:
-    """A stream of its own on one GPU; a wish for it elsewhere is refused."""
+def test_plan_of_a_side_stream() -> None:
+    """The default on one GPU; refused elsewhere if it is forced."""
     spec = MoESpec(
         hidden_size=H,
         intermediate_size=WIDE,
@@ -364,26 +364,26 @@ def test_what_a_plan_says_of_one_beside_the_others() -> None:
         routing=RoutingSpec(top_k=K),
         shared=SharedSpec(intermediate_size=WIDE),
     )
-    problem, beside = Problem(spec=spec, device=HOPPER), Overrides(shared="beside")
-    for made in (plan(problem), plan(problem, beside)):
+    problem, forced = Problem(spec=spec, device=HOPPER), Overrides(shared="side_stream")
+    for made in (plan(problem), plan(problem, forced)):
         assert (made.merged_shared_experts, made.side_stream_tokens) == (0, 512)
         assert made.to_json()["side_stream_tokens"] == 512
-        assert "shared     apart; on a side stream in a CUDA graph up to 512 tokens" in made.explain()
+        assert "shared     side_stream for up to 512 tokens" in made.explain()
     assert plan(problem, APART).side_stream_tokens == 0
-    assert plan(replace(problem, spec=replace(spec, shared=None)), beside).side_stream_tokens == 0
+    assert plan(replace(problem, spec=replace(spec, shared=None)), forced).side_stream_tokens == 0
     half = Placement(rank=0, world_size=2, expert_ids=(0, 1, 2), ranks=((0, 1, 2), (3, 4, 5)))
     for reason, asked, force in (
-        ("a cpu has no streams", replace(problem, device=DeviceFacts(kind="cpu")), beside),
-        ("with the dispatcher symm_mem it already runs", replace(problem, placement=half), beside),
-        ("no CUDA graph can capture the layer", problem, replace(beside, kernel="reference")),
+        ("cpu", replace(problem, device=DeviceFacts(kind="cpu")), forced),
+        ("symm_mem", replace(problem, placement=half), forced),
+        ("CUDA graph", problem, replace(forced, kernel="reference")),
     ):
-        with pytest.raises(PlanError, match=f"shared='beside' was forced and .*: {reason}.*shared='apart'"):
+        with raises_with(PlanError, "shared='side_stream'", reason, "shared='sequential'"):
             plan(asked, force)
         assert plan(asked, replace(force, shared=None)).side_stream_tokens == 0
 
 
 def test_ranks_cannot_take_over_a_merged_one() -> None:
-    with raises_with(InputError, "1", "shared='apart'"):
+    with raises_with(InputError, "1", "shared='sequential'"):
         regroup({0: layer_of(MERGED)})
 
 

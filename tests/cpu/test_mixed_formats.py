@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -213,19 +214,19 @@ def test_a_plan_counts_both_formats() -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "act", "text"),
+    ("first", "second", "act", "line"),
     [
-        ("nvfp4", "gguf", "fp8_token", "asked for fp8_token activations between the products; down is gguf"),
-        ("gguf", "nvfp4", "fp8_token", "with gguf it takes bf16 or fp16"),
-        ("int4_group", "int4_ordered", "bf16", "an index of columns needs that format in both"),
-        ("bf16", "fp32", "bf16", "down is fp32: no kernel in Triton takes those weights"),
+        ("nvfp4", "gguf", "fp8_token", "activation format fp8_token.* down .*gguf.* bf16 or fp16"),
+        ("gguf", "nvfp4", "fp8_token", "activation format fp8_token.* gguf .*bf16 or fp16"),
+        ("int4_group", "int4_ordered", "bf16", "gate_up and down .*int4_ordered.* both"),
+        ("bf16", "fp32", "bf16", "down .*fp32"),
     ],
 )
-def test_a_pair_that_no_kernel_takes_says_why(first: str, second: str, act: str, text: str) -> None:
+def test_a_pair_that_no_kernel_takes_says_why(first: str, second: str, act: str, line: str) -> None:
     problem = problem_of(weights_in(first, second), HOPPER, activation_format=act, graph=True)
     with pytest.raises(PlanError) as refusal:
         plan(problem)
-    assert text in str(refusal.value)
+    assert re.search(line, str(refusal.value))
 
 
 def test_mega_is_refused_by_name() -> None:
@@ -278,7 +279,7 @@ def test_copies_and_moved_experts() -> None:
 
 
 @pytest.mark.each_choice
-@pytest.mark.parametrize("way", ["merged", "apart"])
+@pytest.mark.parametrize("way", ["merged", "sequential"])
 @pytest.mark.parametrize("shared", [("nvfp4", "fp8_tensor"), ("bf16", "bf16"), ("mxfp4", "bf16")])
 def test_a_shared_expert_beside_mixed_ones(shared: tuple[str, str], way: Any) -> None:
     routed = weights_in("nvfp4", "fp8_tensor", bias=False)
@@ -287,7 +288,7 @@ def test_a_shared_expert_beside_mixed_ones(shared: tuple[str, str], way: Any) ->
     asked = SharedSpec(intermediate_size=WIDE, **own.formats)
     problem = replace(problem, spec=replace(problem.spec, shared=asked))
     if way == "merged" and shared != ("nvfp4", "fp8_tensor"):
-        with pytest.raises(PlanError, match="found weights"):
+        with pytest.raises(PlanError, match=f"weights: found {shared[0]}"):
             plan(problem, Overrides(shared="merged"))
         return
     given = SharedWeights(experts=own)

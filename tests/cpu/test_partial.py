@@ -115,8 +115,8 @@ def test_weights_of_another_rank_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        ({"shared": SharedSpec(intermediate_size=64)}, "shared expert, which every rank would add"),
-        ({"latent_size": 32, "latent_norm_eps": 1e-6}, "a norm, which needs the whole sum"),
+        ({"shared": SharedSpec(intermediate_size=64)}, "shared expert"),
+        ({"latent_size": 32, "latent_norm_eps": 1e-6}, "latent projection has a norm"),
     ],
 )
 def test_what_does_not_add_up_over_ranks_is_refused(more: dict[str, Any], why: str) -> None:

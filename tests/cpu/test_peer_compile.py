@@ -65,7 +65,8 @@ for weights, activations, hidden, carried, combine in json.load(sys.stdin):
     rows = []
     for variant in launches.found.values():
         # Of the others those that store rows at their owners, or say where that is.
-        stores = variant.arguments.get("PLACED") or variant.arguments.get("ITEM")
+        sorts = getattr(variant.arguments.get("FORMAT"), "element_bytes", 0)
+        stores = variant.arguments.get("PLACED") or sorts
         if variant.kernel.__module__ != "collegium.kernels.peer" and not stores:
             continue
         made = variant.compile(launches.target)
@@ -77,7 +78,8 @@ for weights, activations, hidden, carried, combine in json.load(sys.stdin):
         registers = int(re.search(r"REG:(\\d+)", used).group(1))
         codes = re.findall(r"\\b(LDL|STL|LDG[.A-Z0-9]*|STG[.A-Z0-9]*|ATOMG[.A-Z0-9]*|MEMBAR[.A-Z]*|ACQBULK)\\b", sass)
         rows.append([variant.kernel.__name__, variant.kernel.__name__ + str(variant.options), registers, codes])
-    formats = sorted({v.arguments["GROUP"] for v in launches.found.values() if v.kernel.__name__ == "e4m3_kernel"})
+    quantised = (v for v in launches.found.values() if v.kernel.__name__ == "e4m3_kernel")
+    formats = sorted({v.arguments["FORMAT"].group for v in quantised})
     found.append([rows, formats])
 print("RESULT" + json.dumps(found))
 """

@@ -52,9 +52,10 @@ def test_every_candidate_is_chosen_or_refused_with_a_reason(monkeypatch):
     assert made.kernel == "cpu_grouped"
     assert {r.name for r in made.refusals if r.what == "kernel"} == {k.name for k in KERNELS} - {"cpu_grouped"}
     reasons = {r.name: r.reason for r in made.refusals}
-    assert "cpu_grouped is before it" in reasons["reference"]
-    assert reasons["triton_w4a16"] == "asked for cpu; it needs a CUDA GPU"
-    assert reasons["direct"] == "the device is cpu; it needs a CUDA GPU"
+    assert "cpu_grouped is preferred" in reasons["reference"]
+    for name in ("triton_w4a16", "direct"):
+        assert "cpu" in reasons[name]
+        assert "CUDA GPU" in reasons[name]
     assert "Overrides(dispatcher='partial')" in reasons["partial"]
     for piece in ("17 experts", "top-3", "cpu_grouped", "mxfp4", "refused    reference"):
         assert piece in made.explain()
@@ -138,16 +139,12 @@ def test_routed_experts_form_a_layer():
         (lambda: problem(DeviceFacts(kind="mps")), "device kind: found 'mps', allowed: cpu, cuda"),  # type: ignore[arg-type]
         (
             lambda: plan(problem(shared=SharedSpec(intermediate_size=32, weight_format="fp7"))),
-            "weight format 'fp7' is not known, allowed: .*mxfp4",
+            "'fp7'.*mxfp4",
         ),
-        (lambda: replace(linear(4, 0, 2), slice_size=-3), "slice_size: found -3"),
-        (
-            lambda: replace(linear(4, 0, 2), ranks=((0, 1), (3, 3))),
-            r"expert_ids: found \(3, 3\), allowed: each id once",
-        ),
+        (lambda: replace(linear(4, 0, 2), slice_size=-3), "slice_size: .*-3"),
         (
             lambda: replace(problem(), placement=replace(linear(4, 0, 2), ranks=((0, 1), (2, 17)))),
-            r"placement.expert_ids: found \[17\], allowed: 0 to 16",
+            r"placement.expert_ids: .*\[17\].*0 to 16",
         ),
         (lambda: ActivationSpec(kind="swish"), "swiglu_oai"),  # type: ignore[arg-type]
         (
@@ -191,11 +188,11 @@ def test_shared_experts_on_the_slow_kernel():
         made = plan(asked)
         assert (made.kernel, made.shared_kernel) == ("triton_bf16", "reference")
         assert (made.capturable, made.side_stream_tokens) == (False, 0)
-        with pytest.raises(PlanError, match="or plan without a graph"):
+        with raises_with(PlanError, "triton_bf16", "reference", "graph"):
             plan(replace(asked, graph=True))
     # A wish for an activation format is no wish for the slow kernel.
     four = replace(SMALL, weight_format="mxfp4", shared=SharedSpec(intermediate_size=32, weight_format="bf16"))
-    with pytest.raises(PlanError, match="Force another activation format"):
+    with raises_with(PlanError, "triton_w4a8", "bf16", "fp8_token"):
         plan(Problem(spec=four, device=H200), Overrides(activation_format="fp8_token"))
 
 
@@ -210,4 +207,4 @@ def test_only_what_can_be_asked_for_is_offered(more):
         said = plan(asked).explain()
     except PlanError as error:
         said = str(error)
-    assert "request it with Overrides(dispatcher='partial')" not in said
+    assert "Overrides(dispatcher='partial')" not in said

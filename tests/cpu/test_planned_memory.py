@@ -61,8 +61,8 @@ from integers import encoded
 from launches import Launches, pretending
 from collegium import Overrides, DeviceFacts, LatentWeights, Limits, MoELayer, MoESpec, Placement, PlanError, Problem
 from collegium import RouterWeights, Routing, RoutingSpec, SharedSpec, SharedWeights, plan
-from collegium.commands.bench import random_weights
-from collegium.commands.integers import ENCODERS
+from collegium.dummy.weights import random_weights
+from collegium.dummy.encoders import ENCODERS
 from collegium.experts.triton.table import TritonKernel
 from collegium.formats.unquantised import DTYPES
 from collegium.planning import kernel_named

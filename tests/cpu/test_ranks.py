@@ -35,6 +35,7 @@ from collegium import (
 from collegium.checkpoint.layer_view import CheckpointLayer
 from collegium.checkpoint.loader import load_experts
 from collegium.checkpoint.reader import Checkpoint
+from collegium.parallel.placement import wrap_around
 from collegium.testing.compare import random_experts
 from moving import placement, split_layer, whole_weights
 from raising import raises_with
@@ -205,6 +206,35 @@ def _from_threads(rank: int) -> list[str]:
     return faults
 
 
+def _with_redundancy(rank: int) -> list[str]:
+    """Return what differs where redundant slots wrap around, so that a rank has an expert twice."""
+    weights, faults = whole_weights("whole", 5, 0), list[str]()
+    whole = split_layer("whole", weights, "cpu", None)
+    for redundant in (1, 3, 11):
+        placed = wrap_around(5, redundant, rank, 2)
+        for name in ("all_to_all", "all_gather", "all_to_all_fixed", "symm_mem"):
+            layer = split_layer("whole", weights, "cpu", placed, name)
+            _kept.append(layer)
+            for seed, tokens in enumerate((1, 17, 5)):
+                generator = torch.Generator().manual_seed(10 * rank + seed)
+                x = torch.randint(-2, 3, (tokens, 32), generator=generator).float()
+                ids = torch.rand(tokens, 5, generator=generator).topk(3).indices
+                ids[1::4, 0] = -1
+                routing = Routing(topk_ids=ids, topk_weights=torch.rand(tokens, 3, generator=generator))
+                if not torch.equal(layer(x, routing=routing), whole(x, routing=routing)):
+                    faults.append(f"{name}, {redundant} redundant slots, {tokens} tokens")
+    return faults
+
+
+def test_several_slots_of_an_expert_on_a_rank() -> None:
+    assert run_ranks(_with_redundancy, 2) == [[], []]
+
+
+def test_one_rank_needs_no_redundant_slots() -> None:
+    with raises_with(PlanError, "12 of 5 experts"):
+        split_layer("whole", whole_weights("whole", 5, 0), "cpu", wrap_around(5, 7))
+
+
 _kept: list[Any] = []  # until the process ends, as a program keeps its model
 
 
@@ -221,11 +251,12 @@ def test_a_plan_says_what_travels_and_what_it_costs() -> None:
 
     sliced = made(Ranks(slices=2))
     assert (sliced.dispatcher, sliced.capacity) == ("local", 200)
-    assert "the sums of 2 slices in float32 (other bits than those of one rank) between ranks" in sliced.explain()
+    assert "float32 sums of 2 slices" in sliced.wire_format
+    assert sliced.wire_format in sliced.explain()
     both = made(Ranks(world_size=2, slices=2, same_tokens=True), tokens=101)
     # A share is 51 tokens, and every rank's share may go to this rank's experts.
     assert (both.dispatcher, both.capacity) == ("all_to_all", 51 * 2 * 2)
-    assert "2 slices in float32" in both.explain()
+    assert "2 slices" in both.explain()
     assert "outputs to every rank" in both.explain()
     assert both.groups == ("", "")
     gpu = replace(sliced.problem, device=DeviceFacts(kind="cuda", capability=(9, 0)), graph=True)
@@ -236,10 +267,10 @@ def test_a_plan_says_what_travels_and_what_it_costs() -> None:
     near = replace(gpu, device=replace(gpu.device, peers=2), limits=Limits(max_tokens=101))
     same = plan(replace(near, placement=Ranks(world_size=2, same_tokens=True).placement(8)))
     assert (same.dispatcher, same.capturable, same.capacity) == ("symm_mem", True, 51 * 2 * 2)
-    assert "a row for each assignment back, with the bits of one rank, and outputs to every rank" in same.explain()
+    assert "outputs to every rank" in same.explain()
     refused = plan(replace(near, graph=False, placement=both.problem.placement))
     assert refused.dispatcher == "all_to_all"
-    assert "symm_mem brings tokens to whole experts only" in refused.explain()
+    assert any("slice 0 of 2" in refusal.reason for refusal in refused.refusals if "symm_mem" in refusal.name)
     part = made(Ranks(world_size=2, slices=2), dispatcher="partial")
     assert (part.wire_format, part.groups, part.capacity) == ("none", (), 200)
     with raises_with(PlanError, "local", "rank 0", "2", "experts 0", "3", "4", "8"):

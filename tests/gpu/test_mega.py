@@ -15,8 +15,9 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 from collegium import Routing
+from collegium.kernels.enums import PHASE_COMBINE, PHASE_PUBLISH
 from collegium.pipelines import mega
-from collegium.pipelines.mega import COMBINE, PUBLISH, Mega
+from collegium.pipelines.mega import Mega
 from collegium.runtime.launch import launch
 from graphed_layers import deserted, replayed
 from mega_ranks import CASES, Case, Ranks, given
@@ -60,7 +61,7 @@ def test_ranks_that_run_beside_each_other_have_the_bits_of_one_rank(case: Case) 
             for rank, own in enumerate(inputs):
                 ranks.begin([x.shape[0] for x, _ in inputs], seconds=1e-4)
                 with patch.object(mega, "launch", _beside_others):
-                    ranks.phase(rank, own, torch.empty_like(own[0]).float(), (PUBLISH, COMBINE))
+                    ranks.phase(rank, own, torch.empty_like(own[0]).float(), (PHASE_PUBLISH, PHASE_COMBINE))
             ranks.forget()
         outs = [torch.full(x.shape, torch.inf, device="cuda") for x, _ in inputs]
         wanted = [ranks.wanted(own) for own in inputs]
@@ -68,7 +69,7 @@ def test_ranks_that_run_beside_each_other_have_the_bits_of_one_rank(case: Case) 
         torch.cuda.synchronize()
         for rank, own in enumerate(inputs):
             with torch.cuda.stream(streams[rank]), patch.object(mega, "launch", _beside_others):
-                ranks.phase(rank, own, outs[rank], (PUBLISH, COMBINE))
+                ranks.phase(rank, own, outs[rank], (PHASE_PUBLISH, PHASE_COMBINE))
         torch.cuda.synchronize()
         for rank in range(world):
             assert same(outs[rank], wanted[rank]), (turn, rank)
@@ -96,7 +97,7 @@ def test_one_launch_that_is_its_own_peer_has_the_bits_of_one_rank() -> None:
         deltas = torch.zeros_like(memory.peers.deltas)
         deltas[-1] = ranks.mirrors[0].data_ptr()
         memory.peers = replace(memory.peers, deltas=deltas, alone=True)
-        ranks.phase(0, own, out, (PUBLISH, COMBINE))
+        ranks.phase(0, own, out, (PHASE_PUBLISH, PHASE_COMBINE))
         assert same(out, ranks.wanted(own)), (turn, tokens)
 
 

@@ -28,9 +28,10 @@ from collegium import (
     probe,
     warm_up,
 )
-from collegium.commands.bench import bench, random_weights
+from collegium.commands.bench import bench
 from collegium.commands.measure import Ceilings, measure_ceilings
 from collegium.commands.tune import tune
+from collegium.dummy.weights import random_weights
 from collegium.experts.measured import tile_path, with_measured_tiles, write_tiles
 from collegium.experts.triton.tiles.candidates import candidates
 

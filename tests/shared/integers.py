@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from collegium.commands import integers
-from collegium.commands.integers import ENCODERS, affine
+from collegium.dummy import encoders as integers
+from collegium.dummy.encoders import ENCODERS, affine
 from collegium.encoding import encode_experts
 from collegium.formats import Gguf
 from collegium.formats.gguf import KINDS

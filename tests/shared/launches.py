@@ -21,7 +21,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from collegium.commands.bench import planned_layer, random_weights
+from collegium.commands.bench import planned_layer
+from collegium.dummy.weights import random_weights
 from collegium.experts.triton.prefill import source_of
 from collegium.layer import MoELayer
 from collegium.problem import DeviceFacts

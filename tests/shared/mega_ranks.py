@@ -26,6 +26,7 @@ from collegium import (
     plan,
 )
 from collegium.experts.triton.tiles.problem import TileChoice
+from collegium.kernels.enums import PHASE_COMBINE, PHASE_PUBLISH
 from collegium.parallel.expert_map import ExpertMap
 from collegium.parallel.groups import group_named
 from collegium.parallel.local import Local
@@ -34,7 +35,7 @@ from collegium.parallel.rendezvous import rendezvous_of, timeout_seconds
 from collegium.parallel.symm_mem import SymmMem
 from collegium.parallel.symmetric_buffer import PeerArena, symmetric_buffers
 from collegium.pipelines import PipelineParts
-from collegium.pipelines.mega import COMBINE, PUBLISH, Mega
+from collegium.pipelines.mega import Mega
 from collegium.pipelines.split import Split
 from collegium.planning import kernel_named
 from collegium.runtime.memory import Region, memory_map
@@ -200,7 +201,7 @@ class Ranks:
         """Return what a pass gives each rank, whose phases follow each other."""
         self.begin([x.shape[0] for x, _ in inputs])
         outs = [torch.full(x.shape, torch.inf, dtype=dtype, device=self.device) for x, _ in inputs]
-        for phase in range(PUBLISH, COMBINE + 1):
+        for phase in range(PHASE_PUBLISH, PHASE_COMBINE + 1):
             for rank, own in enumerate(inputs):
                 self.phase(rank, own, outs[rank], (phase, phase))
         return outs

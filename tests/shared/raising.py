@@ -20,5 +20,9 @@ def raises_with(kind: type[E] | tuple[type[E], ...], *values: object) -> Iterato
     """Expect an error of a class whose message has the text of each of ``values``: names, sizes, what is allowed."""
     with pytest.raises(kind) as caught:
         yield caught
-    message = str(caught.value)
-    assert [str(value) for value in values if str(value) not in message] == [], message
+    assert_values(str(caught.value), *values)
+
+
+def assert_values(text: str, *values: object) -> None:
+    """Expect ``text`` to contain the text of each of ``values``: names, sizes, what is allowed; not its wording."""
+    assert [str(value) for value in values if str(value) not in text] == [], text

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import InputError
+from ..runtime.checksum import odd_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -26,10 +27,6 @@ __all__ = ["agree_on_checksums", "checksum"]
 
 _CHUNK = 1 << 20  # words at a time, so that temporary memory stays below 64 MiB
 _SEEDS = (0x1F83D9ABFB41BD6B, 0x5BE0CD19137E2179)
-# Constants of SplitMix64 as int64.
-_STEP = 0x9E3779B97F4A7C15 - (1 << 64)
-_FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
-_SECOND = 0x94D049BB133111EB - (1 << 64)
 _UINT64_MASK = (1 << 64) - 1
 
 
@@ -42,7 +39,7 @@ def checksum(expert: Iterable[Tensor]) -> Tensor:
         for start in range(0, words.numel(), _CHUNK):
             chunk = words[start : start + _CHUNK].to(torch.int64)
             index = torch.arange(offset + start + 1, offset + start + 1 + chunk.numel(), device=chunk.device)
-            lanes = torch.stack([(chunk * _odd(index, seed)).sum() for seed in _SEEDS])
+            lanes = torch.stack([(chunk * odd_numbers(index, seed)).sum() for seed in _SEEDS])
             total = lanes if total is None else total + lanes
         offset += words.numel()
     if total is None:
@@ -83,16 +80,3 @@ def _words(part: Tensor) -> Tensor:
         padded[: raw.numel()] = raw
         raw = padded
     return raw.view(torch.int32)
-
-
-def _odd(index: Tensor, seed: int) -> Tensor:
-    """Return an odd pseudorandom number for every position, by SplitMix64."""
-    mixed = index * _STEP + seed
-    mixed = (mixed ^ _shift_right(mixed, 30)) * _FIRST
-    mixed = (mixed ^ _shift_right(mixed, 27)) * _SECOND
-    return (mixed ^ _shift_right(mixed, 31)) | 1
-
-
-def _shift_right(words: Tensor, bits: int) -> Tensor:
-    """Return a logical shift to the right; torch's shift is arithmetic."""
-    return (words >> bits) & ((1 << (64 - bits)) - 1)

@@ -201,7 +201,7 @@ def _refuse(name: Any, layer: MoELayer) -> None:
     if merged:
         raise InputError(
             f"regroup: layer {name} has its shared expert among the routed ones, as {merged} of them, which ranks "
-            "cannot share; load it with Overrides(shared='apart')"
+            "cannot share; load it with Overrides(shared='sequential')"
         )
     placement = layer.plan.problem.placement
     if placement is None:

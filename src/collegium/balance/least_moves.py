@@ -35,7 +35,8 @@ def least_moves(load: ArrayLike, current: Slots, *, hosts: int = 1, groups: int 
         return greedy_slots
     target = balancedness(loads, greedy_slots) - TOLERANCE
     hosts_of = np.array(host_of(len(current), hosts if groups > 1 else 1))
-    result = current
+    # Of several slots of an expert on one rank, which balance nothing, one stays.
+    result = aligned(current, [{*rank_slots} - {-1} for rank_slots in current])
     for _ in range(sum(len(rank_slots) for rank_slots in current)):
         if balancedness(loads, result) >= target:
             break

@@ -1,7 +1,7 @@
 """Placements as balancing uses them: the contents of slots, the resulting load of ranks, and the moves between two.
 
-Slots are a tuple for each rank, in slot order, of logical expert ids; -1 is an empty slot. An expert has at most one
-slot on a rank, on any number of ranks; its replicas share its assignments evenly, as in an ``ExpertMap``.
+Slots are a tuple for each rank, in slot order, of logical expert ids; -1 is an empty slot. An expert may be in any
+slots; its replicas share its assignments evenly, as in an ``ExpertMap``. Policies place at most one on a rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,18 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["Move", "Slots", "aligned", "balancedness", "checked_load", "holders", "moves", "rank_loads", "widened"]
+__all__ = [
+    "Move",
+    "Slots",
+    "aligned",
+    "balancedness",
+    "checked_load",
+    "holders",
+    "moves",
+    "rank_loads",
+    "slot_counts",
+    "widened",
+]
 
 Slots: TypeAlias = tuple[tuple[int, ...], ...]
 
@@ -46,18 +57,23 @@ def checked_load(load: ArrayLike) -> NDArray[np.float64]:
     return loads
 
 
-def holders(slots: Slots, experts: int) -> NDArray[np.bool_]:
-    """Return ``[W, E]``: which rank has which expert. Raises InputError for an id unknown or twice on a rank."""
-    is_held = np.zeros((len(slots), experts), dtype=bool)
+def slot_counts(slots: Slots, experts: int) -> NDArray[np.int64]:
+    """Return ``[W, E]``: in how many slots of each rank each expert is. Raises InputError for an unknown id."""
+    counts = np.zeros((len(slots), experts), dtype=np.int64)
     for rank, rank_slots in enumerate(slots):
         ids = [expert for expert in rank_slots if expert != -1]
-        if len(set(ids)) != len(ids) or not all(0 <= expert < experts for expert in ids):
+        if not all(0 <= expert < experts for expert in ids):
             raise InputError(
-                f"placement: rank {rank} has {list(rank_slots)}; allowed are experts 0 to {experts - 1}, each once on "
-                "a rank, and -1 for an empty slot"
+                f"placement: rank {rank} has {list(rank_slots)}; allowed are experts 0 to {experts - 1} and -1 for an "
+                "empty slot"
             )
-        is_held[rank, ids] = True
-    return is_held
+        np.add.at(counts[rank], ids, 1)
+    return counts
+
+
+def holders(slots: Slots, experts: int) -> NDArray[np.bool_]:
+    """Return ``[W, E]``: which rank has which expert. Raises InputError for an unknown id."""
+    return slot_counts(slots, experts) > 0
 
 
 def rank_loads(load: ArrayLike, slots: Slots) -> NDArray[np.float64]:
@@ -66,14 +82,14 @@ def rank_loads(load: ArrayLike, slots: Slots) -> NDArray[np.float64]:
     Raises InputError for an expert with a load that no rank has.
     """
     loads = checked_load(load)
-    is_held = holders(slots, loads.shape[-1])
-    replicas = is_held.sum(axis=0)
+    counts = slot_counts(slots, loads.shape[-1])
+    replicas = counts.sum(axis=0)
     missing = np.flatnonzero((replicas == 0) & (loads.reshape(-1, len(replicas)).sum(axis=0) > 0))
     if missing.size:
         raise InputError(
             f"placement: no rank has experts {missing[:8].tolist()}, which have a load; place every expert first"
         )
-    return loads @ (is_held / np.maximum(replicas, 1)).T
+    return loads @ (counts / np.maximum(replicas, 1)).T
 
 
 def balancedness(load: ArrayLike, slots: Slots) -> float:
@@ -96,11 +112,18 @@ def widened(slots: Slots, width: int) -> Slots:
 
 
 def aligned(current: Slots, experts: Sequence[Collection[int]]) -> Slots:
-    """Return slots with the ``experts`` of each rank: those that stay keep their slot, the rest follow by lowest id."""
+    """Return slots with the ``experts`` of each rank: those that stay keep their slot, the rest follow by lowest id.
+
+    Of an expert in several slots of a rank the first one stays.
+    """
     result: list[tuple[int, ...]] = []
     for rank_slots, rank_experts in zip(current, experts, strict=True):
         arrivals = iter(sorted(set(rank_experts) - set(rank_slots)))
-        result.append(tuple(expert if expert in rank_experts else next(arrivals, -1) for expert in rank_slots))
+        row: list[int] = []
+        for expert in rank_slots:
+            stays = expert in rank_experts and expert not in row
+            row.append(expert if stays else next(arrivals, -1))
+        result.append(tuple(row))
     return tuple(result)
 
 

@@ -17,9 +17,10 @@ from .problems import raise_if_any
 from .reader import Checkpoint
 from .stored_format import ACTIVATION_SCALES, StoredFormat
 
-__all__ = ["ActivationScales", "activation_scales", "input_reach", "static_format"]
+__all__ = ["ActivationScales", "activation_scales", "input_reach", "reach_of", "static_format"]
 
 _REL_TOLERANCE = 1e-5  # relative; gate and up read one input, so compressed-tensors gives both one scale
+_ALTERNATIVE = "use fp8_token or nvfp4, which compute a scale per row"
 # Weight format to the activation format whose scales its checkpoints store.
 _STATIC_FORMATS = {"fp8_tensor": "fp8_static", "fp8_channel": "fp8_static", "nvfp4": "nvfp4_static"}
 
@@ -76,7 +77,7 @@ def activation_scales(
     cache: dict[str, Tensor] = {}
     gate_scale = 0.0
     for source in sources:
-        projection = source.label.rpartition(" ")[2]
+        projection = source.projection
         name = next((n for n in (source.path + s for s in ACTIVATION_SCALES) if n in checkpoint), None)
         if name is None:
             scales.missing.append(source.label)
@@ -135,21 +136,45 @@ def input_reach(
     if not activation_format(activations).static:
         return None
     sources = list(sources)
-    reason = f"activation format {activations} was requested"
-    alternative = "use fp8_token or nvfp4, which compute a scale per row"
+    _static_formats(stored, activations, sources[0].label)  # refuses formats without scales before any is read
+    scales = activation_scales(checkpoint, sources, stored)
+    raise_if_any(checkpoint, scales.problems)
+    return reach_of(scales, stored, activations)
+
+
+def _static_formats(stored: tuple[StoredFormat, StoredFormat], activations: str, label: str) -> list[str]:
+    """Return the static activation formats of gate and up, and of down.
+
+    label: of the first projection. Raises InputError where a weight format has no static scales.
+    """
     names = [static_format(form) for form in stored]
     lacking = [form.name for form, name in zip(stored, names, strict=True) if name is None]
     if lacking:
-        problem = f"{sources[0].label} is {lacking[0]}, whose checkpoints have no static scales of activations"
+        problem = f"{label} is {lacking[0]}, whose checkpoints have no static scales of activations"
         if len(lacking) == 1 and stored[0].name != stored[1].name:
             problem = f"one of its projections is {lacking[0]}, whose checkpoints have no static scales of activations"
-        raise InputError(f"{reason}: {problem}, allowed: {', '.join(_STATIC_FORMATS)}; {alternative}")
-    scales = activation_scales(checkpoint, sources, stored)
-    raise_if_any(checkpoint, scales.problems)
+        raise InputError(f"{_requested(activations)}: {problem}, allowed: {', '.join(_STATIC_FORMATS)}; {_ALTERNATIVE}")
+    return [name for name in names if name is not None]
+
+
+def reach_of(
+    scales: ActivationScales, stored: tuple[StoredFormat, StoredFormat], activations: str
+) -> tuple[float, float]:
+    """Return ``ExpertWeights.input_reach`` for the static format ``activations``, of the largest of ``scales``.
+
+    Raises InputError and MissingTensorError as ``input_reach`` does.
+    """
+    gate_up_format, down_format = _static_formats(stored, activations, "the first projection")
     if scales.missing:
+        present = len(scales.gate_up) + len(scales.down)
         raise MissingTensorError(
-            f"{reason}: {scales.missing[0]} has no {ACTIVATION_SCALES[0]}, and {len(scales.missing) - 1} more of "
-            f"{len(sources)} have none; all need one; {alternative}"
+            f"{_requested(activations)}: {scales.missing[0]} has no {ACTIVATION_SCALES[0]}, and "
+            f"{len(scales.missing) - 1} more of {present + len(scales.missing)} have none; all need one; {_ALTERNATIVE}"
         )
-    gate_up_max, down_max = (activation_format(str(name)).max_value for name in names)
+    gate_up_max = activation_format(gate_up_format).max_value
+    down_max = activation_format(down_format).max_value
     return max(scales.gate_up) * gate_up_max, max(scales.down) * down_max
+
+
+def _requested(activations: str) -> str:
+    return f"activation format {activations} was requested"

@@ -231,7 +231,7 @@ def _check_experts(layer: CheckpointLayer) -> Iterator[CheckpointError]:
         yield MissingTensorError(f"{where}, expert {expert}: no tensor at all; {count}")
     dtypes: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
     for expert, source in layer.sources():
-        if expert not in present or (layer.names.fused and source.label.endswith("up")):  # checked with the gate
+        if expert not in present or (layer.names.fused and source.projection == "up"):  # checked with the gate
             continue
         stored = layer.stored_as(source)
         yield from parts_problems(checkpoint, source, stored)
@@ -280,15 +280,15 @@ def _check_values(layer: CheckpointLayer, weight_findings: Findings) -> tuple[li
     findings = scales.findings(f"layer {layer.number}", layer.both_stored)
     problems: list[CheckpointError] = []
     for source in sources:
-        cache = {} if source.label.endswith("gate") else cache
+        cache = {} if source.projection == "gate" else cache
         payload, matrix_problems = read_matrix(layer.checkpoint, source, layer.stored_as(source), cache=cache)
         problems += matrix_problems
         if payload is not None and not matrix_problems:
             weight_findings.record(source.label, payload)
         scale: Tensor | None = None if payload is None else payload.tensors().get("global_scale")
-        if source.label.endswith("gate"):
+        if source.projection == "gate":
             gate = payload
-        elif source.label.endswith("up") and gate is not None and scale is not None:
+        elif source.projection == "up" and gate is not None and scale is not None:
             gate_scale = gate.tensors().get("global_scale")
             unequal += int(gate_scale is not None and not torch.equal(scale, gate_scale))
     experts = layer.spec.num_experts

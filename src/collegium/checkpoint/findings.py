@@ -10,6 +10,7 @@ from typing import cast
 
 import torch
 
+from ..formats.nvfp4 import NvFp4
 from ..formats.payload import Payload
 
 __all__ = ["Findings"]
@@ -23,13 +24,13 @@ _GAIN_RANGE = (1e-4, 1e3)
 _SAMPLED_ROWS = 16  # rows of a matrix that are decoded, at its start and in its middle
 # Share of 8-byte words that hold only zeros; quantisation leaves no such word empty by chance.
 _MIN_EMPTY_SHARE = 0.45
-# An 8-byte word of zeros, ignoring signs: (mask, value) of the codes by format.
+# An 8-byte word of zeros, ignoring signs: mask and value of the words, and weights per stored element, by format.
 _ZERO_WORDS = {
-    **dict.fromkeys(("mxfp4", "nvfp4"), (0x7777777777777777, 0)),
-    **dict.fromkeys(("fp8_block", "fp8_tensor", "fp8_channel", "mxfp8"), (0x7F7F7F7F7F7F7F7F, 0)),
-    **dict.fromkeys(("bf16", "fp16"), (0x7FFF7FFF7FFF7FFF, 0)),
-    "fp32": (0x7FFFFFFF7FFFFFFF, 0),
-    "int4_group": (-1, -0x7777777777777778),  # code 8 is zero
+    **dict.fromkeys(("mxfp4", "nvfp4"), (0x7777777777777777, 0, 2)),
+    **dict.fromkeys(("fp8_block", "fp8_tensor", "fp8_channel", "mxfp8"), (0x7F7F7F7F7F7F7F7F, 0, 1)),
+    **dict.fromkeys(("bf16", "fp16"), (0x7FFF7FFF7FFF7FFF, 0, 1)),
+    "fp32": (0x7FFFFFFF7FFFFFFF, 0, 1),
+    "int4_group": (-1, -0x7777777777777778, 2),  # code 8 is zero
 }
 _COMPARED_TENSORS = {"codes": "weights", "values": "weights", "scales": "scales"}
 
@@ -102,8 +103,8 @@ def _implausible_gains(position: str, gains: list[tuple[str, float]]) -> list[st
 def _gain(payload: Payload) -> float:
     """Return the size of the outputs for inputs of unit size: the median L2 norm of sampled rows."""
     rows = payload.shape[0]
-    block: tuple[int, int] = getattr(payload, "block", (payload.row_block, 1))
-    step = -(-_SAMPLED_ROWS // block[0]) * block[0]  # rows are cut where their scales are
+    block_rows = payload.scale_block[0]
+    step = -(-_SAMPLED_ROWS // block_rows) * block_rows  # rows are cut where their scales are
     starts = {0, rows // 2 // step * step}
     values = torch.cat([payload.rows(start, min(start + step, rows)).decode() for start in starts])
     # The median, so that one wrong scale does not decide.
@@ -115,9 +116,9 @@ def _zero_share(payload: Payload) -> float:
     if payload.name not in _ZERO_WORDS:
         return 0.0
     tensors = payload.tensors()
-    mask, value = _ZERO_WORDS[payload.name]
+    mask, value, per_byte = _ZERO_WORDS[payload.name]
     stored = tensors["values"] if "values" in tensors else tensors["codes"]
-    width = payload.shape[-1] // (2 if payload.name in ("mxfp4", "nvfp4", "int4_group") else 1)
+    width = payload.shape[-1] // per_byte
     raw = stored[..., :width].contiguous().view(-1).view(torch.uint8)
     words = raw[: raw.numel() // 8 * 8].view(torch.int64)
     return float(((words & mask) == value).double().mean()) if words.numel() else 0.0
@@ -130,11 +131,10 @@ def _largest_scale(payload: Payload) -> float:
     if scales is None:
         return 1.0
     largest = float(scales.float().abs().max())
-    if payload.name in ("mxfp4", "mxfp8"):
+    if payload.e8m0_scales:
         largest = 2.0 ** (largest - 127)
     if "global_scale" in tensors:
         global_scale = float(tensors["global_scale"]) or 1.0
-        if getattr(payload, "global_divides", False):
-            return largest / global_scale
-        return largest * global_scale
+        divides = isinstance(payload, NvFp4) and payload.global_divides
+        return largest / global_scale if divides else largest * global_scale
     return largest

@@ -4,9 +4,9 @@ A ``Source`` hides the difference between per-expert and stacked checkpoints: it
 projection, which entry of the stack it is, and how its rows map to the stored rows.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Literal
 
 import torch
@@ -16,8 +16,9 @@ from ..errors import BadScaleError, CheckpointError, InputError, MissingTensorEr
 from ..formats import FORMATS
 from ..formats.payload import Part, Payload
 from ..models import Names, StackedNames
-from ..types import MoESpec
-from .header import FLOATS
+from ..placement import Placement
+from ..types import MoESpec, format_names
+from .header import FLOATS, TensorInfo
 from .reader import Checkpoint
 from .stored_format import StoredFormat
 
@@ -27,6 +28,10 @@ __all__ = [
     "Projection",
     "Source",
     "bias_names",
+    "check_part",
+    "has_grid_per_half",
+    "local_range",
+    "padding_of",
     "part_name",
     "parts_problems",
     "plain_shape",
@@ -35,11 +40,15 @@ __all__ = [
     "read_whole",
     "source_of",
     "stack_paths",
+    "stored_shape_of",
+    "stored_slices",
 ]
 
 Projection = Literal["gate", "up", "down"]
 PROJECTIONS: tuple[Projection, ...] = ("gate", "up", "down")
 _MAX_LIST = 1 << 16
+_MAX_RANKS = 64
+_PADDABLE = ("bf16", "fp16", "fp32", "fp8_tensor", "fp8_channel", "fp8_block", "mxfp4", "mxfp8", "nvfp4")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,7 +144,7 @@ def stack_paths(table: StackedNames) -> dict[Projection, str]:
 
 def plain_shape(source: Source) -> tuple[int, ...]:
     """Return the shape of the unquantised tensor that holds the projection."""
-    return _stored_shape(source, Part(suffix=".weight", dtypes=()))
+    return stored_shape_of(source, Part(suffix=".weight", dtypes=()))
 
 
 def bias_names(names: Names, layer: int, *, stacked: bool) -> tuple[str, ...]:
@@ -156,7 +165,8 @@ def part_name(source: Source, part: Part) -> str:
     return source.path + suffix
 
 
-def _stored_shape(source: Source, part: Part, *, halves: bool = False) -> tuple[int, ...]:
+def stored_shape_of(source: Source, part: Part, *, halves: bool = False) -> tuple[int, ...]:
+    """Return the shape of a part in the files; halves: as ``has_grid_per_half`` returns."""
     shape = part.stored_shape(source.stored_rows, source.columns)
     if halves:
         shape = (2 * _half_rows(source, part), *shape[1:])
@@ -182,7 +192,7 @@ def _half_rows(source: Source, part: Part) -> int:
     return -(-source.rows // part.rows_per)
 
 
-def _has_grid_per_half(source: Source, part: Part, shape: tuple[int, ...]) -> bool:
+def has_grid_per_half(source: Source, part: Part, shape: tuple[int, ...]) -> bool:
     """Return whether gate and up in a fused tensor have a grid of scales each where a common one would be smaller."""
     if not _may_share_scales(source, part) or source.step > 1 or source.flat or part.transposed or part.flat:
         return False
@@ -196,17 +206,16 @@ def _squeeze(shape: tuple[int, ...]) -> list[int]:
     return [n for n in shape if n != 1]
 
 
-def _check_part(source: Source, part: Part, checkpoint: Checkpoint, cls: type[Payload]) -> None:
-    """Compare a part's header entry with the config; raises MissingTensorError and TensorMismatchError."""
+def check_part(source: Source, part: Part, info: TensorInfo, cls: type[Payload]) -> None:
+    """Compare a part's header entry with the config; raises TensorMismatchError."""
     name = part_name(source, part)
-    info = checkpoint.info(name)
     if info.dtype not in part.dtypes:
         raise TensorMismatchError(
             f"{source.label}: {name} is {info.dtype}, {cls.name} allows {' or '.join(part.dtypes)}"
         )
     part = part.fitted(info.dtype, info.shape, source.stored_rows)
-    halves = _has_grid_per_half(source, part, info.shape)
-    needed = _stored_shape(source, part, halves=halves)
+    halves = has_grid_per_half(source, part, info.shape)
+    needed = stored_shape_of(source, part, halves=halves)
     if part.any_length:
         if info.nbytes > _MAX_LIST:
             raise TensorMismatchError(
@@ -242,7 +251,7 @@ def parts_problems(checkpoint: Checkpoint, source: Source, stored: StoredFormat)
     for part in stored.layout.parts:
         if (part.required or part.if_present) and part_name(source, part) in checkpoint:
             try:
-                _check_part(source, part, checkpoint, stored.format)
+                check_part(source, part, checkpoint.info(part_name(source, part)), stored.format)
             except TensorMismatchError as error:
                 yield error
 
@@ -256,7 +265,7 @@ def _is_shared_number(source: Source, part: Part, shape: tuple[int, ...]) -> boo
 
 def _is_number_per_half(source: Source, shape: tuple[int, ...]) -> bool:
     """Return whether a shape is ``[E, 2]``, ignoring trailing dimensions of 1, for gate and up in one stack."""
-    return shape[:2] == (source.experts, 2) and prod(shape[2:]) == 1 and source.stored_rows == 2 * source.rows
+    return shape[:2] == (source.experts, 2) and math.prod(shape[2:]) == 1 and source.stored_rows == 2 * source.rows
 
 
 def _group_hint(source: Source, part: Part, shape: tuple[int, ...], cls: type[Payload]) -> str:
@@ -281,12 +290,13 @@ def _read_part(checkpoint: Checkpoint, source: Source, part: Part, cut: Cut, cac
         return checkpoint.read(name)
     if not part.rows_per and not part.columns_per:
         return _read_number(checkpoint, source, part, actual)
-    halves = _has_grid_per_half(source, part, actual)
-    slices, stacked = _stored_slices(source, part, cut, halves=halves)
+    halves = has_grid_per_half(source, part, actual)
+    slices, stacked = stored_slices(source, part, cut, halves=halves)
     key = f"{name}{slices}"
     tensor = cache.get(key)
     if tensor is None:
-        tensor = checkpoint.read_slice(name, _align_slices(slices, _stored_shape(source, part, halves=halves), actual))
+        expected = stored_shape_of(source, part, halves=halves)
+        tensor = checkpoint.read_slice(name, _align_slices(slices, expected, actual))
         if source.step > 1:
             cache[key] = tensor
     tensor = tensor.reshape([s.stop - s.start for s in slices])
@@ -301,7 +311,7 @@ def _read_part(checkpoint: Checkpoint, source: Source, part: Part, cut: Cut, cac
     return tensor.mT if part.transposed else tensor
 
 
-def _stored_slices(source: Source, part: Part, cut: Cut, *, halves: bool = False) -> tuple[list[slice], bool]:
+def stored_slices(source: Source, part: Part, cut: Cut, *, halves: bool = False) -> tuple[list[slice], bool]:
     """Return the stored slices of a cut, and whether the first of them selects an entry of a stack."""
     if source.step > 1:
         first, last = (source.step * row for row in cut.rows)
@@ -323,7 +333,7 @@ def _stored_slices(source: Source, part: Part, cut: Cut, *, halves: bool = False
     if stacked:
         slices.insert(0, slice(source.index, source.index + 1))
     elif source.flat and source.experts is not None:
-        base = source.index * (_stored_shape(source, part)[0] // source.experts)
+        base = source.index * (stored_shape_of(source, part)[0] // source.experts)
         slices[0] = slice(base + slices[0].start, base + slices[0].stop)
     return slices, stacked
 
@@ -336,6 +346,40 @@ def _read_number(checkpoint: Checkpoint, source: Source, part: Part, actual: tup
     if stacked and not part.inner and _is_number_per_half(source, actual):
         return tensor.reshape(2)[int(source.offset > 0)]
     return tensor.reshape(part.inner)
+
+
+def local_range(
+    spec: MoESpec, both: tuple[StoredFormat, StoredFormat], placement: Placement, *, pad: bool
+) -> tuple[tuple[int, int], int]:
+    """Return this rank's half-open range of I, and the width to pad it to.
+
+    both: the stored formats of gate and up, and of down. Raises InputError, which lists the valid tensor-parallel
+    sizes.
+    """
+    intermediate = spec.intermediate_size
+    parts = [part for stored in both for part in stored.layout.parts if part.required]
+    step = math.lcm(*(size for part in parts for size in (part.rows_per, part.columns_per) if size))
+    paddable = all(stored.name in _PADDABLE for stored in both)
+    if placement.tp_size == 1:
+        return (0, intermediate), intermediate
+    width, remainder = divmod(intermediate, placement.tp_size)
+    if (remainder or width % step) and pad and paddable:
+        width = math.ceil(math.ceil(intermediate / step) / placement.tp_size) * step
+        start = placement.tp_rank * width
+        if start >= intermediate:
+            return (0, 0), width
+        return (start, min(intermediate, start + width)), width
+    if remainder or width % step:
+        works = [
+            n for n in range(1, _MAX_RANKS + 1) if intermediate % n == 0 and (n == 1 or (intermediate // n) % step == 0)
+        ]
+        raise InputError(
+            f"tp_size={placement.tp_size} cuts intermediate_size={intermediate} into "
+            f"{intermediate / placement.tp_size:g}, which is no multiple of {step} ({format_names(spec.formats)} "
+            f"groups); tensor-parallel sizes that work: {works}; expert parallelism has no such limit, and pad=True "
+            "pads with zeros"
+        )
+    return (placement.tp_rank * width, (placement.tp_rank + 1) * width), width
 
 
 def _boundaries(source: Source, start: int, stop: int, per: int, size: int) -> slice:
@@ -438,15 +482,18 @@ def read_whole(checkpoint: Checkpoint, source: Source, stored: StoredFormat, cut
 
 
 def _pad_part(tensor: Tensor, part: Part, shape: tuple[int, int]) -> Tensor:
-    """Pad a part to the shape it has for a matrix of ``shape``: weights with 0, scales with 1."""
-    scale = "scale" in part.suffix
-    if tensor.dtype == torch.uint8:
-        fill = torch.tensor(127 if scale else 0, dtype=torch.uint8)  # E8M0 127 is 1
-    else:
-        fill = torch.tensor(float(scale)).to(tensor.dtype)
-    padded = fill.expand(part.stored_shape(*shape)).clone()
+    """Pad a part to the shape it has for a matrix of ``shape``."""
+    padded = padding_of(part, tensor.dtype).expand(part.stored_shape(*shape)).clone()
     padded[tuple(slice(0, n) for n in tensor.shape)] = tensor
     return padded
+
+
+def padding_of(part: Part, dtype: torch.dtype) -> Tensor:
+    """Return the number that pads a part: 0 for weights, 1 for scales."""
+    scale = "scale" in part.suffix
+    if dtype == torch.uint8:
+        return torch.tensor(127 if scale else 0, dtype=torch.uint8)  # E8M0 127 is 1
+    return torch.tensor(float(scale)).to(dtype)
 
 
 def _scale_error(source: Source, stored: StoredFormat) -> BadScaleError:
@@ -454,7 +501,7 @@ def _scale_error(source: Source, stored: StoredFormat) -> BadScaleError:
     names = [part_name(source, part) for part in stored.layout.parts if "scale" in part.suffix and part.required]
     if not names:
         return BadScaleError(f"{source.label}: {part_name(source, stored.layout.parts[0])} holds NaN or infinity")
-    allowed = "E8M0 bytes 0 to 254" if stored.name in ("mxfp4", "mxfp8") else "finite and positive numbers"
+    allowed = "E8M0 bytes 0 to 254" if stored.format.e8m0_scales else "finite and positive numbers"
     return BadScaleError(
         f"{source.label}: a scale of {stored.name} is forbidden or a code is NaN, allowed are {allowed}, zero only "
         f"where every code is zero ({', '.join(names)}); download the file again or export it again"

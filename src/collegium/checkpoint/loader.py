@@ -3,7 +3,6 @@
 Peak memory is the local weights plus one matrix: the result is allocated once and filled expert by expert.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -23,14 +22,11 @@ from ..runtime.progress import Progress, counted
 from ..types import ExpertWeights, MoESpec, format_names
 from .audit import bad_bias, check_layer
 from .layer_view import CheckpointLayer
-from .layout import Cut, bias_names, projections, read_matrix
+from .layout import Cut, bias_names, local_range, projections, read_matrix
 from .problems import raise_all, raise_if_any
 from .reader import Checkpoint
 
 __all__ = ["describe_checkpoint", "load_all", "load_experts"]
-
-_MAX_RANKS = 64
-_PADDABLE = ("bf16", "fp16", "fp32", "fp8_tensor", "fp8_channel", "fp8_block", "mxfp4", "mxfp8", "nvfp4")
 
 
 def describe_checkpoint(checkpoint: Checkpoint, layer: int | None = None) -> MoESpec:
@@ -72,7 +68,7 @@ def load_experts(
     if beyond:
         raise InputError(f"placement has experts {beyond[:8]}, allowed are 0 to {spec.num_experts - 1}")
     raise_if_any(layer.checkpoint, check_layer(layer, convert=convert))
-    local, padded_width = _local_range(layer, placement, pad=pad)
+    local, padded_width = local_range(layer.spec, layer.both_stored, placement, pad=pad)
     payloads, problems = _read_payloads(layer, placement, local, padded_width, device)
     biases = _read_biases(layer, placement, local, padded_width, problems) if spec.expert_bias else {}
     raise_if_any(layer.checkpoint, problems)
@@ -122,38 +118,6 @@ def _read_payloads(
         for payload in payloads.values():
             payload.put(slot, payload[0])
     return payloads, problems
-
-
-def _local_range(layer: CheckpointLayer, placement: Placement, *, pad: bool) -> tuple[tuple[int, int], int]:
-    """Return this rank's half-open range of I, and the width to pad it to.
-
-    Raises InputError, which lists the valid tensor-parallel sizes.
-    """
-    intermediate = layer.spec.intermediate_size
-    both = layer.both_stored
-    parts = [part for stored in both for part in stored.layout.parts if part.required]
-    step = math.lcm(*(size for part in parts for size in (part.rows_per, part.columns_per) if size))
-    paddable = all(stored.name in _PADDABLE for stored in both)
-    if placement.tp_size == 1:
-        return (0, intermediate), intermediate
-    width, remainder = divmod(intermediate, placement.tp_size)
-    if (remainder or width % step) and pad and paddable:
-        width = math.ceil(math.ceil(intermediate / step) / placement.tp_size) * step
-        start = placement.tp_rank * width
-        if start >= intermediate:
-            return (0, 0), width
-        return (start, min(intermediate, start + width)), width
-    if remainder or width % step:
-        works = [
-            n for n in range(1, _MAX_RANKS + 1) if intermediate % n == 0 and (n == 1 or (intermediate // n) % step == 0)
-        ]
-        raise InputError(
-            f"tp_size={placement.tp_size} cuts intermediate_size={intermediate} into "
-            f"{intermediate / placement.tp_size:g}, which is no multiple of {step} ({format_names(layer.spec.formats)} "
-            f"groups); tensor-parallel sizes that work: {works}; expert parallelism has no such limit, and pad=True "
-            "pads with zeros"
-        )
-    return (placement.tp_rank * width, (placement.tp_rank + 1) * width), width
 
 
 def _read_bias_rows(checkpoint: Checkpoint, name: str, ids: tuple[int, ...]) -> Tensor:

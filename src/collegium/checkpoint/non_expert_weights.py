@@ -33,7 +33,14 @@ from .layout import Projection, Source, parts_problems, read_matrix, read_whole
 from .problems import raise_if_any
 from .stored_format import ACTIVATION_SCALES, StoredFormat
 
-__all__ = ["check_non_expert_weights", "load_hash_table", "load_latent", "load_router", "load_shared"]
+__all__ = [
+    "check_hash_entries",
+    "check_non_expert_weights",
+    "load_hash_table",
+    "load_latent",
+    "load_router",
+    "load_shared",
+]
 
 _MATRICES = {"router_weight": "router", "shared_gate": "gate of the shared expert"}
 _ROUTER_FIELDS = ("router_weight", "router_bias", "router_scale", "correction_bias", "expert_scale")
@@ -283,11 +290,11 @@ def load_hash_table(layer: CheckpointLayer, *, deep: bool = True) -> Tensor | No
     if not deep:
         return None
     table = layer.checkpoint.read(name)
-    _check_hash_entries(f"{where}: {name}", table.long(), spec.num_experts)
+    check_hash_entries(f"{where}: {name}", table.long(), spec.num_experts)
     return table
 
 
-def _check_hash_entries(where: str, entries: Tensor, experts: int) -> None:
+def check_hash_entries(where: str, entries: Tensor, experts: int) -> None:
     """Raise TensorMismatchError for a row of ``entries [vocabulary, K]`` with an invalid or a repeated expert."""
     outside = (entries < 0) | (entries >= experts)
     ordered = entries.sort(dim=1).values

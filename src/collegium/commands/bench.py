@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.reader import read_config
+from ..dummy.weights import random_weights
 from ..errors import ConfigError, InputError, MeasurementError
 from ..experts import PackedWeights, Reference
 from ..formats import by_name
@@ -28,7 +29,6 @@ from ..problem import DeviceFacts, Limits, Overrides, Problem
 from ..runtime.devices import probe
 from ..runtime.progress import Progress, counted
 from ..types import ContiguousBatch, ExpertWeights, MoESpec, Routing, RoutingSpec
-from .integers import ENCODERS
 from .measure import (
     Ceilings,
     driver_version,
@@ -55,7 +55,6 @@ __all__ = [
     "named_layer",
     "planned_layer",
     "random_inputs",
-    "random_weights",
     "recipe_of",
 ]
 
@@ -70,8 +69,6 @@ _MAX_TOKENS_ON_CPU = 512
 # Allowed relative L2 error against FP32 output, by the bits of an activation. Rounding activations to E4M3 twice gives
 # about 0.045, to NVFP4 about 0.13; 16-bit activations stay far below 0.01.
 TOLERANCES = {32: 0.01, 16: 0.01, 8: 0.06, 4: 0.2}
-_INPUT_REACH = 32.0  # range of static activation scales; ample for unit-size inputs and their intermediate values
-_DISTINCT_EXPERTS = 7  # generated and encoded experts; the others repeat them, so that building takes seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -238,43 +235,6 @@ def random_inputs(tokens: int, spec: MoESpec, style: str, generator: torch.Gener
         x = torch.randn(tokens, spec.hidden_size, device=generator.device, generator=generator).bfloat16()
         inputs.append((x, random_routing(tokens, spec, style, generator)))
     return inputs
-
-
-def random_weights(spec: MoESpec, device: torch.device, seed: int = 0) -> ExpertWeights[Payload]:
-    """Return random experts of unit gain in the spec's weight format, encoded on ``device``.
-
-    Seven experts are distinct; the others repeat them.
-    """
-    generator = torch.Generator(device).manual_seed(seed)
-    experts, parts = spec.num_experts, spec.gate_up_parts
-    intermediate_size, hidden = spec.intermediate_size, spec.expert_hidden_size
-
-    def payload(shape: tuple[int, ...]) -> Payload:
-        kind = by_name(spec.weight_format)
-        values = (
-            torch.randn(shape, device=device, generator=generator) for _ in range(min(_DISTINCT_EXPERTS, experts))
-        )
-        distinct: list[Payload] = []
-        for value in values:
-            # The same maximum in gate and up gives NVFP4 one global scale for both, which some other libraries need.
-            value[..., 0, 0] = 8.0
-            value *= shape[-1] ** -0.5
-            distinct.append(ENCODERS.get(kind.name, kind.encode)(value))
-        stack = distinct[0].repeated(experts)
-        for expert in range(experts):
-            stack.put(expert, distinct[expert % len(distinct)])
-        return stack
-
-    def bias(*shape: int) -> Tensor | None:
-        return torch.randn(shape, device=device, generator=generator).bfloat16() if spec.expert_bias else None
-
-    return ExpertWeights(
-        gate_up=payload((parts, intermediate_size, hidden)),
-        down=payload((hidden, intermediate_size)),
-        gate_up_bias=bias(experts, parts, intermediate_size),
-        down_bias=bias(experts, hidden),
-        input_reach=(_INPUT_REACH, _INPUT_REACH),
-    )
 
 
 def check_output(what: str, layer: MoELayer, weights: ExpertWeights[Payload], case: tuple[Tensor, Routing]) -> float:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.reader import read_config
+from ..dummy.weights import random_weights
 from ..errors import InputError, MeasurementError, SpecError
 from ..integrations import transformers as plugin
 from ..integrations.extra import import_extra
@@ -33,7 +34,7 @@ from ..runtime.devices import probe
 from ..runtime.progress import Progress, counted
 from ..runtime.warm_up import warm_up
 from ..types import MoESpec, Routing
-from .bench import TOLERANCES, experts_error, random_weights, recipe_of
+from .bench import TOLERANCES, experts_error, recipe_of
 from .measure import driver_version, prepare_pass, take_turns, version_of
 from .memory_check import bytes_per_weight, check_free_memory
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from ..errors import InputError
-from ..planning import Plan, expert_bytes
+from ..planning import Plan, expert_bytes, kernel_named
 from ..problem import DeviceFacts
 from ..types import MoESpec, RoutingSpec
 from .measure import ceiling_bytes, input_sets
@@ -77,15 +77,7 @@ def bytes_per_weight(weight_format: str) -> float:
 def _repacks(layer_plan: Plan) -> bool:
     """Return whether the plan's kernels pack codes into new tensors, so that both copies exist for a while."""
     pairs = zip((layer_plan.kernel, layer_plan.down_kernel), layer_plan.problem.spec.formats, strict=True)
-    return any(_product_repacks(kernel, weights, layer_plan.activation_format) for kernel, weights in pairs)
-
-
-def _product_repacks(kernel: str, weights: str, activations: str) -> bool:
-    if kernel == "cpu_grouped":
-        return weights == "nvfp4"
-    if kernel == "triton_fp8":
-        return weights == "mxfp8" or not activations.startswith("fp8")
-    return kernel in ("cpu_fused", "triton_w4a16", "triton_w4a8", "triton_w8a16")
+    return any(kernel_named(name).repacks(weights, layer_plan.activation_format) for name, weights in pairs)
 
 
 def _gigabytes(count: float) -> str:

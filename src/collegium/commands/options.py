@@ -67,7 +67,7 @@ def _complete(values: str) -> Callable[[str], list[str]]:
 
 Device = Annotated[
     str | None,
-    typer.Option(autocompletion=_complete("cpu, cuda"), help="cpu or cuda. Default: a GPU if there is one."),
+    typer.Option(autocompletion=_complete("cpu, cuda"), help="cpu or cuda. Default: cuda if available."),
 ]
 Format = Annotated[
     str | None,

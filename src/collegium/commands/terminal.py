@@ -60,11 +60,12 @@ class Report(Protocol):
 
 
 def prints(
-    show: Callable[[Any], None], *, on_ranks: bool = False
+    show: Callable[[Any], None], *, on_ranks: bool = False, passed: Callable[[Any], bool] | None = None
 ) -> Callable[[Callable[..., Report]], Callable[..., None]]:
     """Add ``--json`` to a command and print its report: as one JSON object, or with ``show``.
 
     on_ranks: the command may run under torchrun, where only the first rank prints; otherwise several ranks are refused.
+    passed: whether a report is a success; the command exits with code 1 otherwise. None: every report is.
     """
 
     def decorate(command: Callable[..., Report]) -> Callable[..., None]:
@@ -83,7 +84,7 @@ def prints(
             elif is_first(os.environ):
                 show(report)
             sys.stdout.flush()  # here, so that a write error still prints a message
-            if not getattr(report, "passed", True):
+            if passed is not None and not passed(report):
                 raise typer.Exit(1)
 
         flag = Parameter("as_json", Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, _JSON])

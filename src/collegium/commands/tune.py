@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..dummy.weights import random_weights
 from ..errors import InputError, MeasurementError
 from ..experts import PackedWeights
 from ..experts.measured import write_tiles
@@ -22,7 +23,7 @@ from ..planning import kernel_named
 from ..problem import Problem
 from ..runtime.devices import probe
 from ..runtime.progress import Progress, counted
-from .bench import named_layer, planned_layer, random_inputs, random_weights
+from .bench import named_layer, planned_layer, random_inputs
 from .measure import graph_pool, prepare_pass, take_turns
 from .memory_check import check_free_memory, layer_needs
 

@@ -337,7 +337,7 @@ def plain_values(matrix: Payload, start: int, stop: int) -> Tensor:
             values = (nibbles - 8).double()
         else:
             values = torch.tensor(_E2M1, dtype=torch.float64)[nibbles % 8] * (1 - 2 * (nibbles // 8))
-    block: tuple[int, int] = getattr(stored, "block", (1, getattr(stored, "group_size", matrix.group)))
+    block = matrix.scale_block
     steps = _scale_values(scales)
     if steps.dim() == 2:
         steps = steps[torch.arange(start, stop) // block[0]][:, torch.arange(columns) // block[1]]

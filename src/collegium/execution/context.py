@@ -11,6 +11,7 @@ from .. import pipelines as pipeline_table
 from ..experts import PackedWeights
 from ..parallel import Dispatcher, wrapped_for
 from ..parallel.input_check import InputCheck, input_check
+from ..parallel.slices import Slices
 from ..pipelines import Pipeline, PipelineParts
 from ..planning import Plan, dispatcher_named, token_ranges
 from ..runtime.memory import MemoryMap, Workspaces, memory_map, shared_workspaces
@@ -47,8 +48,8 @@ class ExecutionContext:
 
     def input_check(self, *, checked: bool) -> InputCheck | None:
         """Return what compares the inputs of ranks that need the same inputs, None where there are none."""
-        number = getattr(self.dispatcher, "number", 0)
-        return input_check(self.plan.problem.placement, self.plan.dispatcher, checked=checked, layer=number)
+        layer = self.dispatcher.number if isinstance(self.dispatcher, Slices) else 0
+        return input_check(self.plan.problem.placement, self.plan.dispatcher, checked=checked, layer=layer)
 
 
 def build_context(
@@ -57,8 +58,9 @@ def build_context(
     """Build what runs ``experts`` as ``plan`` says; all ranks that share the experts call it together."""
     problem, tiling = plan.routed_problem, experts.tiling
     kind = wrapped_for(dispatcher_named(plan.dispatcher), problem)
-    # ``split`` always: for empty batches, and for batches that packing finds to be faster sorted.
-    pipeline_kinds = [row for row in pipeline_table.PIPELINES if row.name in (*plan.pipelines, "split")]
+    # The last row serves empty batches, and batches that packing finds to be faster sorted.
+    *rows, last_row = pipeline_table.PIPELINES
+    pipeline_kinds = [*(row for row in rows if row.name in plan.pipelines), last_row]
     plan = plan.with_token_ranges(token_ranges(pipeline_kinds, kind, tiling, problem))
     dispatcher = kind.build(problem)
     parts = PipelineParts(

@@ -1,5 +1,6 @@
 """A packed module that a plan determines: building what runs it, its options, copies and pickles."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,8 @@ from .context import ExecutionContext, build_context
 from .executor import Executor
 
 __all__ = ["PlannedModule"]
+
+_LOG = logging.getLogger("collegium")
 
 # Attributes that belong to one process and are not pickled.
 _PROCESS_STATE = ("dispatcher", "_context", "_executor", "_input_check")
@@ -67,6 +70,8 @@ class PlannedModule(PackedModule):
             _input_check=context.input_check(checked=self.checked),
         )
         self._renew_executor()
+        if plan.groups:
+            _LOG.info("MoE layer with kernel %s: %s", plan.kernel, plan.problem.placement)
 
     def _renew_executor(self) -> None:
         """Create an executor for the layer's present options, without recorded launches."""

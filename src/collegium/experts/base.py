@@ -7,8 +7,8 @@ below do nothing: a kernel without tiles lists none, warms nothing up and is not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -86,7 +86,7 @@ class PackedWeights:
         if self.input_reach is None:
             return report
         first, second = (form.scale for form in formats_within(activations, self.input_reach))
-        return f"\nscales     {first:g} before gate_up, {second:g} before down, the largest of all experts{report}"
+        return f"\nscales     {first:g} before gate_up, {second:g} before down (maximum over the experts){report}"
 
     @property
     def tiling(self) -> Tiling:
@@ -175,10 +175,67 @@ class PackedWeights:
             for target, source in zip(self.take(slot), expert, strict=True):
                 target.copy_(source)
 
+    def put_all(self, slots: Sequence[int], experts: PackedWeights) -> None:
+        """Copy ``experts``, packed by the same kernel, into ``slots``, one each; addresses of tensors stay.
+
+        Raises InputError, and copies nothing, where they are laid out unlike these.
+        """
+        _refuse_other_layout(self, experts)
+        first, count = slots[0], len(slots)
+        with torch.inference_mode():
+            for target, source in zip(self.slots(), experts.slots(), strict=True):
+                if list(slots) == list(range(first, first + count)):
+                    target[first : first + count].copy_(source)
+                    continue
+                for slot, expert in zip(slots, source, strict=True):
+                    target[slot].copy_(expert)
+
+    def note_report(self, report: object) -> None:
+        """Print ``report`` with these experts from now on; only for experts that were packed with one."""
+        object.__setattr__(self, "report", report)
+
     def resized(self, count: int) -> PackedWeights:
         """Return ``count`` uninitialised experts packed like these, to be filled by ``put``."""
         with torch.inference_mode(False):
             return self._map_tensors(lambda tensor: tensor.new_empty((count, *tensor.shape[1:])))
+
+
+def _refuse_other_layout(packed: PackedWeights, other: PackedWeights) -> None:
+    """Raise InputError unless an expert of ``other`` is laid out as one of ``packed``.
+
+    Everything that kernels read besides the contents of slots is compared: types, shapes, dtypes and options.
+    """
+    difference = _difference(type(packed).__name__, packed.resized(0), other.resized(0))
+    if difference is not None:
+        raise InputError(
+            f"new experts are laid out unlike those of the layer: {difference}; send them in the format and storage of "
+            "the old ones, or use MoELayer.swap or another layer"
+        )
+
+
+# What differs between packings of the same layout: a report, measured tiles, and the reach of calibrated inputs.
+_CONTENTS = frozenset(("report", "tiles", "measured", "input_reach", "activations", "forms"))
+
+
+def _difference(name: str, first: Any, second: Any) -> str | None:
+    """Return the first difference between two packings without experts, as text, or None."""
+    if type(first) is not type(second):
+        return f"{name} is {type(second).__name__}, not {type(first).__name__}"
+    if isinstance(first, Tensor):
+        layouts = [(tuple(tensor.shape[1:]), tensor.dtype, tensor.device) for tensor in (first, second)]
+        return None if layouts[0] == layouts[1] else f"{name} is {layouts[1]}, not {layouts[0]}"
+    if isinstance(first, tuple):
+        items = enumerate(zip(first, second, strict=False))
+        unlike = [_difference(f"{name}[{index}]", *pair) for index, pair in items]
+        unlike.append(None if len(first) == len(second) else f"{name} has {len(second)} entries, not {len(first)}")
+        return next((text for text in unlike if text is not None), None)
+    if is_dataclass(first):
+        names = [
+            field.name for field in fields(first) if field.name not in _CONTENTS and not field.name.startswith("_")
+        ]
+        unlike = [_difference(f"{name}.{entry}", getattr(first, entry), getattr(second, entry)) for entry in names]
+        return next((text for text in unlike if text is not None), None)
+    return None if first == second else f"{name} is {second}, not {first}"
 
 
 def map_tensors(owner: Any, change: Callable[[Tensor], Tensor], *names: str) -> Any:
@@ -222,6 +279,10 @@ class ExpertKernel(Protocol):
     def kernels(self, problem: ExpertsProblem) -> tuple[str, str]:
         """Return the names of the kernels that run gate_up and down of ``problem``."""
         return self.name, self.name
+
+    def repacks(self, weight_format: str, activation_format: str) -> bool:
+        """Return whether packing copies the codes of ``weight_format`` into new tensors."""
+        return False
 
     def tiling(self, problem: ExpertsProblem) -> Tiling:
         """Return how batches of ``problem`` will be cut, as far as that follows from the problem."""

@@ -59,6 +59,11 @@ class Bnb4(Payload):
     read_only: ClassVar[bool] = True
     storages: ClassVar[tuple[Storage, ...]] = (_storage("nf4"), _storage("fp4"))
 
+    @property
+    def scale_block(self) -> tuple[int, int]:
+        """One row and the columns of a group."""
+        return 1, self.group_size
+
     def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return ``[..., N, K]``: table[code] * scale as one float32 product, rounded once to ``dtype``."""
         count, columns = self.shape[-2:]

@@ -47,6 +47,11 @@ class Fp8Block(Scaled):
         _storage("modelopt", ".weight_scale"),
     )
 
+    @property
+    def scale_block(self) -> tuple[int, int]:
+        """Rows and columns of one block."""
+        return self.block
+
     @classmethod
     def encode(cls, weight: Tensor, *, power_of_two: bool = False, block: tuple[int, int] = _BLOCK) -> Self:
         """Quantise ``weight [..., N, K]``: scale amax / 448 of the block, codes to nearest even.

@@ -39,6 +39,11 @@ class Int4Group(Scaled):
         modelopt(),
     )
 
+    @property
+    def scale_block(self) -> tuple[int, int]:
+        """One row and the columns of a group."""
+        return 1, self.group_size
+
     @classmethod
     def encode(cls, weight: Tensor, *, group_size: int = 32, scale_dtype: torch.dtype = torch.bfloat16) -> Self:
         """Quantise ``weight [..., N, K]``: scale max(largest / 7, -smallest / 8) of the group.

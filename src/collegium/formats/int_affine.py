@@ -31,6 +31,11 @@ class _Affine(Scaled):
     by_row: ClassVar[tuple[str, ...]] = ("codes", "scales", "zeros")
     bits: ClassVar[int]
 
+    @property
+    def scale_block(self) -> tuple[int, int]:
+        """One row and the columns of a group."""
+        return 1, self.group_size
+
     def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return ``[..., N, K]``: (code - zero) * scale as one float32 product, rounded once to ``dtype``."""
         count, columns = self.shape[-2:]

@@ -27,6 +27,7 @@ class MxFp4(Grouped):
 
     name: ClassVar[str] = "mxfp4"
     group: ClassVar[int] = 32
+    e8m0_scales: ClassVar[bool] = True
     tolerance: ClassVar[float] = 0.13
     storages: ClassVar[tuple[Storage, ...]] = (
         _storage("gpt-oss", Part(suffix="_blocks", dtypes=("U8",), columns_per=32, inner=(16,)), "_scales"),

@@ -29,6 +29,7 @@ class MxFp8(Grouped):
 
     name: ClassVar[str] = "mxfp8"
     group: ClassVar[int] = 32
+    e8m0_scales: ClassVar[bool] = True
     per_byte: ClassVar[int] = 1
     tolerance: ClassVar[float] = 0.035
     storages: ClassVar[tuple[Storage, ...]] = (

@@ -91,8 +91,8 @@ class Payload:
     row_block: output rows that share a scale (1 for row-wise formats). tolerance: bound on the relative L2 error of
     encode followed by decode for Gaussian weights. storages: the published layouts that ``from_parts`` accepts.
     read_only: the format can be read and run but not written. by_row: the tensors whose first axis after the leading
-    dimensions is the output row. ordered_columns: an index assigns columns to
-    groups, in any order.
+    dimensions is the output row. ordered_columns: an index assigns columns to groups, in any order. e8m0_scales: scales
+    are bytes that hold a power of two.
     """
 
     shape: tuple[int, ...]
@@ -105,6 +105,7 @@ class Payload:
     read_only: ClassVar[bool] = False
     by_row: ClassVar[tuple[str, ...]] = ("codes", "scales")
     ordered_columns: ClassVar[bool] = False
+    e8m0_scales: ClassVar[bool] = False
 
     @classmethod
     def encode(cls, weight: Tensor) -> Self:
@@ -187,6 +188,11 @@ class Payload:
         """Return the stored tensors by field name."""
         pairs = ((f.name, getattr(self, f.name)) for f in fields(self))
         return {name: value for name, value in pairs if isinstance(value, torch.Tensor)}
+
+    @property
+    def scale_block(self) -> tuple[int, int]:
+        """Output rows and input columns that share a scale; 0 columns without groups."""
+        return self.row_block, self.group
 
     @property
     def nbytes(self) -> int:

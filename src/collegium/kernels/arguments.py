@@ -1,11 +1,13 @@
-"""Arguments of the product kernels in groups: what belongs together is one named tuple.
+"""Arguments of kernels, grouped in named tuples.
 
-Triton passes every field as an argument of its own and specialises it: whether 16 divides an address or size, and the
-integer 1, are compiled in. Arguments for which that would compile a kernel again from batch to batch stay parameters of
-their own, listed in ``do_not_specialize``. A tuple of compile-time values is one ``tl.constexpr`` parameter.
+Triton passes each field of a tuple as a separate argument and specialises it: whether an address or size is divisible
+by 16, and the integer 1, are compiled in. Arguments for which that would compile a kernel again from batch to batch
+stay separate parameters, listed in ``do_not_specialize``. A tuple of compile-time values is one ``tl.constexpr``
+parameter.
 
-The host makes these tuples, so nothing here imports Triton. Fields of ``Any`` are tensors on the host and pointers in a
-kernel. Shape letters: T tokens, R rows, E experts, P projections (2: gate and up; 1), N outputs of a projection.
+The host makes these tuples, so this module does not import Triton. Fields of type ``Any`` are tensors on the host and
+pointers in a kernel. Shape letters: T tokens, R rows, E experts, P projections (2: gate and up; 1), N outputs of a
+projection.
 """
 
 from __future__ import annotations
@@ -14,9 +16,18 @@ from typing import Any, NamedTuple
 
 __all__ = [
     "ActivationBounds",
+    "CodeFormat",
+    "CodeRows",
+    "ExpertGroups",
+    "InputRows",
+    "LinearTile",
+    "MatrixRows",
     "OperandFormat",
+    "PermutationFormat",
     "Projections",
+    "RoutingFormat",
     "RowOrder",
+    "SumOrder",
     "Tile",
     "Tokens",
     "WeightStrides",
@@ -27,10 +38,10 @@ __all__ = [
 class Tokens(NamedTuple):
     """The rows that are multiplied.
 
-    x: ``[T or R, stride]``, of the operand dtype. scale: float32, laid out as ``OperandFormat.x_scale`` says; another
-    tensor where rows have none. sums: float16 ``[T or R, 32 * K blocks]``, sums of the rows' columns, for weights with
-    minima (``ops/columns.py``); another tensor for other weights. scale_stride: from the scales of a K block to those
-    of the next.
+    x: ``[T or R, stride]``, of the operand dtype. scale: float32, in the layout ``OperandFormat.x_scale``; any tensor
+    if rows have no scale. sums: float16 ``[T or R, 32 * K blocks]``, sums of the rows' columns, for weights with
+    minima (``ops/columns.py``); any tensor for other weights. scale_stride: elements from the scales of one K block to
+    those of the next.
     """
 
     x: Any
@@ -43,8 +54,8 @@ class Tokens(NamedTuple):
 class Weights(NamedTuple):
     """A packed weight matrix of all experts.
 
-    packed: codes or numbers. scale: of blocks or groups. row_scale: float32, one for each row; for codes
-    that index a table, the table. bias: ``[E, P, N]``. Where the matrix lacks one, another of its tensors is there.
+    packed: codes or numbers. scale: of blocks or groups. row_scale: float32, one for each row; for codes that index a
+    table, the table. bias: ``[E, P, N]``. A missing tensor is replaced by another one of the matrix.
     """
 
     packed: Any
@@ -77,9 +88,8 @@ class ActivationBounds(NamedTuple):
 class OperandFormat(NamedTuple):
     """How both operands of a product are stored; compile-time.
 
-    weight, scale: numbers of ``enums.py``. words: 32-bit words of scales for each row and K block. x_scale: 0 none, 1
-    ``[., k_blocks]``, 2 ``[., 1]``, 3 ``[k_blocks, scale_stride]`` of rows in order. row_scale, bias: whether the
-    weights have them. k_blocks: blocks of ``block_k`` columns. even_k: ``block_k`` divides K.
+    weight, scale, x_scale: numbers of ``enums.py``. words: 32-bit words of scales for each row and K block. row_scale,
+    bias: whether the weights have them. k_blocks: blocks of ``block_k`` columns. even_k: ``block_k`` divides K.
     """
 
     weight: int
@@ -96,7 +106,7 @@ class OperandFormat(NamedTuple):
 class Projections(NamedTuple):
     """What a product computes; compile-time.
 
-    count: 2 for gate and up, otherwise 1. activation: NO_ACTIVATION, or a place in ``types.ACTIVATION_KINDS``, plus
+    count: 2 for gate and up, otherwise 1. activation: NO_ACTIVATION, or a position in ``types.ACTIVATION_KINDS``, plus
     FAST_MATH. has_limit: whether ``ActivationBounds.limit`` applies.
     """
 
@@ -106,12 +116,12 @@ class Projections(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The piece of a product that one program computes, and how; compile-time.
+    """The part of a product that one program computes, and how; compile-time.
 
     block_n: weight rows. block_t: token rows. group_t: token tiles that share a pass over the columns. narrow: a tile
-    of few rows is multiplied as one of half or a quarter of block_t. depth: K blocks that a step of the loop
-    multiplies. stages: of the software pipeline. interleave_gate_up: eight rows of gate and eight of up alternate in
-    one operand. fuse_k_block: a K block of decoded weights is one operand instead of four.
+    with few rows is multiplied as one of half or a quarter of block_t. depth: K blocks per step of the loop. stages: of
+    the software pipeline. interleave_gate_up: eight rows of gate and eight of up alternate in one operand.
+    fuse_k_block: a K block of decoded weights is one operand instead of four.
     """
 
     block_n: int
@@ -128,10 +138,123 @@ class Tile(NamedTuple):
 class RowOrder(NamedTuple):
     """Where rows are read and written; compile-time.
 
-    gather: row r is read at ``source[r]``; with top_k, at ``r // top_k``. top_k: not 0 where every assignment is a tile
-    of one row. row_map: a divisor of all entries of ``row_map``, 0 where rows are written in order.
+    gather: row r is read at ``source[r]``; with top_k, at ``r // top_k``. top_k: not 0 if each assignment is a tile of
+    one row. row_map: a divisor of all entries of ``row_map``, 0 if rows are written in order.
     """
 
     gather: bool
     top_k: int
     row_map: int
+
+
+class InputRows(NamedTuple):
+    """Rows that a kernel reads: row r is ``x[index[r]] * weights[r]``.
+
+    x: ``[T, stride]``, of which ``columns`` are read. index: int64 ``[rows]``, None where row r is ``x[r]``. weights:
+    float32 ``[rows]``, None where rows are not weighted.
+    """
+
+    x: Any
+    index: Any
+    weights: Any
+    rows: Any
+    columns: Any
+    stride: Any
+
+
+class CodeRows(NamedTuple):
+    """Rows of codes that a kernel writes, and their scales.
+
+    codes: ``[rows, columns]``. scales: ``[rows, groups]``, or ``[groups, scale_stride]``, transposed, where
+    ``scale_stride`` is not None.
+    """
+
+    codes: Any
+    scales: Any
+    rows: Any
+    columns: Any
+    groups: Any
+    scale_stride: Any
+
+
+class CodeFormat(NamedTuple):
+    """How rows are stored as E4M3 codes and scales; compile-time.
+
+    group: columns that share a scale. power_of_two: scales are powers of two. e8m0: they are stored as E8M0 bytes.
+    reorder: columns change places within 128 (``reorder_codes`` of ``ops/quantize.py``). software_rounding: the kernel
+    rounds codes itself, because Triton's interpreter rounds them wrongly.
+    """
+
+    group: int
+    power_of_two: bool
+    e8m0: bool
+    reorder: bool
+    software_rounding: bool
+
+
+class PermutationFormat(NamedTuple):
+    """What ``permute.py`` sorts and writes; compile-time.
+
+    top_k: assignments of a token. block_e: experts, rounded up to a power of two. block_t_a, block_t_b: rows of a tile
+    in the two tile lists, 0 where a list is not written. element_bytes: of the rows that ``row_map`` places.
+    """
+
+    top_k: int
+    block_e: int
+    block_t_a: int
+    block_t_b: int
+    element_bytes: int
+
+
+class RoutingFormat(NamedTuple):
+    """How ``route.py`` chooses and weights experts; compile-time.
+
+    score: index in ``types.SCORE_FUNCTIONS``. top_k: experts of a token. block_k: top_k rounded up to a power of two.
+    renormalize: whether weights are divided by their sum.
+    """
+
+    score: int
+    top_k: int
+    block_k: int
+    renormalize: bool
+
+
+class ExpertGroups(NamedTuple):
+    """Groups of experts of which ``route.py`` chooses the best; compile-time.
+
+    block_g, block_s: groups and experts of a group, rounded up to powers of two. top: groups that are chosen, 0 where
+    experts of all groups are. top2_sum: a group's score is the sum of its two best instead of its best.
+    """
+
+    block_g: int
+    block_s: int
+    top: int
+    top2_sum: bool
+
+
+class MatrixRows(NamedTuple):
+    """Rows of a matrix with contiguous elements; stride: from one row to the next, 0 where all are the same row."""
+
+    rows: Any
+    stride: int
+
+
+class SumOrder(NamedTuple):
+    """The order of a sum over blocks of K in ``linear_kernel``; compile-time.
+
+    split: each program computes one part; otherwise a program computes all and adds them. part_blocks: blocks of a
+    part. program_blocks: blocks that a program multiplies.
+    """
+
+    split: bool
+    part_blocks: int
+    program_blocks: int
+
+
+class LinearTile(NamedTuple):
+    """The tile of ``linear_kernel``; compile-time. stages: of the software pipeline."""
+
+    block_n: int
+    block_t: int
+    block_k: int
+    stages: int

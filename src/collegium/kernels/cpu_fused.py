@@ -43,21 +43,61 @@ _PIECE, _SHORT = 64, 32  # pairs of columns, 16 KiB of a task in bfloat16, and t
 _TILE_ROWS = 16  # of x
 _MOST = 4  # rows of x at a time without AMX: with more, LLVM keeps sums in memory, though registers would hold them
 
-# What a call is told, 64-bit numbers; addresses are of contiguous tensors. task, thread: counters that threads share.
-# experts, bounds: int64, the experts that have rows, the first row of each, and the end. blocks: tasks of an expert.
-# kind, shift: places in SCALES and SHIFTS. line: bytes of a row of scales. values: float32 [E, 16], what the lower four
-# bits of a code mean; to codes of eight bits the first is added. floats: whether those are E4M3 numbers, of which 2^-8
-# is read. group: pairs of columns of a scale. factors, bias: float32 [E, N], or 0. x: bfloat16 [r, K], or float32 where
-# PAIR_BYTES is 8. out: float32 [r, N], zeros without tiles. scratch: a task in bfloat16 for each thread. shapes: 64
-# bytes for each count of rows, what AMX is told of its tiles.
+# Arguments of a call, 64-bit numbers; addresses are of contiguous tensors.
 FIELDS = (
-    "task", "thread", "tasks", "experts", "bounds", "blocks", "codes", "bits", "floats", "scales", "supers", "kind",
-    "shift", "line", "values", "group", "groups", "pairs", "factors", "bias", "x", "out", "scratch", "tiles", "shapes",
-)  # fmt: skip
+    "task",  # the next task; threads increment it
+    "thread",  # the number of the next thread; threads increment it
+    "tasks",
+    "experts",  # int64, the experts that have rows
+    "bounds",  # int64, the first row of each of these experts, and the end
+    "blocks",  # tasks of an expert
+    "codes",
+    "bits",
+    "floats",  # whether codes of eight bits are E4M3 numbers, which are read times 2^-8
+    "scales",
+    "supers",
+    "kind",  # index in SCALES
+    "shift",  # index in SHIFTS
+    "line",  # bytes of a row of scales
+    "values",  # float32 [E, 16]: the value of the lower four bits of a code; the first is added to codes of eight bits
+    "group",  # pairs of columns that share a scale
+    "groups",
+    "pairs",
+    "factors",  # float32 [E, N], or 0
+    "bias",  # float32 [E, N], or 0
+    "x",  # bfloat16 [r, K], or float32 where PAIR_BYTES is 8
+    "out",  # float32 [r, N], zeros without tiles
+    "scratch",  # a task in bfloat16 for each thread
+    "tiles",
+    "shapes",  # 64 bytes for each count of rows: the configuration of AMX tiles
+)
 (
-    TASK, THREAD, TASKS, EXPERTS, BOUNDS, BLOCKS, CODES, BITS, FLOATS, SCALES_AT, SUPERS, KIND, SHIFT,
-    LINE, VALUES, GROUP, GROUPS, PAIRS, FACTORS, BIAS, X, OUT, SCRATCH, TILES, SHAPES,
-) = range(len(FIELDS))  # fmt: skip
+    TASK,
+    THREAD,
+    TASKS,
+    EXPERTS,
+    BOUNDS,
+    BLOCKS,
+    CODES,
+    BITS,
+    FLOATS,
+    SCALES_AT,
+    SUPERS,
+    KIND,
+    SHIFT,
+    LINE,
+    VALUES,
+    GROUP,
+    GROUPS,
+    PAIRS,
+    FACTORS,
+    BIAS,
+    X,
+    OUT,
+    SCRATCH,
+    TILES,
+    SHAPES,
+) = range(len(FIELDS))
 
 _ROWS = range(LANES)
 _I1, _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
@@ -437,20 +477,19 @@ def _work(job):
             row = first
             while row < stop:
                 x, out = _field(job, X) + row * x_stride, _field(job, OUT) + row * out_stride + column
-                if tiles:
-                    rows = min(_TILE_ROWS, stop - row)
-                    if rows != configured:
-                        _configure(_field(job, SHAPES) + 64 * rows)
-                        configured = rows
-                    if begin == 0:
-                        _clear_tiles()
-                    _add_tiles(x + begin * PAIR_BYTES, x_stride, scratch, panel, (end - begin) // 16)
-                    if end == pairs:
-                        _store_tiles(out, out_stride)
-                else:
-                    rows = min(_MOST, stop - row)
-                    _add_rows(rows, x + begin * PAIR_BYTES, x_stride, scratch, panel, end - begin, out, out_stride)
+                rows = min(_TILE_ROWS if tiles else _MOST, stop - row)
                 row += rows
+                if not tiles:
+                    _add_rows(rows, x + begin * PAIR_BYTES, x_stride, scratch, panel, end - begin, out, out_stride)
+                    continue
+                if rows != configured:
+                    _configure(_field(job, SHAPES) + 64 * rows)
+                    configured = rows
+                if begin == 0:
+                    _clear_tiles()
+                _add_tiles(x + begin * PAIR_BYTES, x_stride, scratch, panel, (end - begin) // 16)
+                if end == pairs:
+                    _store_tiles(out, out_stride)
         factors, bias = _field(job, FACTORS), _field(job, BIAS)
         if factors or bias:
             after = expert * out_stride + column

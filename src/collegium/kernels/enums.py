@@ -40,6 +40,9 @@ __all__ = [
     "NO_ACTIVATION",
     "NO_SCALE",
     "PAIR_SCALE",
+    "PHASE_COMBINE",
+    "PHASE_COMPUTE",
+    "PHASE_PUBLISH",
     "PLAIN",
     "POWER_CODES",
     "ROWS",
@@ -91,8 +94,8 @@ X_BLOCK_SCALE = 1  # for each row and K block, [rows, K blocks]
 X_ROW_SCALE = 2  # for each row, [rows, 1]
 X_BLOCK_SCALE_TRANSPOSED = 3  # as X_BLOCK_SCALE for rows in order, [K blocks, rows]
 
-# Projections.activation, where none follows; the others are places in types.ACTIVATION_KINDS, plus FAST_MATH for the
-# GPU's approximation of tanh.
+# Projections.activation, where none follows; the others are positions in types.ACTIVATION_KINDS, plus FAST_MATH for
+# the GPU's approximation of tanh.
 NO_ACTIVATION = -1
 FAST_MATH = 16
 
@@ -103,6 +106,11 @@ NOWHERE = -(1 << 62)
 ROWS = 0  # as it is
 GROUP_CODES = 1  # E4M3 codes with a scale for each 128 columns
 POWER_CODES = 2  # the same with scales that are powers of two
+
+# PHASE: of mega_kernel, in order.
+PHASE_PUBLISH = 1  # peers may read the tokens of this rank
+PHASE_COMPUTE = 2  # tokens are pulled and multiplied, and rows stored in the memory of their tokens' ranks
+PHASE_COMBINE = 3  # rows are summed
 
 # HEAD: the 64-bit words in front of a rank's symmetric memory, in peer.py and mega.py on the device and in
 # parallel/peers_in_torch.py on the host.

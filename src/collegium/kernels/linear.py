@@ -1,14 +1,14 @@
-"""Rows of tokens times one weight, where a row's bits follow from that row and the weight alone.
+"""Rows of tokens times one weight; the bits of a row follow from that row and the weight alone.
 
-As in grouped_gemm.py the tensor core sees weights [BLOCK_N, K] times tokens [K, BLOCK_T]: a token is a column that
-meets no other, and tiles of any number of tokens multiply in the same instructions. A float32 operand is cut into
-three bfloat16 terms that add up to it. Products of terms are added smallest first, those without weight in a float32
-sum (below 2**-25 of the largest) not at all.
+As in grouped_gemm.py the tensor core multiplies weights [BLOCK_N, K] by tokens [K, BLOCK_T]: each token is a separate
+column, and tiles of any number of tokens use the same instructions. A float32 operand is split into three bfloat16
+terms that add up to it. Products of terms are added smallest first; those below 2**-25 of the largest do not change a
+float32 sum and are left out.
 
-The order of a sum follows from N and K alone. The tensor core, which cuts a sum off where it should round, adds up no
-more than a block of BLOCK_K columns. Blocks are added in float32, EACH of them to a part, and parts in order:
-by ``add_parts_kernel`` or ``gate_rows_kernel`` where a program makes one PART, otherwise by the program that makes
-them all.
+The order of a sum follows from N and K alone. The tensor core truncates where it should round, so it sums no more than
+one block of BLOCK_K columns. Blocks are added in float32 to parts of ``SumOrder.part_blocks`` blocks, and parts in
+order: by ``add_parts_kernel`` or ``gate_rows_kernel`` where a program computes one part, otherwise by the program,
+which computes them all.
 """
 
 import triton
@@ -56,61 +56,104 @@ def _product(w, x, TERMS: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens"])
 def linear_kernel(
-    x, weight, added, out, tokens, n_out, k_in, x_stride, added_stride,
-    TERMS: tl.constexpr, PART: tl.constexpr, EACH: tl.constexpr, STEPS: tl.constexpr, ADDED: tl.constexpr,
-    ASM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    x,
+    weight,
+    addend,
+    out,
+    tokens,
+    n_out,
+    k_in,
+    TERMS: tl.constexpr,
+    ADDED: tl.constexpr,
+    ORDER: tl.constexpr,
+    TILE: tl.constexpr,
+    ASM: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
-    """Write ``out [tokens, n_out]``, ``x [tokens, k_in]`` times ``weight [n_out, k_in]`` plus ``added``.
+):
+    """Write ``out [tokens, n_out]``, ``x [tokens, k_in]`` times ``weight [n_out, k_in]`` plus ``addend``.
 
-    added: its rows are ``added_stride`` elements apart, 0 for one row that all tokens get. STEPS: blocks of K that a
-    program multiplies. PART: they are one part, out is float32 ``[parts, tokens, n_out]``, and nothing is added.
+    x, addend: ``MatrixRows``. ADDED: whether there is an addend. With ``ORDER.split`` a program computes one part, out
+    is float32 ``[parts, tokens, n_out]``, and nothing is added. TERMS: as in ``_product``. ORDER: ``SumOrder``. TILE:
+    ``LinearTile``.
     """
     if PDL:
         gdc_wait()
-    t_first = tl.program_id(0).to(tl.int64) * BLOCK_T
-    n_first = tl.program_id(1).to(tl.int64) * BLOCK_N
+    t_first = tl.program_id(0).to(tl.int64) * TILE.block_t
+    n_first = tl.program_id(1).to(tl.int64) * TILE.block_n
     part_number = tl.program_id(2).to(tl.int64)
-    t = tl.arange(0, BLOCK_T)
-    n = tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
+    t = tl.arange(0, TILE.block_t)
+    n = tl.arange(0, TILE.block_n)
+    k_first = tl.program_id(2) * (ORDER.program_blocks * TILE.block_k)
+    k = k_first + tl.arange(0, TILE.block_k)
     valid = (t < tokens - t_first)[None, :]
-    k_first = tl.program_id(2) * (STEPS * BLOCK_K)
-    # Rows of the weight beyond its end are the last one again; nothing of them is stored.
+    # Rows past the end of the weight read its last row again; they are not stored.
     row = n_first + tl.minimum(n, n_out - 1 - n_first)
-    x_ptr = x + (t_first + t)[None, :] * x_stride + (k_first + k)[:, None]
-    w_ptr = weight + row[:, None] * k_in + (k_first + k)[None, :]
-    total = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
-    part = total
-    for step in tl.range(0, STEPS, num_stages=STAGES):
-        left = k_in - k_first - step * BLOCK_K
-        x_block = tl.load(x_ptr, mask=valid & (k < left)[:, None], other=0.0)
-        w_block = tl.load(w_ptr, mask=(k < left)[None, :], other=0.0)
-        product = _product(w_block, x_block, TERMS, ASM)
-        starts = step % EACH == 0
-        if not PART:
-            total = tl.where(starts, total + part, total)
-        part = tl.where(starts, product, part + product)
-        x_ptr += BLOCK_K
-        w_ptr += BLOCK_K
+    x_ptr = x.rows + (t_first + t)[None, :] * x.stride + k[:, None]
+    w_ptr = weight + row[:, None] * k_in + k[None, :]
+    total, part = _sum_over_k(x_ptr, w_ptr, valid, k_in - k_first, TERMS, ORDER, TILE, ASM)
     if PDL:
         gdc_launch_dependents()
     total += part
     inside = valid & (n < n_out - n_first)[:, None]
     column = (n_first + n)[:, None]
     if ADDED:
-        place = added + (t_first + t)[None, :] * added_stride + column
-        total += tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    place = out + (part_number * tokens + t_first + t)[None, :] * n_out + column
-    tl.store(place, total.to(out.dtype.element_ty), mask=inside)
+        addend_ptr = addend.rows + (t_first + t)[None, :] * addend.stride + column
+        total += tl.load(addend_ptr, mask=inside, other=0.0).to(tl.float32)
+    out_ptr = out + (part_number * tokens + t_first + t)[None, :] * n_out + column
+    tl.store(out_ptr, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _sum_over_k(
+    x_ptr,
+    w_ptr,
+    valid,
+    columns,
+    TERMS: tl.constexpr,
+    ORDER: tl.constexpr,
+    TILE: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Return the sum of all parts of a program but the last, and the last part, both ``[BLOCK_N, BLOCK_T]``.
+
+    x_ptr, w_ptr: the first blocks, ``[BLOCK_K, BLOCK_T]`` and ``[BLOCK_N, BLOCK_K]``. valid: ``[1, BLOCK_T]``, tokens
+    that exist. columns: of K from the first block on.
+    """
+    BLOCK_N: tl.constexpr = TILE.block_n
+    BLOCK_T: tl.constexpr = TILE.block_t
+    k = tl.arange(0, TILE.block_k)
+    total = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
+    part = total
+    for block in tl.range(0, ORDER.program_blocks, num_stages=TILE.stages):
+        left = columns - block * TILE.block_k
+        x_block = tl.load(x_ptr, mask=valid & (k < left)[:, None], other=0.0)
+        w_block = tl.load(w_ptr, mask=(k < left)[None, :], other=0.0)
+        product = _product(w_block, x_block, TERMS, ASM)
+        starts_part = block % ORDER.part_blocks == 0
+        if not ORDER.split:
+            total = tl.where(starts_part, total + part, total)
+        part = tl.where(starts_part, product, part + product)
+        x_ptr += TILE.block_k
+        w_ptr += TILE.block_k
+    return total, part
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def add_parts_kernel(
-    sums, added, out, tokens, n_out, added_stride,
-    PARTS: tl.constexpr, ADDED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Write ``out [tokens, n_out]``: of ``sums [PARTS, tokens, n_out]`` the parts in order, then ``added``."""
+    sums,
+    addend,
+    out,
+    tokens,
+    n_out,
+    PARTS: tl.constexpr,
+    ADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Write ``out [tokens, n_out]``: the parts of ``sums [PARTS, tokens, n_out]`` in order, then ``addend``.
+
+    addend: ``MatrixRows``. ADDED: whether there is an addend. A program computes BLOCK columns of one token.
+    """
     pdl_wait(PDL)
     token = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -119,19 +162,26 @@ def add_parts_kernel(
     for part in tl.static_range(PARTS):
         total += tl.load(sums + (token + tl.cast(tokens, tl.int64) * part) * n_out + column, mask=inside, other=0.0)
     if ADDED:
-        total += tl.load(added + token * added_stride + column, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(addend.rows + token * addend.stride + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + token * n_out + column, total.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def gate_rows_kernel(
-    sums, rows, out, tokens, width, row_stride,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    sums,
+    rows,
+    out,
+    tokens,
+    width,
+    row_stride,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Write ``out [tokens, width]`` float32: each of ``rows`` times the sigmoid of its logit.
 
     A logit is the parts of ``sums [PARTS, tokens]`` added in order. The sigmoid is evaluated in float64 and rounded
-    once to float32, as ``ops/linear.py`` defines it. A program owns BLOCK columns of one token.
+    once to float32, as ``ops/linear.py`` defines it. A program computes BLOCK columns of one token.
     """
     pdl_wait(PDL)
     token = tl.program_id(1).to(tl.int64)

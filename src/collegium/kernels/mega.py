@@ -1,27 +1,30 @@
-"""A whole pass over ranks that read each other's memory in one kernel: tokens out, experts, rows back, sums.
+"""A whole pass over ranks that read each other's memory in one kernel: publish tokens, compute, combine.
 
-All programs run at the same time, and do the three phases one after the other: let peers read this rank's tokens; bring
-those of this rank's experts here and multiply; add up. In the middle one, tasks have one order on a rank, and program p
-takes tasks p, p + programs, and so on: chunks of tokens first, which are counted and copied, then pieces of both
-products. Whatever a task waits for is of a peer's first phase or comes before it in the order, so the first task that
-is not done can always go on, and no phase ends with a barrier of all programs but where counts are needed.
+All programs run at the same time and go through three phases: let peers read this rank's tokens; pull the tokens of
+this rank's experts and multiply; sum up. The middle phase is a sequence of work items in the same order on all
+programs: first blocks of tokens, which are listed and copied, then tiles of the first products, then tiles of the
+second ones. An item waits only for the first phase of peers and for earlier items. So the first unfinished item can
+always proceed, and only the counts of assignments need a barrier of all programs.
 
-A row is named by its assignment, ``(rank * bound + token) * TOP_K + k``: its token's codes, its own middle row and the
-place it goes back to follow from that, so nothing is sorted. Each expert has a list of its assignments; which of them
-comes first depends on time, and no bit does, since no row's bits depend on its neighbours. An expert's rows in tiles of
-BLOCK_T are a *unit*. The program that ends the last piece of a unit's first product quantises its rows for the second.
+A row is identified by its assignment, ``(rank * bound + token) * top_k + k``, which gives the row of its token's codes,
+its row between the products, and the offset where its result goes, so nothing is sorted. Each expert has a list of its
+assignments. Their order varies, which changes no bit, since no row's bits depend on other rows. The rows of an expert
+in steps of ``block_t`` are its *m_tiles*; an *n_tile* is ``block_n`` weight rows. The program that finishes the last
+n_tile of an m_tile's first product quantises its rows for the second one.
 
-Flags between ranks, the epoch, what a late rank does to everybody, and why no buffer is needed twice are those of
-``peer.py``; here every rank's post is seen before any row is stored. Counters of this rank begin at zero: the first
-phase clears them, before this rank's own post, which all programs wait for. The interpreter runs programs one after
-the other, so there each rank has one, and ranks that share a process run FIRST to LAST phase by phase.
+Flags between ranks, the epoch, the effect of a late rank, and why one buffer is enough: see ``peer.py``; here every
+rank's post is read before any row is stored. The counters of this rank must be zero: the first phase clears them before
+this rank's post, which all programs wait for. Triton's interpreter runs one program after the other, so there each rank
+has one program, and ranks of one process run phase by phase.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from . import enums
-from .arguments import ActivationBounds, OperandFormat, Projections, Tile, Tokens, Weights, WeightStrides
+from .arguments import ActivationBounds, CodeRows, InputRows, Tokens, Weights, WeightStrides
 from .grouped_gemm import grouped_tile
 from .peer import (
     EPOCH,
@@ -31,189 +34,537 @@ from .peer import (
     ROWS,
     announce,
     check_flags,
-    collect_token,
-    flag_places,
+    combine_token,
+    flag_pointers,
+    local_slots_of,
     next_epoch,
     now,
+    pass_tag,
+    peer_pointer,
     publish,
     report,
     send_token,
     wait_for_flags,
     wait_for_rows,
 )
+from .peer_arguments import (
+    Assignments,
+    CombineBuffers,
+    ExpertMapArgs,
+    PassCounts,
+    Peers,
+    Product,
+    RankRows,
+    RouterOutput,
+    Scratch,
+    SourceTokens,
+    TokenRows,
+)
 from .quantize import load_rows, store_codes
 from .w4a8 import w4a8_tile
 
 __all__ = ["mega_kernel"]
 
-NO_ACTIVATION = tl.constexpr(enums.NO_ACTIVATION)
-BLOCK_SCALE = tl.constexpr(enums.BLOCK_SCALE)
+PHASE_PUBLISH = tl.constexpr(enums.PHASE_PUBLISH)
+PHASE_COMPUTE = tl.constexpr(enums.PHASE_COMPUTE)
+PHASE_COMBINE = tl.constexpr(enums.PHASE_COMBINE)
 E4M3_E4M3 = tl.constexpr(enums.E4M3_E4M3)
-# Words of the counters; then one for each expert and each unit.
-PULLED = tl.constexpr(0)  # chunks that are listed and copied
-FINISHED = tl.constexpr(1)  # programs without a task left
-TICKETS = tl.constexpr(2)  # tasks that have a program, beside the first one of each
+# The first counters; one for each expert (its assignments) and one for each m_tile (its finished n_tiles) follow.
+_PULLED = tl.constexpr(0)  # token blocks that are listed and copied
+_FINISHED = tl.constexpr(1)  # programs without a further item
+_TICKETS = tl.constexpr(2)  # items that have a program, apart from the first one of each program
 _FIXED = tl.constexpr(3)
 
 
-@triton.jit
-def _unit_at(unit, last, needed, counts, lists, capacity, local_slots, BLOCK_T: tl.constexpr):
-    """Return expert, place of its first assignment on the list, the assignments and how many there are of a unit.
+class MTiles(NamedTuple):
+    """The m_tiles of all experts, in the order of experts.
 
-    last, needed: units of each expert, and of all up to it. Assignments beyond the end are 0.
+    needed, last: ``[slots]``, m_tiles of each expert, and of all experts up to it. capacity: assignments of all ranks.
+    up_items: tiles of all first products. items: of all first and second ones.
     """
-    before = tl.sum(tl.where(last <= unit, (1 << 32) + needed.to(tl.int64), 0), 0)
-    expert = tl.minimum(before >> 32, local_slots - 1)
-    begin = (unit - (before & 0xFFFFFFFF).to(tl.int32)) * BLOCK_T
+
+    needed: Any
+    last: Any
+    capacity: Any
+    up_items: Any
+    items: Any
+
+
+@triton.jit
+def _m_tiles_of(scratch: Scratch, capacity, up_n_tiles, down_n_tiles, BLOCK_SLOTS: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Return the MTiles of this pass, once all token blocks are listed."""
+    slot = tl.arange(0, BLOCK_SLOTS)
+    count = tl.load(scratch.counters + _FIXED + slot, mask=slot < scratch.local_slots, other=0)
+    needed = (count + BLOCK_T - 1) // BLOCK_T
+    last = tl.cumsum(needed, 0)
+    total = tl.sum(needed, 0)
+    up_items = total * up_n_tiles
+    items = up_items + total * down_n_tiles
+    return MTiles(needed=needed, last=last, capacity=capacity, up_items=up_items, items=items)
+
+
+@triton.jit
+def _m_tile_at(m_tile, tiles: MTiles, scratch: Scratch, BLOCK_T: tl.constexpr):
+    """Return expert, index of the first assignment on its list, the assignments ``[BLOCK_T]`` and their number.
+
+    Assignments beyond the number are 0.
+    """
+    before = tl.sum(tl.where(tiles.last <= m_tile, (1 << 32) + tiles.needed.to(tl.int64), 0), 0)
+    expert = tl.minimum(before >> 32, scratch.local_slots - 1)
+    first = (m_tile - (before & 0xFFFFFFFF).to(tl.int32)) * BLOCK_T
     t = tl.arange(0, BLOCK_T)
-    row = tl.load(lists + expert * capacity + begin + t, mask=t < capacity - begin, other=0)
-    here = tl.minimum(tl.load(counts + expert) - begin, BLOCK_T)
-    return expert, begin, tl.where(t < here, row, 0).to(tl.int64), here
+    pointers = scratch.lists + expert * tiles.capacity + first + t
+    row = tl.load(pointers, mask=t < tiles.capacity - first, other=0)
+    count = tl.minimum(tl.load(scratch.counters + _FIXED + expert) - first, BLOCK_T)
+    return expert, first, tl.where(t < count, row, 0).to(tl.int64), count
 
 
 @triton.jit
-def _reached(word, target, head, deltas, limit, rank, world, ASM: tl.constexpr):
-    """Return whether ``word`` of this rank is ``target`` at least, once it is or this rank gives up.
+def _wait_for_counter(counter, target, peers: Peers, current: PassCounts, ASM: tl.constexpr):
+    """Return whether ``counter`` has reached ``target``; waits until it has or this rank gives up.
 
-    What other programs did before they counted is seen after it. A program waits for peers in other programs too, and
-    twice as long as those, so that they name who is late.
+    What other programs did before they counted is visible afterwards. The timeout is twice that of a wait for a peer:
+    other programs wait for peers too, and report the rank that is late.
     """
-    none = tl.zeros([], tl.int32)
-    value = tl.atomic_add(word, none, sem="acquire", scope="gpu")
+    head = peers.head
+    zero = tl.zeros([], tl.int32)
+    value = tl.atomic_add(counter, zero, sem="acquire", scope="gpu")
     if value < target:
         start = now(head, ASM)
-        late = start - start
-        failed = late
-        while (value < target) & (failed == 0) & (late <= limit.to(tl.int64) * 2000):
+        elapsed = start - start
+        failed = elapsed
+        while (value < target) & (failed == 0) & (elapsed <= current.timeout.to(tl.int64) * 2000):
             polls = 0
             while (value < target) & (polls < 32):
-                value = tl.atomic_add(word, none, sem="acquire", scope="gpu")
+                value = tl.atomic_add(counter, zero, sem="acquire", scope="gpu")
                 polls += 1
             failed = tl.atomic_add(head + PULL_FAILED, tl.zeros([], tl.int64), sem="relaxed")
-            late = now(head, ASM) - start
+            elapsed = now(head, ASM) - start
         if value < target:
-            report(head, deltas, PULL_FAILED, world, rank, LATE, start - start + value, start - start + target)
+            report(peers, PULL_FAILED, current.rank, LATE, start - start + value, start - start + target)
     return value >= target
 
 
 @triton.jit
-def _done(word):
-    """Count one at ``word`` after all that this program did, and return how many there were before."""
+def _count_up(counter):
+    """Add one to ``counter`` after everything this program did, and return its previous value."""
     tl.debug_barrier()
-    return tl.atomic_add(word, tl.full([], 1, tl.int32), sem="acq_rel", scope="gpu")
+    return tl.atomic_add(counter, tl.full([], 1, tl.int32), sem="acq_rel", scope="gpu")
 
 
 @triton.jit
-def _pull_chunk(
-    peer, first, token_count, sent_x, sent_scale, sent_places, x, scale, counts, pulled, lists, deltas,
-    bound, capacity, local_slots, rank, words, groups,
-    TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
-    BLOCK_G: tl.constexpr, ALL: tl.constexpr,
-):  # fmt: skip
-    """List the assignments of CHUNK tokens of a peer that has ``found``, and copy those tokens that have one here.
+def _next_item(scratch: Scratch):
+    """Return the next item without a program; the first items, one for each program, were never handed out here."""
+    return tl.num_programs(0) + tl.atomic_add(scratch.counters + _TICKETS, 1, sem="relaxed", scope="gpu")
 
-    ALL: tokens are copied without asking first, which would be one more way there and back.
-    """
-    token = first.to(tl.int64) + tl.arange(0, CHUNK)
-    k = tl.arange(0, BLOCK_K)
-    delta = tl.load(deltas + peer)
-    line = peer * bound + token
-    brought = token < token_count
-    there = sent_places + tl.multiple_of(delta // 4, 64)
-    place = tl.load(there + token[:, None] * TOP_K + k[None, :], mask=brought[:, None] & (k < TOP_K)[None, :], other=-1)
-    slot = place - rank * local_slots
-    here = (place >= 0) & (slot >= 0) & (slot < local_slots)
-    if not ALL:
-        brought = tl.max(here.to(tl.int32), 1) > 0
-    # All of it is on its way before anything that was read is waited for.
-    group = tl.arange(0, BLOCK_G)[None, :]
-    scaled = brought[:, None] & (group < groups)
-    value = tl.load(sent_scale + tl.multiple_of(delta // 4, 64) + token[:, None] * groups + group, mask=scaled)
-    codes = sent_x + tl.multiple_of(delta // 4, 64)
-    for step in tl.static_range(STEPS):
+
+@triton.jit
+def _pull_block(
+    peer,
+    first,
+    token_count,
+    peers: Peers,
+    source: SourceTokens,
+    sent: TokenRows,
+    pulled: TokenRows,
+    scratch: Scratch,
+    current: PassCounts,
+    capacity,
+    FORMAT: tl.constexpr,
+):
+    """List the local assignments of a block of tokens of ``peer``, which has ``token_count``, and copy the tokens."""
+    TOP_K: tl.constexpr = FORMAT.top_k
+    BLOCK: tl.constexpr = FORMAT.blocks.words
+    COPIES: tl.constexpr = FORMAT.blocks.copies
+    token = first.to(tl.int64) + tl.arange(0, FORMAT.blocks.tokens)
+    k = tl.arange(0, FORMAT.blocks.assignments)
+    delta = tl.load(peers.deltas + peer)
+    row = peer * current.bound + token
+    copied = token < token_count
+    pointers = peer_pointer(sent.ids, delta, 64) + token[:, None] * TOP_K + k[None, :]
+    physical_id = tl.load(pointers, mask=copied[:, None] & (k < TOP_K)[None, :], other=-1)
+    slot, is_local = local_slots_of(physical_id, scratch.local_slots, current.rank)
+    if not FORMAT.copy_all:
+        copied = tl.max(is_local.to(tl.int32), 1) > 0
+    # All loads are issued before the first result is used.
+    group = tl.arange(0, FORMAT.blocks.groups)[None, :]
+    group_inside = copied[:, None] & (group < source.groups)
+    scale = tl.load(peer_pointer(sent.scale, delta, 64) + token[:, None] * source.groups + group, mask=group_inside)
+    words = source.padded_columns // 4
+    sent_words = peer_pointer(sent.x.to(tl.pointer_type(tl.int32), bitcast=True), delta, 64)
+    pulled_words = pulled.x.to(tl.pointer_type(tl.int32), bitcast=True)
+    for step in tl.static_range(COPIES):
         word = (step * BLOCK + tl.arange(0, BLOCK))[None, :]
-        inside = brought[:, None] & (word < words)
-        tl.store(x + line[:, None] * words + word, tl.load(codes + token[:, None] * words + word, mask=inside), inside)
-    tl.store(scale + line[:, None] * groups + group, value, mask=scaled)
-    slot = tl.where(here, slot, 0)
-    index = tl.atomic_add(counts + slot, tl.full(slot.shape, 1, tl.int32), mask=here, sem="relaxed", scope="gpu")
-    assignment = line[:, None] * TOP_K + k[None, :]
-    tl.store(lists + slot.to(tl.int64) * capacity + index, assignment.to(tl.int32), mask=here)
-    _done(pulled)
+        inside = copied[:, None] & (word < words)
+        value = tl.load(sent_words + token[:, None] * words + word, mask=inside)
+        tl.store(pulled_words + row[:, None] * words + word, value, inside)
+    tl.store(pulled.scale + row[:, None] * source.groups + group, scale, mask=group_inside)
+    slot = tl.where(is_local, slot, 0)
+    ones = tl.full(slot.shape, 1, tl.int32)
+    index = tl.atomic_add(scratch.counters + _FIXED + slot, ones, mask=is_local, sem="relaxed", scope="gpu")
+    assignment = row[:, None] * TOP_K + k[None, :]
+    tl.store(scratch.lists + slot.to(tl.int64) * capacity + index, assignment.to(tl.int32), mask=is_local)
+    _count_up(scratch.counters + _PULLED)
+
+
+@triton.jit
+def _pull(
+    flags,
+    peers: Peers,
+    source: SourceTokens,
+    sent: TokenRows,
+    pulled: TokenRows,
+    scratch: Scratch,
+    current: PassCounts,
+    capacity,
+    FORMAT: tl.constexpr,
+):
+    """Pull all tokens of this rank's experts; return whether all programs have. flags: the posts of all peers."""
+    rank_index = tl.arange(0, FORMAT.blocks.ranks)
+    blocks = tl.cdiv(current.bound, FORMAT.blocks.tokens) * peers.world
+    block = tl.program_id(0)
+    while block < blocks:
+        # Local tokens last, and each rank begins with another peer.
+        peer = (block % peers.world + current.rank + 1) % peers.world
+        first = block // peers.world * FORMAT.blocks.tokens
+        token_count = tl.sum(tl.where(rank_index == peer, flags & 0xFFFFFF, 0), 0)
+        _pull_block(peer, first, token_count, peers, source, sent, pulled, scratch, current, capacity, FORMAT)
+        block += tl.num_programs(0)
+    return _wait_for_counter(scratch.counters + _PULLED, blocks, peers, current, FORMAT.asm)
 
 
 @triton.jit
 def _multiply(
-    codes, scale, weight, weight_scale, factor, bias, expert, band, row, here, n_out, k_in, k_wide, tiles,
-    clamp, alpha, gate_bound, up_bound,
-    WEIGHT: tl.constexpr, X_SCALE: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr, KIND: tl.constexpr,
-    HAS_LIMIT: tl.constexpr, K_BLOCKS: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr, WARPS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """Return the results of a unit's rows for a band of weight rows, and their columns."""
-    FORMAT: tl.constexpr = OperandFormat(
-        weight=WEIGHT,
-        scale=BLOCK_SCALE,
-        words=1,
-        x_scale=X_SCALE,
-        row_scale=False,
-        bias=BIAS,
-        k_blocks=K_BLOCKS,
-        block_k=BLOCK,
-        even_k=EVEN_K,
-    )
-    PROJ: tl.constexpr = Projections(count=PARTS, activation=KIND, has_limit=HAS_LIMIT)
-    TILE: tl.constexpr = Tile(
-        block_n=BLOCK_N,
-        block_t=BLOCK_T,
-        group_t=1,
-        narrow=False,
-        depth=DEPTH,
-        stages=STAGES,
-        interleave_gate_up=PARTS == 2,
-        fuse_k_block=False,
-        warps=WARPS,
-    )
-    tokens = Tokens(x=codes, scale=scale, sums=codes, stride=k_wide, scale_stride=1)
-    weights = Weights(packed=weight, scale=weight_scale, row_scale=factor, bias=bias)
-    bounds = ActivationBounds(limit=clamp, alpha=alpha, gate_bound=gate_bound, up_bound=up_bound)
-    if WEIGHT == E4M3_E4M3:
-        COLUMNS: tl.constexpr = BLOCK_N // PARTS
-        strides = WeightStrides(row=k_in, k_block=BLOCK, matrix=n_out * k_in, scale_rows=tl.cdiv(n_out, 128))
+    tokens: Tokens,
+    product: Product,
+    bounds: ActivationBounds,
+    expert,
+    n_tile,
+    row,
+    count,
+    n_out,
+    k_in,
+    FORMAT: tl.constexpr,
+    PROJ: tl.constexpr,
+    TILE: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Return the results ``[columns, block_t]`` of an n_tile for the first ``count`` of ``row``, and their columns."""
+    weights = Weights(packed=product.packed, scale=product.scale, row_scale=product.row_scale, bias=product.bias)
+    if FORMAT.weight == E4M3_E4M3:
+        COLUMNS: tl.constexpr = TILE.block_n // PROJ.count
+        strides = WeightStrides(row=k_in, k_block=FORMAT.block_k, matrix=n_out * k_in, scale_rows=tl.cdiv(n_out, 128))
+        n_first = n_tile * COLUMNS
         result = grouped_tile(
-            tokens, weights, strides, bounds, expert, band * COLUMNS, row, here, n_out, k_in, FORMAT, PROJ, TILE,
-            BLOCK_T, ASM, False,
-        )  # fmt: skip
-        column = band * COLUMNS + tl.arange(0, COLUMNS)
+            tokens,
+            weights,
+            strides,
+            bounds,
+            expert,
+            n_first,
+            row,
+            count,
+            n_out,
+            k_in,
+            FORMAT,
+            PROJ,
+            TILE,
+            TILE.block_t,
+            ASM,
+            False,
+        )
+        column = n_first + tl.arange(0, COLUMNS)
     else:
         result, column = w4a8_tile(
-            tokens, weights, bounds, expert, band * BLOCK_N, row, 0, here, n_out, tiles, FORMAT, PROJ, TILE,
-            BLOCK_T, ASM, False,
-        )  # fmt: skip
+            tokens,
+            weights,
+            bounds,
+            expert,
+            n_tile * TILE.block_n,
+            row,
+            0,
+            count,
+            n_out,
+            product.row_tiles,
+            FORMAT,
+            PROJ,
+            TILE,
+            TILE.block_t,
+            ASM,
+            False,
+        )
     return result, column
 
 
 @triton.jit
-def _quantise_unit(
-    members, count, middle, codes, scales, capacity, inner, padded_cols, groups,
-    AT_ONCE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, POWER: tl.constexpr, ROUND: tl.constexpr,
-    REORDER: tl.constexpr,
-):  # fmt: skip
+def _quantize_m_tile(members, count, scratch: Scratch, capacity, FORMAT: tl.constexpr):
     """Write the codes and scales of the ``count`` middle rows whose assignments ``members`` points to."""
-    # Plus nothing, which the compiler does not know: places of columns would be kept in registers from task to task.
-    column = tl.arange(0, BLOCK) + tl.multiple_of(count >> 31, 128)
+    ROWS_AT_ONCE: tl.constexpr = FORMAT.blocks.inner_rows
+    CODES: tl.constexpr = FORMAT.inner_codes
+    # The added zero, unknown to the compiler, keeps column indices from occupying registers across items.
+    column = tl.arange(0, FORMAT.blocks.inner_columns) + tl.multiple_of(count >> 31, 128)
+    source = InputRows(
+        x=scratch.middle, index=None, weights=None, rows=capacity, columns=scratch.columns, stride=scratch.columns
+    )
+    out = CodeRows(
+        codes=scratch.codes,
+        scales=scratch.scales,
+        rows=capacity,
+        columns=scratch.padded_columns,
+        groups=scratch.groups,
+        scale_stride=None,
+    )
     first = count - count
     while first < count:
-        index = first + tl.arange(0, AT_ONCE)
+        index = first + tl.arange(0, ROWS_AT_ONCE)
         row = tl.load(members + index, mask=index < count, other=0).to(tl.int64)
         row = tl.where(index < count, row, capacity)
-        value = load_rows(middle, middle, middle, row, column, capacity, inner, inner, False, False)
-        store_codes(
-            value, codes, scales, row, column, capacity, groups, padded_cols, 0, GROUP, AT_ONCE, BLOCK, POWER, False,
-            ROUND, REORDER,
-        )  # fmt: skip
-        first += AT_ONCE
+        value = load_rows(source, row, column)
+        store_codes(value, out, row, column, 0, None, CODES)
+        first += ROWS_AT_ONCE
+
+
+@triton.jit
+def _first_products(
+    tiles: MTiles,
+    source: SourceTokens,
+    pulled: TokenRows,
+    scratch: Scratch,
+    up: Product,
+    bounds: ActivationBounds,
+    FORMAT: tl.constexpr,
+):
+    """Compute and quantise the results of the first products; return this program's first item after them."""
+    UP: tl.constexpr = FORMAT.up
+    PROJ: tl.constexpr = FORMAT.up_projections
+    TILE: tl.constexpr = FORMAT.up_tile
+    tokens = Tokens(x=pulled.x, scale=pulled.scale, sums=pulled.x, stride=source.padded_columns, scale_stride=1)
+    inner = scratch.columns
+    t = tl.arange(0, TILE.block_t)
+    item = tl.program_id(0)
+    while item < tiles.up_items:
+        m_tile = item // up.n_tiles
+        expert, first, row, count = _m_tile_at(m_tile, tiles, scratch, TILE.block_t)
+        result, column = _multiply(
+            tokens,
+            up,
+            bounds,
+            expert,
+            item % up.n_tiles,
+            row // FORMAT.top_k,
+            count,
+            inner,
+            source.columns,
+            UP,
+            PROJ,
+            TILE,
+            FORMAT.asm,
+        )
+        inside = (column < inner)[:, None] & (t < count)[None, :]
+        pointers = scratch.middle + row[None, :] * inner + column[:, None]
+        tl.store(pointers, result.to(scratch.middle.dtype.element_ty), mask=inside)
+        counter = scratch.counters + _FIXED + scratch.local_slots + m_tile
+        if _count_up(counter) == up.n_tiles - 1:
+            members = scratch.lists + expert * tiles.capacity + first
+            _quantize_m_tile(members, count, scratch, tiles.capacity, FORMAT)
+            _count_up(counter)
+        item = _next_item(scratch)
+    return item
+
+
+@triton.jit
+def _store_remote(
+    result, column, row, count, peers: Peers, buffers: CombineBuffers, current: PassCounts, FORMAT: tl.constexpr
+):
+    """Store ``result [columns, block_t]`` at ``rows`` of the ranks of their assignments ``row [block_t]``."""
+    rows = buffers.rows
+    nbytes: tl.constexpr = rows.dtype.element_ty.primitive_bitwidth // 8
+    assignments = current.bound * FORMAT.top_k
+    peer = row // assignments
+    delta = tl.load(peers.deltas + peer) // nbytes
+    offset = delta + (row - peer * assignments) * buffers.width
+    offset = tl.multiple_of(offset, 16 if FORMAT.sums.aligned else 1)
+    t = tl.arange(0, row.shape[0])
+    inside = (column < buffers.width)[:, None] & (t < count)[None, :]
+    tl.store(rows + offset[None, :] + column[:, None], result.to(rows.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _second_products(
+    item,
+    tiles: MTiles,
+    peers: Peers,
+    scratch: Scratch,
+    up: Product,
+    down: Product,
+    buffers: CombineBuffers,
+    bounds: ActivationBounds,
+    current: PassCounts,
+    FORMAT: tl.constexpr,
+):
+    """Compute the second products from ``item`` on and store the rows; return how many items failed to start."""
+    DOWN: tl.constexpr = FORMAT.down
+    PROJ: tl.constexpr = FORMAT.down_projections
+    TILE: tl.constexpr = FORMAT.down_tile
+    tokens = Tokens(
+        x=scratch.codes, scale=scratch.scales, sums=scratch.codes, stride=scratch.padded_columns, scale_stride=1
+    )
+    failed = tl.zeros([], tl.int32)
+    while item < tiles.items:
+        m_tile = (item - tiles.up_items) // down.n_tiles
+        expert, _, row, count = _m_tile_at(m_tile, tiles, scratch, TILE.block_t)
+        counter = scratch.counters + _FIXED + scratch.local_slots + m_tile
+        ready = _wait_for_counter(counter, up.n_tiles + 1, peers, current, FORMAT.asm)
+        if ready:
+            result, column = _multiply(
+                tokens,
+                down,
+                bounds,
+                expert,
+                (item - tiles.up_items) % down.n_tiles,
+                row,
+                count,
+                buffers.width,
+                scratch.columns,
+                DOWN,
+                PROJ,
+                TILE,
+                FORMAT.asm,
+            )
+            _store_remote(result, column, row, count, peers, buffers, current, FORMAT)
+        item = _next_item(scratch)
+        failed += tl.where(ready, 0, 1)
+    return failed
+
+
+@triton.jit
+def _publish_tokens(
+    flags,
+    peers: Peers,
+    routing: RouterOutput,
+    expert_map: ExpertMapArgs,
+    source: SourceTokens,
+    sent: TokenRows,
+    scratch: Scratch,
+    layer,
+    rank,
+    counter_words,
+    FORMAT: tl.constexpr,
+):
+    """Phase 1: clear the counters, write this rank's tokens, and post the pass; return its epoch."""
+    TOP_K: tl.constexpr = FORMAT.top_k
+    CODES: tl.constexpr = FORMAT.token_codes
+    epoch = next_epoch(peers.head)
+    start = tl.program_id(0) * 256
+    while start < counter_words:
+        word = start + tl.arange(0, 256)
+        tl.store(scratch.counters + word, tl.zeros([256], tl.int32), mask=word < counter_words)
+        start += tl.num_programs(0) * 256
+    token = tl.program_id(0)
+    while token < routing.count // TOP_K:
+        send_token(
+            token,
+            routing,
+            expert_map,
+            source,
+            sent,
+            rank,
+            TOP_K,
+            FORMAT.blocks.assignments,
+            FORMAT.blocks.columns,
+            CODES,
+        )
+        token += tl.num_programs(0)
+    announce(peers.head, flags, epoch, routing.count, layer, peers.world, TOP_K)
+    return epoch
+
+
+@triton.jit
+def _compute(
+    flags,
+    peers: Peers,
+    source: SourceTokens,
+    sent: TokenRows,
+    pulled: TokenRows,
+    scratch: Scratch,
+    up: Product,
+    down: Product,
+    buffers: CombineBuffers,
+    bounds: ActivationBounds,
+    current: PassCounts,
+    FORMAT: tl.constexpr,
+):
+    """Phase 2: pull tokens, compute both products, store rows at the tokens' ranks, and tell every peer."""
+    capacity = peers.world * current.bound * FORMAT.top_k
+    epoch = current.epoch
+    posts = wait_for_flags(peers.head, POSTS, 0, peers.world, epoch, current.timeout, FORMAT.blocks.ranks, FORMAT.asm)
+    # This rank's post is among them, so all its counters are zero.
+    tl.debug_barrier()
+    tag = pass_tag(epoch, current.layer, FORMAT.top_k)
+    bad = ((posts >> 24) != tag) | ((posts & 0xFFFFFF) > current.bound)
+    ready = check_flags(peers, PULL_FAILED, posts, bad, epoch, tag)
+    if ready:
+        ready = _pull(posts, peers, source, sent, pulled, scratch, current, capacity, FORMAT)
+    failed = tl.zeros([], tl.int32)
+    if ready:
+        tiles = _m_tiles_of(scratch, capacity, up.n_tiles, down.n_tiles, FORMAT.blocks.slots, FORMAT.up_tile.block_t)
+        # All first products precede all second ones, so that few of these have to wait.
+        item = _first_products(tiles, source, pulled, scratch, up, bounds, FORMAT)
+        failed += _second_products(item, tiles, peers, scratch, up, down, buffers, bounds, current, FORMAT)
+    else:
+        failed += 1
+    tl.debug_barrier()
+    # Released to the whole system, since rows went to other ranks. Programs that gave up are counted in the upper half.
+    one = 1 + (tl.minimum(failed, 1) << 16)
+    finished = one + tl.atomic_add(scratch.counters + _FINISHED, one, sem="acq_rel", scope="sys")
+    if (finished & 0xFFFF) == tl.num_programs(0):
+        publish(flags, ROWS, peers.world, tl.where(finished >> 16 == 0, epoch << 44, -1))
+
+
+@triton.jit
+def _combine(
+    peers: Peers,
+    buffers: CombineBuffers,
+    sent: TokenRows,
+    routing: RouterOutput,
+    local_slots,
+    current: PassCounts,
+    FORMAT: tl.constexpr,
+):
+    """Phase 3: write the weighted sums of this rank's tokens."""
+    TOP_K: tl.constexpr = FORMAT.top_k
+    BLOCK_K: tl.constexpr = FORMAT.blocks.assignments
+    PEERS: tl.constexpr = FORMAT.blocks.ranks
+    COLUMNS: tl.constexpr = FORMAT.sums
+    complete = current.epoch >= 0
+    if complete:
+        complete = wait_for_rows(peers, current.epoch, current.timeout, PEERS, FORMAT.asm)
+        tl.debug_barrier()
+    blocks = tl.cdiv(buffers.width, COLUMNS.size)
+    assignments = Assignments(
+        sent_ids=sent.ids, slots=None, weights=routing.weights, weight_stride=routing.weight_stride
+    )
+    ranks = RankRows(deltas=peers.deltas, bound=current.bound, local_slots=local_slots, rank=current.rank)
+    index = tl.program_id(0)
+    while index < routing.count // TOP_K * blocks:
+        token = (index // blocks).to(tl.int64)
+        column = index % blocks * COLUMNS.size + tl.arange(0, COLUMNS.size)
+        combine_token(
+            buffers,
+            assignments,
+            ranks,
+            token,
+            column,
+            complete,
+            TOP_K,
+            BLOCK_K,
+            PEERS,
+            COLUMNS,
+            False,
+            False,
+            FORMAT.asm,
+        )
+        index += tl.num_programs(0)
 
 
 _COUNTS = (
@@ -222,175 +573,60 @@ _COUNTS = (
     "id_stride",
     "weight_stride",
     "layer",
-    "limit",
+    "timeout",
     "rank",
     "flag_offset",
     "flag_stride",
-    "cleared",
+    "counter_words",
 )
 
 
 @triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=("ids", "weights"))
 def mega_kernel(
-    head, deltas, ids, weights, places, copies, load, recording,
-    x, sent_codes, sent_words, sent_scale, sent_places, pulled_codes, pulled_words, pulled_scale, counters, lists,
-    middle, codes, scales, up_weight, up_scale, up_factor, up_bias, down_weight, down_scale, down_factor, down_bias,
-    rows, shared, out,
-    count, bound, id_stride, weight_stride, experts, spread, layer, limit, rank, flag_offset, flag_stride, world,
-    local_slots, cleared,
-    columns, x_stride, x_wide, x_groups, inner, inner_wide, inner_groups, width, up_bands, down_bands, up_tiles,
-    down_tiles, shared_stride, clamp, alpha, gate_bound, up_bound,
-    FIRST: tl.constexpr, LAST: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, PEERS: tl.constexpr,
-    BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_W: tl.constexpr, STEPS: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_I: tl.constexpr, AT_ONCE: tl.constexpr, X_GROUP: tl.constexpr,
-    INNER_GROUP: tl.constexpr, POWER: tl.constexpr, REORDER: tl.constexpr, WEIGHT: tl.constexpr,
-    X_SCALE: tl.constexpr, INNER_SCALE: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr, KIND: tl.constexpr,
-    HAS_LIMIT: tl.constexpr, UP_BLOCKS: tl.constexpr, DOWN_BLOCKS: tl.constexpr, UP_EVEN: tl.constexpr,
-    DOWN_EVEN: tl.constexpr, WARPS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK: tl.constexpr, UP_DEPTH: tl.constexpr,
-    DOWN_DEPTH: tl.constexpr, STAGES: tl.constexpr, ALL: tl.constexpr,
-    PLACED: tl.constexpr, BLOCK_C: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, SHARED: tl.constexpr,
-    ASM: tl.constexpr,
-):  # fmt: skip
-    """Write ``out [T, width]``, the weighted sums of this rank's tokens ``x [T, columns]``; count is T * TOP_K.
+    peers: Peers,
+    ids,
+    weights,
+    expert_map: ExpertMapArgs,
+    source: SourceTokens,
+    sent: TokenRows,
+    pulled: TokenRows,
+    scratch: Scratch,
+    up: Product,
+    down: Product,
+    buffers: CombineBuffers,
+    bounds: ActivationBounds,
+    count,
+    bound,
+    id_stride,
+    weight_stride,
+    layer,
+    timeout,
+    rank,
+    flag_offset,
+    flag_stride,
+    counter_words,
+    FORMAT: tl.constexpr,
+):
+    """Write the weighted sums ``buffers.out`` of this rank's tokens ``source.x``.
 
-    What peers read or write: sent_codes ``[bound, x_wide]`` E4M3, sent_scale ``[bound, x_groups]``, sent_places
-    ``[bound, TOP_K]``, rows ``[bound * TOP_K, width]``. Of this rank alone: pulled_codes and pulled_scale of all ranks'
-    tokens; counters int32, of which ``cleared`` are in use; lists int32 ``[held, world * bound * TOP_K]``; and for each
-    assignment middle ``[., inner]``, codes ``[., inner_wide]`` and scales ``[., inner_groups]``. sent_words and
-    pulled_words are the codes as int32. Weights as in ``w4a8_kernel``, or E4M3 codes in blocks as in
-    ``grouped_gemm_kernel``; X_SCALE and INNER_SCALE as their X_SCALE. up_bands, down_bands: pieces of a product, each
-    of BLOCK_N weight rows, in which gate and up take turns. places to recording: as in ``post_kernel``. up_tiles,
-    down_tiles: row_tiles of packed weights. UP_DEPTH, DOWN_DEPTH: DEPTH of
-    ``w4a8_kernel``. ALL: as in ``_pull_chunk``.
+    ids, weights, count and their strides: ``RouterOutput``. Peers access ``sent``, without weights, and
+    ``buffers.rows [B * K, width]``, the row of each of this rank's assignments. pulled: of all ranks' tokens, without
+    ids and weights. up, down: weights as in ``w4a8_kernel``, or E4M3 codes in blocks as in ``grouped_gemm_kernel``.
+    bound to flag_stride: as in ``peer.py``. counter_words: counters that this pass uses. FORMAT: a ``MegaFormat``.
     """
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    ROUND: tl.constexpr = not ASM
-    flags = flag_places(head, deltas, flag_offset, flag_stride, world, PEERS)
-    if FIRST == 1:
-        epoch = next_epoch(head)
-        start = program * 256
-        while start < cleared:
-            word = start + tl.arange(0, 256)
-            tl.store(counters + word, tl.zeros([256], tl.int32), mask=word < cleared)
-            start += programs * 256
-        token = program
-        while token < count // TOP_K:
-            send_token(
-                token, ids, weights, sent_places, weights, places, copies, load, recording, count, id_stride,
-                weight_stride, experts, spread, rank, x, sent_codes, sent_scale, columns, x_stride, x_groups, x_wide,
-                TOP_K, BLOCK_K, False, BLOCK_X, True, X_GROUP, POWER, ROUND, REORDER,
-            )  # fmt: skip
-            token += programs
-        announce(head, flags, epoch, count, layer, world, TOP_K)
+    flags = flag_pointers(peers, flag_offset, flag_stride, FORMAT.blocks.ranks)
+    routing = RouterOutput(ids=ids, weights=weights, count=count, id_stride=id_stride, weight_stride=weight_stride)
+    if FORMAT.first_phase == PHASE_PUBLISH:
+        epoch = _publish_tokens(
+            flags, peers, routing, expert_map, source, sent, scratch, layer, rank, counter_words, FORMAT
+        )
     else:
-        epoch = tl.load(head + EPOCH)
-
-    if FIRST <= 2 and LAST >= 2:
+        epoch = tl.load(peers.head + EPOCH)
+    current = PassCounts(epoch=epoch, layer=layer, bound=bound, rank=rank, timeout=timeout)
+    if FORMAT.first_phase <= PHASE_COMPUTE and FORMAT.last_phase >= PHASE_COMPUTE:
         if epoch >= 0:
-            capacity = world * bound * TOP_K
-            blocks = tl.cdiv(bound, CHUNK)
-            chunks = blocks * world
-            counts = counters + _FIXED
-            units = counts + local_slots
-            lost = tl.zeros([], tl.int32)
-            # After that of this rank all its counters are zero.
-            flags_read = wait_for_flags(head, POSTS, 0, world, epoch, limit, PEERS, ASM)
-            tl.debug_barrier()
-            tag = (epoch << 20) | (layer.to(tl.int64) << 8) | TOP_K
-            peers = tl.arange(0, PEERS)
-            bad = ((flags_read >> 24) != tag) | ((flags_read & 0xFFFFFF) > bound)
-            ready = check_flags(head, deltas, PULL_FAILED, world, flags_read, bad, epoch, tag)
-            if ready:
-                chunk = program
-                while chunk < chunks:
-                    # Own tokens last, and each rank begins with another one.
-                    peer = (chunk % world + rank + 1) % world
-                    token_count = tl.sum(tl.where(peers == peer, flags_read & 0xFFFFFF, 0), 0)
-                    _pull_chunk(
-                        peer, chunk // world * CHUNK, token_count, sent_words, sent_scale, sent_places, pulled_words,
-                        pulled_scale, counts, counters + PULLED, lists, deltas, bound, capacity, local_slots, rank,
-                        x_wide // 4, x_groups, TOP_K, BLOCK_K, CHUNK, BLOCK_W, STEPS, BLOCK_G, ALL,
-                    )  # fmt: skip
-                    chunk += programs
-                ready = _reached(counters + PULLED, chunks, head, deltas, limit, rank, world, ASM)
-            if ready:
-                index = tl.arange(0, BLOCK_E)
-                total = tl.load(counts + index, mask=index < local_slots, other=0)
-                needed = (total + BLOCK_T - 1) // BLOCK_T
-                last = tl.cumsum(needed, 0)
-                total_units = tl.sum(needed, 0)
-                t = tl.arange(0, BLOCK_T)
-                # All first products come before all second ones, so that hardly any of these waits.
-                ups = total_units * up_bands
-                tasks = ups + total_units * down_bands
-                task = program
-                while task < ups:
-                    unit = task // up_bands
-                    expert, begin, row, here = _unit_at(
-                        unit, last, needed, counts, lists, capacity, local_slots, BLOCK_T
-                    )
-                    result, column = _multiply(
-                        pulled_codes, pulled_scale, up_weight, up_scale, up_factor, up_bias, expert, task % up_bands,
-                        row // TOP_K, here, inner, columns, x_wide, up_tiles, clamp, alpha, gate_bound, up_bound,
-                        WEIGHT, X_SCALE, BIAS, PARTS, KIND, HAS_LIMIT, UP_BLOCKS, UP_EVEN, ASM, WARPS, BLOCK_N,
-                        BLOCK_T, BLOCK, UP_DEPTH, STAGES,
-                    )  # fmt: skip
-                    in_bounds = (column < inner)[:, None] & (t < here)[None, :]
-                    there = middle + row[None, :] * inner + column[:, None]
-                    tl.store(there, result.to(middle.dtype.element_ty), mask=in_bounds)
-                    if _done(units + unit) == up_bands - 1:
-                        _quantise_unit(
-                            lists + expert * capacity + begin, here, middle, codes, scales, capacity, inner,
-                            inner_wide, inner_groups, AT_ONCE, BLOCK_I, INNER_GROUP, POWER, ROUND, REORDER,
-                        )  # fmt: skip
-                        _done(units + unit)
-                    task = programs + tl.atomic_add(counters + TICKETS, 1, sem="relaxed", scope="gpu")
-                while task < tasks:
-                    unit = (task - ups) // down_bands
-                    expert, begin, row, here = _unit_at(
-                        unit, last, needed, counts, lists, capacity, local_slots, BLOCK_T
-                    )
-                    ready = _reached(units + unit, up_bands + 1, head, deltas, limit, rank, world, ASM)
-                    if ready:
-                        result, column = _multiply(
-                            codes, scales, down_weight, down_scale, down_factor, down_bias, expert,
-                            (task - ups) % down_bands, row, here, width, inner, inner_wide, down_tiles, clamp, alpha,
-                            gate_bound, up_bound, WEIGHT, INNER_SCALE, BIAS, 1, NO_ACTIVATION, False, DOWN_BLOCKS,
-                            DOWN_EVEN, ASM, WARPS, BLOCK_N, BLOCK_T, BLOCK,
-                            DOWN_DEPTH, STAGES,
-                        )  # fmt: skip
-                        peer = row // (bound * TOP_K)
-                        apart = tl.load(deltas + peer) // (rows.dtype.element_ty.primitive_bitwidth // 8)
-                        place = tl.multiple_of(apart + (row - peer * (bound * TOP_K)) * width, PLACED)
-                        in_bounds = (column < width)[:, None] & (t < here)[None, :]
-                        there = rows + place[None, :] + column[:, None]
-                        tl.store(there, result.to(rows.dtype.element_ty), mask=in_bounds)
-                    task = programs + tl.atomic_add(counters + TICKETS, 1, sem="relaxed", scope="gpu")
-                    lost += tl.where(ready, 0, 1)
-            else:
-                lost += 1
-            tl.debug_barrier()
-            # To the whole system, since rows went to other ranks. Who gave up is counted above those who ended.
-            one = 1 + (tl.minimum(lost, 1) << 16)
-            ended = one + tl.atomic_add(counters + FINISHED, one, sem="acq_rel", scope="sys")
-            if (ended & 0xFFFF) == programs:
-                publish(flags, ROWS, world, tl.where(ended >> 16 == 0, epoch << 44, -1))
-        elif program == 0:
-            publish(flags, ROWS, world, epoch)
-
-    if LAST == 3:
-        fine = epoch >= 0
-        if fine:
-            fine = wait_for_rows(head, deltas, epoch, limit, world, PEERS, ASM)
-            tl.debug_barrier()
-        pieces = tl.cdiv(width, BLOCK_C)
-        turn = program
-        while turn < count // TOP_K * pieces:
-            column = turn % pieces * BLOCK_C + tl.arange(0, BLOCK_C)
-            collect_token(
-                (turn // pieces).to(tl.int64), column, fine, rows, sent_places, sent_places, weights, shared, out,
-                deltas, bound, width, weight_stride, shared_stride, local_slots, rank,
-                TOP_K, BLOCK_K, PEERS, BLOCK_C, True, SHARED, EVEN, FULL, False, True, ASM,
-            )  # fmt: skip
-            turn += programs
+            _compute(flags, peers, source, sent, pulled, scratch, up, down, buffers, bounds, current, FORMAT)
+        elif tl.program_id(0) == 0:
+            publish(flags, ROWS, peers.world, epoch)
+    if FORMAT.last_phase == PHASE_COMBINE:
+        _combine(peers, buffers, sent, routing, scratch.local_slots, current, FORMAT)

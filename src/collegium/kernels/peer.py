@@ -1,31 +1,41 @@
-"""Tokens to the ranks that need them and rows back, by reading the peers' memory.
+"""Exchange of tokens and rows between ranks that read each other's memory.
 
-Every rank has the same regions at the same places of a block; ``deltas [R + 1]`` holds the bytes from this rank's block
-to each peer's, and, last, the address of a word of the host. A flag is one 64-bit word that its writer puts into the
-reader's memory and the reader polls: epoch (19 bits), layer (12), top-k (8), tokens (24), or -1 from a rank that gave
-up. Whatever the peers wrote before a flag is seen after it.
+Symmetric memory has the same layout on every rank. A flag is one 64-bit word that its writer stores in the reader's
+memory and the reader polls: epoch (19 bits), layer (12), top-k (8), tokens (24), or -1 from a rank that gave up. The
+writer's earlier stores are visible to a reader of the flag.
 
-What keeps them from overwriting what a peer still reads, without a second buffer: a rank posts pass n + 1 after its
-``collect`` of n, which waited for every peer's rows of n, which follow that peer's ``pull`` of n; so what was sent in
-n is free. And rows of n + 1 are written after ``pull`` of n + 1, which waited for every peer's post of n + 1, which
-follows that peer's ``collect`` of n; so rows of n are free, wherever they are: read where they were computed, or stored
-in their owner's memory, as sums may be. Stores are told by the same flag: their kernel has ended, and they are done,
-before ``collect`` begins, which releases the flag to the whole system. A kernel begins after the end of the one before
-it (``gdc_wait``), and all its flags are written by one program.
+Why no second buffer is needed: a rank posts pass n + 1 after its ``collect`` of pass n, which waited for every peer's
+rows of n, which follow that peer's ``pull`` of n; so the tokens sent in n may be overwritten. Rows of n + 1 are written
+after ``pull`` of n + 1, which waited for every peer's post of n + 1, which follows that peer's ``collect`` of n; so
+the rows of n may be overwritten, whether peers read them where they were computed or they were stored in the memory of
+the token's rank, as sums may be. The same flag covers such stores: the kernel that made them has ended before
+``collect`` begins, which releases the flag to the whole system. A kernel begins after the end of the previous one
+(``gdc_wait``), and one program writes all its flags.
 
-Plain loads in ``HEAD`` are of words that no program of the same kernel writes, so all threads of a program agree on
-them; words that change are read with atomics, whose one value every thread gets.
+Plain loads in ``head`` read words that no program of the same kernel writes, so all threads of a program get the same
+value; words that change are read with atomics, whose one value every thread gets.
 """
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
+from triton.language.extra.cuda import globaltimer
 
 from . import enums
+from .arguments import CodeRows, InputRows
+from .peer_arguments import (
+    Assignments,
+    CombineBuffers,
+    ExpertMapArgs,
+    Peers,
+    RankRows,
+    RouterOutput,
+    SourceTokens,
+    TokenRows,
+)
 from .quantize import load_rows, store_codes
+from .tiles import pdl_wait
 
 __all__ = [
-    "COLLECT_FAILED",
     "EPOCH",
     "LATE",
     "POSTS",
@@ -34,11 +44,13 @@ __all__ = [
     "announce",
     "check_flags",
     "collect_kernel",
-    "collect_token",
-    "fault",
-    "flag_places",
+    "combine_token",
+    "flag_pointers",
+    "local_slots_of",
     "next_epoch",
     "now",
+    "pass_tag",
+    "peer_pointer",
     "post_kernel",
     "publish",
     "pull_kernel",
@@ -56,7 +68,7 @@ EPOCH = tl.constexpr(enums.HEAD_EPOCH)
 _TICKET = tl.constexpr(enums.HEAD_TICKET)
 _CLOCK = tl.constexpr(enums.HEAD_CLOCK)
 PULL_FAILED = tl.constexpr(enums.HEAD_PULL_FAILED)
-COLLECT_FAILED = tl.constexpr(enums.HEAD_COLLECT_FAILED)
+_COLLECT_FAILED = tl.constexpr(enums.HEAD_COLLECT_FAILED)
 _STATUS = tl.constexpr(enums.HEAD_STATUS)
 LATE = tl.constexpr(enums.FAULT_LATE)
 _OTHER_CALL = tl.constexpr(enums.FAULT_OTHER_CALL)
@@ -64,31 +76,48 @@ _GAVE_UP = tl.constexpr(enums.FAULT_GAVE_UP)
 
 
 @triton.jit
-def flag_places(head, deltas, flag_offset, flag_stride, world, PEERS: tl.constexpr):
-    """Return where the first of this rank's flags is at every peer; to be read long before they are written."""
-    peer = tl.arange(0, PEERS)
-    return head + flag_offset + peer * flag_stride + tl.load(deltas + peer, mask=peer < world, other=0) // 8
+def peer_pointer(pointer, delta, MULTIPLE: tl.constexpr):
+    """Return the counterpart of ``pointer`` at a peer whose memory is ``delta`` bytes, whole MULTIPLEs, away."""
+    nbytes: tl.constexpr = pointer.dtype.element_ty.primitive_bitwidth // 8
+    return pointer + tl.multiple_of(delta // nbytes, MULTIPLE)
 
 
 @triton.jit
-def publish(places, flags: tl.constexpr, world, word):
-    """Write ``word`` to the flag of this rank at every peer, after everything this program has seen or written."""
-    PEERS: tl.constexpr = places.shape[0]
+def flag_pointers(peers: Peers, flag_offset, flag_stride, PEERS: tl.constexpr):
+    """Return pointers ``[PEERS]`` to this rank's first flag at every peer; call it long before writing the flags."""
+    peer = tl.arange(0, PEERS)
+    deltas = tl.load(peers.deltas + peer, mask=peer < peers.world, other=0)
+    return peers.head + flag_offset + peer * flag_stride + deltas // 8
+
+
+@triton.jit
+def publish(flags, FIRST: tl.constexpr, world, word):
+    """Write ``word`` to this rank's flag at every peer, after all reads and writes of this program.
+
+    flags: of ``flag_pointers``. FIRST: POSTS or ROWS.
+    """
+    PEERS: tl.constexpr = flags.shape[0]
     inside = tl.arange(0, PEERS) < world
-    tl.atomic_xchg(places + flags, tl.zeros([PEERS], tl.int64) + word, mask=inside, sem="release", scope="sys")
+    tl.atomic_xchg(flags + FIRST, tl.zeros([PEERS], tl.int64) + word, mask=inside, sem="release", scope="sys")
 
 
 @triton.jit
 def next_epoch(head):
-    """Return the epoch of the pass that begins, -1 where this rank gave up; before ``announce`` writes it."""
+    """Return the epoch of the pass that begins, -1 if this rank gave up; call it before ``announce`` writes it."""
     before = tl.load(head + EPOCH)
-    failed = tl.load(head + PULL_FAILED) + tl.load(head + COLLECT_FAILED)
+    failed = tl.load(head + PULL_FAILED) + tl.load(head + _COLLECT_FAILED)
     return tl.where((before < 0) | (failed > 0), -1, (before + 1) & 0x7FFFF)
 
 
 @triton.jit
+def pass_tag(epoch, layer, TOP_K: tl.constexpr):
+    """Return the upper bits, all but the tokens, of the flag that posts a pass."""
+    return (epoch << 20) | (layer.to(tl.int64) << 8) | TOP_K
+
+
+@triton.jit
 def now(head, ASM: tl.constexpr):
-    """Return a time in nanoseconds that all threads agree on; without ``ASM`` a poll counts as a microsecond."""
+    """Return a time in nanoseconds that all threads agree on; without ``ASM`` a call advances it by a microsecond."""
     if ASM:
         tl.atomic_max(head + _CLOCK, globaltimer(), sem="relaxed")
         return tl.atomic_add(head + _CLOCK, tl.zeros([], tl.int64), sem="relaxed")
@@ -96,96 +125,107 @@ def now(head, ASM: tl.constexpr):
 
 
 @triton.jit
-def wait_for_flags(head, flags: tl.constexpr, first, count, epoch, limit, PEERS: tl.constexpr, ASM: tl.constexpr):
-    """Return the flags of ``count`` peers from ``first`` on once all are of ``epoch``, or one gave up, or it is late.
+def wait_for_flags(head, FIRST: tl.constexpr, first, count, epoch, timeout, PEERS: tl.constexpr, ASM: tl.constexpr):
+    """Return the flags ``[PEERS]`` of peers ``first`` to ``first + count - 1``.
 
-    limit: in microseconds.
+    Waits until all are of ``epoch``, one rank gave up, or the timeout, in microseconds, has passed. FIRST: POSTS or
+    ROWS.
     """
     peer = tl.arange(0, PEERS)
     inside = peer < count
-    place = head + flags + first + peer
-    none = tl.zeros([PEERS], tl.int64)
-    values = tl.atomic_add(place, none, mask=inside, sem="acquire", scope="sys")
-    waiting = tl.max((inside & ((values >> 44) != epoch)).to(tl.int32), 0)
-    given_up = tl.max((inside & (values < 0)).to(tl.int32), 0)
+    pointers = head + FIRST + first + peer
+    zeros = tl.zeros([PEERS], tl.int64)
+    flags = tl.atomic_add(pointers, zeros, mask=inside, sem="acquire", scope="sys")
+    waiting = tl.max((inside & ((flags >> 44) != epoch)).to(tl.int32), 0)
+    given_up = tl.max((inside & (flags < 0)).to(tl.int32), 0)
     if (waiting > 0) & (given_up == 0):
         start = now(head, ASM)
-        late = start - start
-        while (waiting > 0) & (given_up == 0) & (late <= limit.to(tl.int64) * 1000):
+        elapsed = start - start
+        while (waiting > 0) & (given_up == 0) & (elapsed <= timeout.to(tl.int64) * 1000):
             polls = 0
-            # The clock is one more word to ask, so it is asked rarely.
+            # Reading the clock is one more memory access, so it is read rarely.
             while (waiting > 0) & (given_up == 0) & (polls < 32):
-                values = tl.atomic_add(place, none, mask=inside, sem="acquire", scope="sys")
-                waiting = tl.max((inside & ((values >> 44) != epoch)).to(tl.int32), 0)
-                given_up = tl.max((inside & (values < 0)).to(tl.int32), 0)
+                flags = tl.atomic_add(pointers, zeros, mask=inside, sem="acquire", scope="sys")
+                waiting = tl.max((inside & ((flags >> 44) != epoch)).to(tl.int32), 0)
+                given_up = tl.max((inside & (flags < 0)).to(tl.int32), 0)
                 polls += 1
-            late = now(head, ASM) - start
-    return values
+            elapsed = now(head, ASM) - start
+    return flags
 
 
 @triton.jit
-def fault(flag, epoch):
+def _fault(flag, epoch):
     """Return what is wrong with a flag that should be of this epoch."""
     return tl.where(flag < 0, _GAVE_UP, tl.where((flag >> 44) != epoch, LATE, _OTHER_CALL))
 
 
 @triton.jit
-def report(head, deltas, failed: tl.constexpr, world, peer, reason, flag, expected):
-    """Note that this rank gives up, for the kernels after this one and for the host; the first reason stays."""
-    code = reason + failed * 256 + peer * 65536
+def report(peers: Peers, FAILED: tl.constexpr, peer, reason, flag, expected):
+    """Record that this rank gives up, for the next kernels and for the host; only the first reason is recorded.
+
+    FAILED: the word of ``head`` for the phase that failed. flag, expected: what was read and what it should be.
+    """
+    head = peers.head
+    code = reason + FAILED * 256 + peer * 65536
     before = tl.atomic_cas(head + _STATUS, tl.zeros([], tl.int64), code.to(tl.int64), sem="relaxed")
     if before == 0:
         tl.store(head + _STATUS + 1, flag)
         tl.store(head + _STATUS + 2, expected)
-        host = tl.load(deltas + world).to(tl.pointer_type(tl.int64))
+        host = tl.load(peers.deltas + peers.world).to(tl.pointer_type(tl.int64))
         tl.store(host, code.to(tl.int64))
-    tl.store(head + failed, tl.full([], 1, tl.int64))
+    tl.store(head + FAILED, tl.full([], 1, tl.int64))
 
 
 @triton.jit
-def check_flags(head, deltas, failed: tl.constexpr, world, values, bad, epoch, expected):
-    """Return whether no flag of ``seen`` is ``bad``; this rank gives up because of the first one that is."""
-    PEERS: tl.constexpr = values.shape[0]
+def check_flags(peers: Peers, FAILED: tl.constexpr, flags, bad, epoch, expected):
+    """Return whether no flag is ``bad [PEERS]``; otherwise this rank gives up and reports the first bad one."""
+    PEERS: tl.constexpr = flags.shape[0]
     peer = tl.arange(0, PEERS)
-    bad &= peer < world
+    bad &= peer < peers.world
     fine = tl.max(bad.to(tl.int32), 0) == 0
     if not fine:
         first = tl.min(tl.where(bad, peer, PEERS), 0)
-        word = tl.sum(tl.where(peer == first, values, 0), 0)
-        report(head, deltas, failed, world, first, fault(word, epoch), word, expected)
+        flag = tl.sum(tl.where(peer == first, flags, 0), 0)
+        report(peers, FAILED, first, _fault(flag, epoch), flag, expected)
     return fine
 
 
 @triton.jit
-def _choose(
-    assignment, inside, ids, weights, sent_places, sent_weights, places, copies, load, recording,
-    id_stride, weight_stride, experts, spread, rank, TOP_K: tl.constexpr, WEIGHTS: tl.constexpr,
-):  # fmt: skip
-    """Choose the places of assignments, let peers read them, and weights, and count them where that is asked for."""
+def _send_routing(
+    routing: RouterOutput, expert_map: ExpertMapArgs, sent: TokenRows, assignment, inside, rank, TOP_K: tl.constexpr
+):
+    """Write the physical id of each ``assignment [N]``, and its weight if it is sent, and count its expert.
+
+    A physical id is -1 for an id of -1, and -2 for any other id that is no expert.
+    """
     token = (assignment // TOP_K).to(tl.int64)
-    # In 64 bits a wide id does not become a small one, and no unsigned id is -1.
-    expert_id = tl.load(ids + token * id_stride + assignment % TOP_K, mask=inside, other=-1).to(tl.int64)
-    known = (expert_id >= 0) & (expert_id < experts)
-    expert = tl.where(known, expert_id, 0)
-    if spread == 1:
-        # Each expert is in one place, which is one question less.
-        place = tl.load(places + expert)
+    # As int64, a large id does not wrap to a small one, and no unsigned id is -1.
+    pointers = routing.ids + token * routing.id_stride + assignment % TOP_K
+    expert_id = tl.load(pointers, mask=inside, other=-1).to(tl.int64)
+    is_valid = (expert_id >= 0) & (expert_id < expert_map.num_experts)
+    expert = tl.where(is_valid, expert_id, 0)
+    if expert_map.max_replicas == 1:
+        # Without replicas there is one load less to wait for.
+        physical_id = tl.load(expert_map.physical_ids + expert)
     else:
-        turn = (assignment // TOP_K + rank) % tl.load(copies + expert)
-        place = tl.load(places + expert * spread + turn)
-    tl.store(sent_places + assignment, tl.where(known, place, tl.where(expert_id == -1, -1, -2)), mask=inside)
-    if WEIGHTS:
-        weight = tl.load(weights + token * weight_stride + assignment % TOP_K, mask=inside, other=0.0)
-        tl.store(sent_weights + assignment, weight.to(tl.float32), mask=inside)
-    if tl.load(recording) != 0:
-        tl.atomic_add(load + expert, tl.full(expert.shape, 1, tl.int64), mask=known, sem="relaxed")
+        replica = (assignment // TOP_K + rank) % tl.load(expert_map.replica_counts + expert)
+        physical_id = tl.load(expert_map.physical_ids + expert * expert_map.max_replicas + replica)
+    physical_id = tl.where(is_valid, physical_id, tl.where(expert_id == -1, -1, -2))
+    tl.store(sent.ids + assignment, physical_id, mask=inside)
+    if sent.weights is not None:
+        pointers = routing.weights + token * routing.weight_stride + assignment % TOP_K
+        weight = tl.load(pointers, mask=inside, other=0.0)
+        tl.store(sent.weights + assignment, weight.to(tl.float32), mask=inside)
+    if tl.load(expert_map.recording) != 0:
+        ones = tl.full(expert.shape, 1, tl.int64)
+        tl.atomic_add(expert_map.load + expert, ones, mask=is_valid, sem="relaxed")
 
 
 @triton.jit
 def announce(head, flags, epoch, count, layer, world, TOP_K: tl.constexpr):
-    """Tell every peer, in the last program that comes here, that this rank began a pass of ``count`` assignments.
+    """Post, in the last program that gets here, a pass of ``count`` assignments to every peer.
 
-    flags: from ``flag_places``; epoch: from ``next_epoch``, in every program.
+    flags: of ``flag_pointers``. epoch: of ``next_epoch``, in every program.
     """
     tl.debug_barrier()
     ticket = tl.atomic_add(head + _TICKET, tl.full([], 1, tl.int64), sem="acq_rel", scope="gpu")
@@ -198,49 +238,51 @@ def announce(head, flags, epoch, count, layer, world, TOP_K: tl.constexpr):
 
 @triton.jit
 def send_token(
-    token, ids, weights, sent_places, sent_weights, places, copies, load, recording,
-    count, id_stride, weight_stride, experts, spread, rank, x, codes, scales, columns, x_stride, groups, padded_cols,
-    TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, WEIGHTS: tl.constexpr, BLOCK: tl.constexpr, CODES: tl.constexpr,
-    GROUP: tl.constexpr, POWER: tl.constexpr, ROUND: tl.constexpr, REORDER: tl.constexpr,
-):  # fmt: skip
-    """Let peers read one token, of at most BLOCK columns, and its places. CODES: as ``e4m3_kernel`` writes it."""
+    token,
+    routing: RouterOutput,
+    expert_map: ExpertMapArgs,
+    source: SourceTokens,
+    sent: TokenRows,
+    rank,
+    TOP_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FORMAT: tl.constexpr,
+):
+    """Write one token, of at most BLOCK columns, and its physical ids to ``sent``.
+
+    FORMAT: the ``CodeFormat`` of the token's codes; None: the token is written in the dtype of ``sent.x``.
+    """
     k = tl.arange(0, BLOCK_K)
     assignment = token * TOP_K + k
-    _choose(
-        assignment, (k < TOP_K) & (assignment < count), ids, weights, sent_places, sent_weights, places, copies, load,
-        recording, id_stride, weight_stride, experts, spread, rank, TOP_K, WEIGHTS,
-    )  # fmt: skip
+    inside = (k < TOP_K) & (assignment < routing.count)
+    _send_routing(routing, expert_map, sent, assignment, inside, rank, TOP_K)
     row = token.to(tl.int64) + tl.arange(0, 1)
     column = tl.arange(0, BLOCK)
-    tokens = count // TOP_K
-    value = load_rows(x, x, x, row, column, tokens, columns, x_stride, False, False)
-    if CODES:
-        store_codes(
-            value,
-            codes,
-            scales,
-            row,
-            column,
-            tokens,
-            groups,
-            padded_cols,
-            0,
-            GROUP,
-            1,
-            BLOCK,
-            POWER,
-            False,
-            ROUND,
-            REORDER,
+    tokens = routing.count // TOP_K
+    rows = InputRows(x=source.x, index=None, weights=None, rows=tokens, columns=source.columns, stride=source.stride)
+    value = load_rows(rows, row, column)
+    padded_columns = source.padded_columns
+    if FORMAT is not None:
+        out = CodeRows(
+            codes=sent.x,
+            scales=sent.scale,
+            rows=tokens,
+            columns=padded_columns,
+            groups=source.groups,
+            scale_stride=None,
         )
+        store_codes(value, out, row, column, 0, None, FORMAT)
     else:
-        inside = (row < tokens)[:, None] & (column < padded_cols)[None, :]
-        tl.store(codes + row[:, None] * padded_cols + column[None, :], value.to(codes.dtype.element_ty), mask=inside)
+        inside = (row < tokens)[:, None] & (column < padded_columns)[None, :]
+        pointers = sent.x + row[:, None] * padded_columns + column[None, :]
+        tl.store(pointers, value.to(sent.x.dtype.element_ty), mask=inside)
 
 
+# Arguments that differ between passes, layers and ranks.
 _COUNTS = (
     "layer",
-    "limit",
+    "timeout",
     "tokens",
     "bound",
     "rank",
@@ -254,122 +296,181 @@ _COUNTS = (
 
 @triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=("ids", "weights"))
 def post_kernel(
-    head, ids, weights, sent_places, sent_weights, places, copies, load, recording, deltas,
-    count, id_stride, weight_stride, experts, spread, layer, rank, flag_offset, flag_stride, world,
-    TOP_K: tl.constexpr, PEERS: tl.constexpr, BLOCK: tl.constexpr, WEIGHTS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Choose places for ``count`` ids, let peers read them, and weights, and tell every peer that this pass began.
+    peers: Peers,
+    ids,
+    weights,
+    expert_map: ExpertMapArgs,
+    sent: TokenRows,
+    count,
+    id_stride,
+    weight_stride,
+    layer,
+    rank,
+    flag_offset,
+    flag_stride,
+    TOP_K: tl.constexpr,
+    PEERS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Write the physical ids, and weights if they are sent, of ``count`` assignments, and post the pass to every peer.
 
-    sent_places: the place of each assignment, -1 for an id of -1, -2 for any other that is no expert. places: a row of
-    ``spread`` for each expert, of which ``copies`` are different. The tokens were written by a kernel before this one.
+    ids to weight_stride: as in ``RouterOutput``. The previous kernel has written the tokens.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    flags, epoch = flag_places(head, deltas, flag_offset, flag_stride, world, PEERS), next_epoch(head)
+    pdl_wait(PDL)
+    flags = flag_pointers(peers, flag_offset, flag_stride, PEERS)
+    epoch = next_epoch(peers.head)
+    routing = RouterOutput(ids=ids, weights=weights, count=count, id_stride=id_stride, weight_stride=weight_stride)
     assignment = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    _choose(
-        assignment, assignment < count, ids, weights, sent_places, sent_weights, places, copies, load, recording,
-        id_stride, weight_stride, experts, spread, rank, TOP_K, WEIGHTS,
-    )  # fmt: skip
-    announce(head, flags, epoch, count, layer, world, TOP_K)
+    _send_routing(routing, expert_map, sent, assignment, assignment < count, rank, TOP_K)
+    announce(peers.head, flags, epoch, count, layer, peers.world, TOP_K)
 
 
 @triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=("ids", "weights"))
 def send_kernel(
-    head, ids, weights, sent_places, sent_weights, places, copies, load, recording, deltas,
-    count, id_stride, weight_stride, experts, spread, layer, rank, flag_offset, flag_stride, world,
-    x, codes, scales, columns, x_stride, groups, padded_cols,
-    TOP_K: tl.constexpr, PEERS: tl.constexpr, BLOCK_K: tl.constexpr, WEIGHTS: tl.constexpr, PDL: tl.constexpr,
-    BLOCK: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr, POWER: tl.constexpr, ROUND: tl.constexpr,
-    REORDER: tl.constexpr,
-):  # fmt: skip
-    """Do what ``post_kernel`` does, and write the tokens before: a program owns one, of at most BLOCK columns.
+    peers: Peers,
+    ids,
+    weights,
+    expert_map: ExpertMapArgs,
+    source: SourceTokens,
+    sent: TokenRows,
+    count,
+    id_stride,
+    weight_stride,
+    layer,
+    rank,
+    flag_offset,
+    flag_stride,
+    TOP_K: tl.constexpr,
+    PEERS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FORMAT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Write the tokens, and do what ``post_kernel`` does: each program for one token, of at most BLOCK columns.
 
-    CODES: as ``e4m3_kernel`` does; otherwise as ``cast_kernel``.
+    FORMAT: as in ``send_token``.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    flags, epoch = flag_places(head, deltas, flag_offset, flag_stride, world, PEERS), next_epoch(head)
-    send_token(
-        tl.program_id(0), ids, weights, sent_places, sent_weights, places, copies, load, recording,
-        count, id_stride, weight_stride, experts, spread, rank, x, codes, scales, columns, x_stride, groups,
-        padded_cols,
-        TOP_K, BLOCK_K, WEIGHTS, BLOCK, CODES, GROUP, POWER, ROUND, REORDER,
-    )  # fmt: skip
-    announce(head, flags, epoch, count, layer, world, TOP_K)
+    pdl_wait(PDL)
+    flags = flag_pointers(peers, flag_offset, flag_stride, PEERS)
+    epoch = next_epoch(peers.head)
+    routing = RouterOutput(ids=ids, weights=weights, count=count, id_stride=id_stride, weight_stride=weight_stride)
+    send_token(tl.program_id(0), routing, expert_map, source, sent, rank, TOP_K, BLOCK_K, BLOCK, FORMAT)
+    announce(peers.head, flags, epoch, count, layer, peers.world, TOP_K)
+
+
+@triton.jit
+def local_slots_of(physical_id, local_slots, rank):
+    """Return the local slot of each physical id, and whether it is one of this rank."""
+    slot = physical_id - rank * local_slots
+    is_local = (physical_id >= 0) & (slot >= 0) & (slot < local_slots)
+    return slot, is_local
+
+
+@triton.jit
+def _posted_tokens(peers: Peers, peer, layer, bound, timeout, TOP_K: tl.constexpr, ASM: tl.constexpr):
+    """Return the number of tokens, int64, that ``peer`` posts; 0 if this rank has given up or gives up here."""
+    epoch = tl.load(peers.head + EPOCH)
+    tokens = tl.zeros([], tl.int64)
+    if epoch >= 0:
+        flag = tl.sum(wait_for_flags(peers.head, POSTS, peer, 1, epoch, timeout, 1, ASM), 0)
+        tag = pass_tag(epoch, layer, TOP_K)
+        posted = flag & 0xFFFFFF
+        if ((flag >> 24) == tag) & (posted <= bound):
+            tokens = posted
+        else:
+            report(peers, PULL_FAILED, peer, _fault(flag, epoch), flag, tag)
+    return tokens
+
+
+@triton.jit
+def _copy_token(
+    sent: TokenRows,
+    pulled: TokenRows,
+    delta,
+    token,
+    row,
+    words,
+    groups,
+    BLOCK: tl.constexpr,
+    STEPS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
+    """Copy ``token`` of the peer that is ``delta`` bytes away to ``row`` of ``pulled``; see ``pull_kernel``."""
+    source = peer_pointer(sent.x, delta, 16)
+    for step in tl.static_range(STEPS):
+        word = step * BLOCK + tl.arange(0, BLOCK)
+        value = tl.load(source + token * words + word, mask=word < words)
+        tl.store(pulled.x + row * words + word, value, mask=word < words)
+    if pulled.scale is not None:
+        group = tl.arange(0, BLOCK_G)
+        pointers = peer_pointer(sent.scale, delta, 64) + token * groups + group
+        tl.store(pulled.scale + row * groups + group, tl.load(pointers, mask=group < groups), mask=group < groups)
 
 
 @triton.jit(do_not_specialize=_COUNTS)
 def pull_kernel(
-    head, sent_x, sent_scale, sent_places, sent_weights, x, scale, ids, weights, deltas,
-    words, groups, bound, local_slots, layer, limit, rank, world,
-    TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr, BLOCK_G: tl.constexpr,
-    SCALES: tl.constexpr, WEIGHTS: tl.constexpr, ALL: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Copy every rank's tokens that have an assignment here, ``words`` words each, and write all local ids.
+    peers: Peers,
+    sent: TokenRows,
+    pulled: TokenRows,
+    words,
+    groups,
+    bound,
+    local_slots,
+    layer,
+    timeout,
+    rank,
+    TOP_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEPS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    COPY_ALL: tl.constexpr,
+    ASM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Copy the tokens of every rank that have a local assignment, and write the local slots of all assignments.
 
-    Program (p, r) takes every so many tokens of rank r. ids ``[world * bound, TOP_K]``: the slot here of each
-    assignment, -1 for one that is elsewhere. Rows of x whose token has none here are not written, unless ALL: tokens
-    are copied without asking first, which would be one more way there and back. held: slots a rank has.
+    Program (p, r) copies every num_programs(0)-th token of a rank. sent: with ``x [B, words]``, of this rank. pulled:
+    ``[W * B, .]`` rows; ids: the local slot of each assignment, -1 for assignments of other ranks. Rows of tokens
+    without a local assignment are not written, unless COPY_ALL: tokens are copied before their ids have arrived, which
+    saves a round trip.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    # Own tokens last, and each rank begins with another one.
-    peer = (tl.program_id(1) + rank + 1) % world
-    delta = tl.load(deltas + peer)
-    epoch = tl.load(head + EPOCH)
-    tokens = tl.zeros([], tl.int64)
-    if epoch >= 0:
-        flag = tl.sum(wait_for_flags(head, POSTS, peer, 1, epoch, limit, 1, ASM), 0)
-        tag = (epoch << 20) | (layer.to(tl.int64) << 8) | TOP_K
-        token_count = flag & 0xFFFFFF
-        if ((flag >> 24) == tag) & (token_count <= bound):
-            tokens = token_count
-        else:
-            report(head, deltas, PULL_FAILED, world, peer, fault(flag, epoch), flag, tag)
+    pdl_wait(PDL)
+    # Local tokens last, and each rank begins with another peer.
+    peer = (tl.program_id(1) + rank + 1) % peers.world
+    delta = tl.load(peers.deltas + peer)
+    tokens = _posted_tokens(peers, peer, layer, bound, timeout, TOP_K, ASM)
     k = tl.arange(0, BLOCK_K)
     token = tl.program_id(0).to(tl.int64)
     while token < bound:
-        live = (k < TOP_K) & (token < tokens)
-        place = tl.load(sent_places + tl.multiple_of(delta // 4, 64) + token * TOP_K + k, mask=live, other=-1)
-        slot = place - rank * local_slots
-        here = (place >= 0) & (slot >= 0) & (slot < local_slots)
+        inside = (k < TOP_K) & (token < tokens)
+        physical_id = tl.load(peer_pointer(sent.ids, delta, 64) + token * TOP_K + k, mask=inside, other=-1)
+        slot, is_local = local_slots_of(physical_id, local_slots, rank)
         row = peer * bound + token
-        tl.store(ids + row * TOP_K + k, tl.where(here, slot, -1), mask=k < TOP_K)
-        if WEIGHTS:
-            weight = tl.load(sent_weights + tl.multiple_of(delta // 4, 64) + token * TOP_K + k, mask=live, other=0.0)
-            tl.store(weights + row * TOP_K + k, weight, mask=k < TOP_K)
-        if (token < tokens) & (ALL | (tl.max(here.to(tl.int32), 0) > 0)):
-            there = sent_x + tl.multiple_of(delta // (sent_x.dtype.element_ty.primitive_bitwidth // 8), 16)
-            for step in tl.static_range(STEPS):
-                word = step * BLOCK + tl.arange(0, BLOCK)
-                value = tl.load(there + token * words + word, mask=word < words)
-                tl.store(x + row * words + word, value, mask=word < words)
-            if SCALES:
-                group = tl.arange(0, BLOCK_G)
-                value = tl.load(
-                    sent_scale + tl.multiple_of(delta // 4, 64) + token * groups + group, mask=group < groups
-                )
-                tl.store(scale + row * groups + group, value, mask=group < groups)
+        tl.store(pulled.ids + row * TOP_K + k, tl.where(is_local, slot, -1), mask=k < TOP_K)
+        if pulled.weights is not None:
+            weight = tl.load(peer_pointer(sent.weights, delta, 64) + token * TOP_K + k, mask=inside, other=0.0)
+            tl.store(pulled.weights + row * TOP_K + k, weight, mask=k < TOP_K)
+        if (token < tokens) & (COPY_ALL | (tl.max(is_local.to(tl.int32), 0) > 0)):
+            _copy_token(sent, pulled, delta, token, row, words, groups, BLOCK, STEPS, BLOCK_G)
         token += tl.num_programs(0)
 
 
 @triton.jit
-def wait_for_rows(head, deltas, epoch, limit, world, PEERS: tl.constexpr, ASM: tl.constexpr):
-    """Return whether every rank did its part of the pass ``epoch``, once all said so or one gave up or is late."""
-    values = wait_for_flags(head, ROWS, 0, world, epoch, limit, PEERS, ASM)
-    return check_flags(head, deltas, COLLECT_FAILED, world, values, (values >> 44) != epoch, epoch, epoch << 20)
+def wait_for_rows(peers: Peers, epoch, timeout, PEERS: tl.constexpr, ASM: tl.constexpr):
+    """Return whether every rank did its part of pass ``epoch``; waits as ``wait_for_flags`` does."""
+    flags = wait_for_flags(peers.head, ROWS, 0, peers.world, epoch, timeout, PEERS, ASM)
+    return check_flags(peers, _COLLECT_FAILED, flags, (flags >> 44) != epoch, epoch, epoch << 20)
 
 
-_ABSENT = tl.constexpr(-(1 << 62))  # the offset of a row that is not there
+_NO_ROW = tl.constexpr(-(1 << 62))  # offset of a missing row
 
 
 @triton.jit
 def _product(value, factor, FUSING: tl.constexpr):
-    """Return the product rounded to float32, also where the compiler makes fused multiply-adds of others (FUSING)."""
+    """Return the product rounded to float32, also where the compiler fuses multiplications and additions (FUSING)."""
     if FUSING:
         both, _ = tl.broadcast(factor, value)
         return tl.inline_asm_elementwise(
@@ -380,144 +481,221 @@ def _product(value, factor, FUSING: tl.constexpr):
 
 
 @triton.jit
-def _weighted(
-    rows, offset, factor, index, column, inside,
-    COUNT: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, FUSING: tl.constexpr,
-):  # fmt: skip
-    """Return ``[BLOCK]`` float32, the sum of ``factor`` times the rows at ``offset`` in the order of ``index``.
+def _weighted_sum(
+    rows, offset, factor, index, column, inside, COUNT: tl.constexpr, COLUMNS: tl.constexpr, FUSING: tl.constexpr
+):
+    """Return the float32 sum of ``factor`` times the rows at ``offset``, in the order of ``index``.
 
-    Offsets are in sixteens of elements where EVEN, so that the compiler knows that 16 divides them. What is not there
-    is read as 0, which its factor makes 0 or NaN.
+    offset, factor, index: ``[N]``, of which ``index`` 0 to COUNT - 1 are added. column, inside: ``[COLUMNS.size]``.
+    Offsets are divided by 16 where COLUMNS.aligned, so that the compiler knows that 16 divides them. A missing row
+    counts as zeros, times its factor, 0 or NaN.
     """
+    BLOCK: tl.constexpr = COLUMNS.size
     total = tl.zeros([BLOCK], tl.float32)
     for i in tl.static_range(COUNT):
         row = tl.sum(tl.where(index == i, offset, 0), 0)
-        # A load that depends on a condition would be waited for before the next one starts.
-        there = rows + tl.where(row == _ABSENT, 0, row) * (16 if EVEN else 1) + column
-        value = tl.load(there) if FULL else tl.load(there, mask=inside, other=0.0)
-        value = tl.where(row == _ABSENT, 0.0, value.to(tl.float32))
+        # The load is unconditional: a conditional one would have to finish before the next one starts.
+        pointers = rows + tl.where(row == _NO_ROW, 0, row) * (16 if COLUMNS.aligned else 1) + column
+        value = tl.load(pointers) if COLUMNS.full else tl.load(pointers, mask=inside, other=0.0)
+        value = tl.where(row == _NO_ROW, 0.0, value.to(tl.float32))
         total = total + _product(value, tl.sum(tl.where(index == i, factor, 0.0), 0), FUSING)
     return total
 
 
 @triton.jit(do_not_specialize=_COUNTS)
 def reduce_kernel(
-    rows, slots, weights, sums, deltas, bound, width, rank, world,
-    TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr, WEIGHTS: tl.constexpr, EVEN: tl.constexpr,
-    FULL: tl.constexpr, PUSH: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Write the weighted sum of this rank's rows of each token it was sent, in slot order, rounded once.
+    rows,
+    slots,
+    weights,
+    sums,
+    deltas,
+    bound,
+    width,
+    rank,
+    world,
+    TOP_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PUSH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Write the weighted sum of this rank's rows of each pulled token, in slot order, rounded once.
 
-    slots, weights ``[world * bound, TOP_K]``: of rank r's token t in line ``r * bound + t``. sums: of the same lines;
-    PUSH: in the memory of rank r, in line ``rank * bound + t``. Nothing is written where no assignment is here, nor to
-    a rank that did not come. Compiled without fused multiply-adds.
+    rows: ``[R, width]``. slots: int64 ``[W * B, TOP_K]`` and weights, the same shape or None for ones: token t of rank
+    r is in line ``r * bound + t``. sums: ``[W * B, width]``, of the same lines; with PUSH in the memory of rank r, line
+    ``rank * bound + t``. Nothing is written for tokens without a local assignment, nor to ranks without tokens.
+    Compiled without fused multiply-adds.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    pdl_wait(PDL)
+    column = tl.program_id(0) * COLUMNS.size + tl.arange(0, COLUMNS.size)
     inside = column < width
     k = tl.arange(0, BLOCK_K)
-    turn = tl.program_id(1)
-    while turn < bound * world:
-        # Ranks in turn, so that what is written far away is beside what is written here all the time.
-        peer, token = turn % world, turn // world
+    index = tl.program_id(1)
+    while index < bound * world:
+        # Consecutive programs serve different ranks, so that remote and local writes overlap throughout.
+        peer = index % world
+        token = index // world
         line = (peer * bound + token).to(tl.int64)
         slot = tl.load(slots + line * TOP_K + k, mask=k < TOP_K, other=-1)
         if tl.max(slot, 0) >= 0:
             factor = tl.full([BLOCK_K], 1.0, tl.float32)
-            if WEIGHTS:
+            if weights is not None:
                 factor = tl.load(weights + line * TOP_K + k, mask=k < TOP_K, other=0.0)
             factor = tl.where(slot >= 0, factor, tl.where(slot == -1, 0.0, float("nan")))
-            offset = tl.where(slot >= 0, slot * width // (16 if EVEN else 1), _ABSENT)
-            total = _weighted(rows, offset, factor, k, column, inside, TOP_K, BLOCK, EVEN, FULL, False)
-            there = sums
+            offset = tl.where(slot >= 0, slot * width // (16 if COLUMNS.aligned else 1), _NO_ROW)
+            total = _weighted_sum(rows, offset, factor, k, column, inside, TOP_K, COLUMNS, False)
+            target = sums
             if PUSH:
                 line = rank.to(tl.int64) * bound + token
-                delta = tl.load(deltas + peer)
-                there += tl.multiple_of(delta // (sums.dtype.element_ty.primitive_bitwidth // 8), 16)
-            tl.store(there + line * width + column, total.to(sums.dtype.element_ty), mask=inside)
-        turn += tl.num_programs(1)
+                target = peer_pointer(sums, tl.load(deltas + peer), 16)
+            tl.store(target + line * width + column, total.to(sums.dtype.element_ty), mask=inside)
+        index += tl.num_programs(1)
 
 
 @triton.jit
-def collect_token(
-    token, column, complete, rows, slots, sent_places, weights, shared, out, deltas,
-    bound, width, weight_stride, shared_stride, local_slots, rank,
-    TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, PEERS: tl.constexpr, BLOCK: tl.constexpr, WEIGHTS: tl.constexpr,
-    SHARED: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, SUMS: tl.constexpr, PUSH: tl.constexpr,
+def _sum_of_ranks(
+    buffers: CombineBuffers,
+    ranks: RankRows,
+    physical_id,
+    token,
+    column,
+    complete,
+    PEERS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PUSH: tl.constexpr,
     FUSING: tl.constexpr,
-):  # fmt: skip
-    """Write the columns ``column [BLOCK]`` of one token's sum as ``collect_kernel`` says; NaN where not ``fine``."""
-    inside = column < width
+):
+    """Return the sum, in the order of ranks, of what ``reduce_kernel`` wrote for a token; see ``combine_token``."""
     peer = tl.arange(0, PEERS)
+    is_at_peer = (physical_id >= 0)[:, None] & ((physical_id // ranks.local_slots)[:, None] == peer[None, :])
+    present = (tl.max(is_at_peer.to(tl.int32), 0) > 0) & complete
+    offset = (peer * ranks.bound + token) * buffers.width
+    if not PUSH:
+        delta = tl.load(ranks.deltas + peer, mask=present, other=0)
+        nbytes: tl.constexpr = buffers.rows.dtype.element_ty.primitive_bitwidth // 8
+        offset = delta // nbytes + (ranks.rank * ranks.bound + token) * buffers.width
+    valid = (tl.min(physical_id, 0) >= -1) & complete
+    factor = tl.where(valid, tl.where(present, 1.0, 0.0), float("nan"))
+    offset = tl.where(present, offset // (16 if COLUMNS.aligned else 1), _NO_ROW)
+    return _weighted_sum(buffers.rows, offset, factor, peer, column, column < buffers.width, PEERS, COLUMNS, FUSING)
+
+
+@triton.jit
+def _sum_of_rows(
+    buffers: CombineBuffers,
+    assignments: Assignments,
+    ranks: RankRows,
+    physical_id,
+    token,
+    column,
+    complete,
+    TOP_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FUSING: tl.constexpr,
+):
+    """Return the weighted sum, in slot order, of the rows of a token's assignments; see ``combine_token``."""
     k = tl.arange(0, BLOCK_K)
-    nbytes: tl.constexpr = rows.dtype.element_ty.primitive_bitwidth // 8
-    # For all assignments at once: the ways to the peers and back are long.
-    place = tl.load(sent_places + token * TOP_K + k, mask=k < TOP_K, other=-1)
+    present = (physical_id >= 0) & complete
+    offset = (token * TOP_K + k) * buffers.width
+    if assignments.slots is not None:
+        delta = tl.load(ranks.deltas + tl.maximum(physical_id, 0) // ranks.local_slots)
+        pointers = assignments.slots + delta // 8 + (ranks.rank * ranks.bound + token) * TOP_K + k
+        slot = tl.load(pointers, mask=present, other=-2)
+        present &= slot >= 0
+        nbytes: tl.constexpr = buffers.rows.dtype.element_ty.primitive_bitwidth // 8
+        offset = delta // nbytes + slot * buffers.width
+    factor = tl.full([BLOCK_K], 1.0, tl.float32)
+    if assignments.weights is not None:
+        pointers = assignments.weights + token * assignments.weight_stride + k
+        factor = tl.load(pointers, mask=k < TOP_K, other=0.0).to(tl.float32)
+    factor = tl.where(present, factor, tl.where((physical_id == -1) & complete, 0.0, float("nan")))
+    offset = tl.where(present, offset // (16 if COLUMNS.aligned else 1), _NO_ROW)
+    return _weighted_sum(buffers.rows, offset, factor, k, column, column < buffers.width, TOP_K, COLUMNS, FUSING)
+
+
+@triton.jit
+def combine_token(
+    buffers: CombineBuffers,
+    assignments: Assignments,
+    ranks: RankRows,
+    token,
+    column,
+    complete,
+    TOP_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PEERS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SUMS: tl.constexpr,
+    PUSH: tl.constexpr,
+    FUSING: tl.constexpr,
+):
+    """Write the columns ``column [COLUMNS.size]`` of one token's sum as in ``collect_kernel``; NaN unless ``complete``.
+
+    FUSING: the kernel is compiled with fused multiply-adds, which the sum must not use.
+    """
+    k = tl.arange(0, BLOCK_K)
+    # One load for all assignments: a round trip to the peers takes long.
+    physical_id = tl.load(assignments.sent_ids + token * TOP_K + k, mask=k < TOP_K, other=-1)
     if SUMS:
-        goes = (place >= 0)[:, None] & ((place // local_slots)[:, None] == peer[None, :])
-        present = (tl.max(goes.to(tl.int32), 0) > 0) & complete
-        offset = (peer * bound + token) * width
-        if not PUSH:
-            delta = tl.load(deltas + peer, mask=present, other=0)
-            offset = delta // nbytes + (rank * bound + token) * width
-        known = (tl.min(place, 0) >= -1) & complete
-        factor = tl.where(known, tl.where(present, 1.0, 0.0), float("nan"))
-        offset = tl.where(present, offset // (16 if EVEN else 1), _ABSENT)
-        total = _weighted(rows, offset, factor, peer, column, inside, PEERS, BLOCK, EVEN, FULL, FUSING)
+        total = _sum_of_ranks(buffers, ranks, physical_id, token, column, complete, PEERS, COLUMNS, PUSH, FUSING)
     else:
-        present = (place >= 0) & complete
-        offset = (token * TOP_K + k) * width
-        if not PUSH:
-            delta = tl.load(deltas + tl.maximum(place, 0) // local_slots)
-            slot = tl.load(slots + delta // 8 + (rank * bound + token) * TOP_K + k, mask=present, other=-2)
-            present &= slot >= 0
-            offset = delta // nbytes + slot * width
-        factor = tl.full([BLOCK_K], 1.0, tl.float32)
-        if WEIGHTS:
-            factor = tl.load(weights + token * weight_stride + k, mask=k < TOP_K, other=0.0).to(tl.float32)
-        factor = tl.where(present, factor, tl.where((place == -1) & complete, 0.0, float("nan")))
-        offset = tl.where(present, offset // (16 if EVEN else 1), _ABSENT)
-        total = _weighted(rows, offset, factor, k, column, inside, TOP_K, BLOCK, EVEN, FULL, FUSING)
-    if SHARED:
-        total = total + tl.load(shared + token * shared_stride + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=inside)
+        total = _sum_of_rows(
+            buffers, assignments, ranks, physical_id, token, column, complete, TOP_K, BLOCK_K, COLUMNS, FUSING
+        )
+    inside = column < buffers.width
+    if buffers.shared is not None:
+        pointers = buffers.shared + token * buffers.shared_stride + column
+        total = total + tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+    tl.store(buffers.out + token * buffers.width + column, total.to(buffers.out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=("slots", "weights"))
 def collect_kernel(
-    head, rows, slots, sent_places, weights, shared, out, deltas,
-    tokens, bound, width, weight_stride, shared_stride, local_slots, limit, rank, flag_offset, flag_stride, world,
-    TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, PEERS: tl.constexpr, BLOCK: tl.constexpr, WEIGHTS: tl.constexpr,
-    SHARED: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, SUMS: tl.constexpr, PUSH: tl.constexpr,
-    ASM: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Write ``out [tokens, width]``, the weighted sums of this rank's tokens, from what ranks computed.
+    peers: Peers,
+    buffers: CombineBuffers,
+    slots,
+    weights,
+    sent_ids,
+    tokens,
+    bound,
+    weight_stride,
+    local_slots,
+    timeout,
+    rank,
+    flag_offset,
+    flag_stride,
+    TOP_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PEERS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SUMS: tl.constexpr,
+    PUSH: tl.constexpr,
+    ASM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Write the weighted sums of this rank's ``tokens``, from the results of all ranks.
 
-    slots ``[world * bound, TOP_K]`` of a rank says which of its rows ``[R, width]`` an assignment is. PUSH: the row of
-    each assignment is here, in their order, where its rank stored it. The formulas, the order of every sum and what -1
-    and ids of nobody mean are those of ``weighted_sum_kernel``; all of out is NaN where a rank gave up. SUMS: rows are
-    what ``reduce_kernel`` wrote, with its PUSH; each rank's that has an assignment is added in the order of ranks.
-    held: slots a rank has. EVEN: 16 divides the width. FULL: BLOCK divides it. Compiled without fused multiply-adds.
+    slots, weights, sent_ids: ``Assignments``. SUMS: the rows are sums of ``reduce_kernel``, with its PUSH; those of
+    ranks with an assignment of the token are added, in the order of ranks. Formulas, the order of additions, and the
+    meaning of -1 and of invalid ids are those of ``weighted_sum_kernel``; everything is NaN if a rank gave up. Compiled
+    without fused multiply-adds.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    epoch = tl.load(head + EPOCH)
-    failed = tl.load(head + PULL_FAILED)
-    fine = (epoch >= 0) & (failed == 0)
+    pdl_wait(PDL)
+    epoch = tl.load(peers.head + EPOCH)
+    failed = tl.load(peers.head + PULL_FAILED)
+    complete = (epoch >= 0) & (failed == 0)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        flags = flag_places(head, deltas, flag_offset, flag_stride, world, PEERS)
-        publish(flags, ROWS, world, tl.where(fine, epoch << 44, -1))
-    if fine:
-        fine = wait_for_rows(head, deltas, epoch, limit, world, PEERS, ASM)
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        flags = flag_pointers(peers, flag_offset, flag_stride, PEERS)
+        publish(flags, ROWS, peers.world, tl.where(complete, epoch << 44, -1))
+    if complete:
+        complete = wait_for_rows(peers, epoch, timeout, PEERS, ASM)
+    column = tl.program_id(0) * COLUMNS.size + tl.arange(0, COLUMNS.size)
     token = tl.program_id(1).to(tl.int64)
+    assignments = Assignments(sent_ids=sent_ids, slots=slots, weights=weights, weight_stride=weight_stride)
+    ranks = RankRows(deltas=peers.deltas, bound=bound, local_slots=local_slots, rank=rank)
     while token < tokens:
-        collect_token(
-            token, column, fine, rows, slots, sent_places, weights, shared, out, deltas,
-            bound, width, weight_stride, shared_stride, local_slots, rank,
-            TOP_K, BLOCK_K, PEERS, BLOCK, WEIGHTS, SHARED, EVEN, FULL, SUMS, PUSH, False,
-        )  # fmt: skip
+        combine_token(
+            buffers, assignments, ranks, token, column, complete, TOP_K, BLOCK_K, PEERS, COLUMNS, SUMS, PUSH, False
+        )
         token += tl.num_programs(1)

@@ -1,13 +1,13 @@
-"""Rows to codes and scales in one pass, bit for bit as ``ops/quantize.py`` defines them.
+"""Quantise rows to codes and scales in one pass over memory, bit for bit as ``ops/quantize.py`` defines them.
 
-Rows may be read through an index and multiplied by a weight each, so gathering, weighting and quantising are one
-pass over memory.
+Rows may be gathered and weighted in the same pass. ``None`` stands for an optional input that is absent.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .arguments import CodeRows, InputRows
 from .scales import INFINITY, scaled
 from .tiles import pdl_wait
 
@@ -15,171 +15,223 @@ __all__ = ["cast_kernel", "e4m3_kernel", "load_rows", "nvfp4_kernel", "store_cod
 
 
 @triton.jit
-def load_rows(
-    x, source, weights, row, column, rows, columns, x_stride, GATHER: tl.constexpr, WEIGHTS: tl.constexpr
-):  # fmt: skip
-    """Return rows as float32 ``[rows, columns]``, weighted and rounded to their dtype, 0 outside."""
-    live = row < rows
-    at = row
-    if GATHER:
-        at = tl.load(source + row, mask=live, other=0)
-    inside = live[:, None] & (column < columns)[None, :]
-    stored = tl.load(x + at[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
-    if WEIGHTS:
-        weight = tl.load(weights + row, mask=live, other=0.0)
+def load_rows(source: InputRows, row, column):
+    """Return rows ``row [R]``, columns ``column [C]``, as float32: weighted and rounded to their dtype, 0 outside."""
+    row_inside = row < source.rows
+    x_row = row
+    if source.index is not None:
+        x_row = tl.load(source.index + row, mask=row_inside, other=0)
+    inside = row_inside[:, None] & (column < source.columns)[None, :]
+    stored = tl.load(source.x + x_row[:, None] * source.stride + column[None, :], mask=inside, other=0.0)
+    if source.weights is not None:
+        weight = tl.load(source.weights + row, mask=row_inside, other=0.0)
         stored = (stored.to(tl.float32) * weight[:, None]).to(stored.dtype)
     return stored.to(tl.float32)
 
 
 @triton.jit
-def _places(row, column, columns, across):
-    if across is None:
-        return row[:, None] * columns + column[None, :]
-    else:
-        return row[:, None] + column[None, :] * across
+def store_codes(value, out: CodeRows, row, column, column_block, static_scale, FORMAT: tl.constexpr):
+    """Write the codes and scales of ``value [R, C]`` float32, which has whole groups of columns.
+
+    row ``[R]``, column ``[C]``: where value belongs in ``out``. column_block: ``column[0] / C``. static_scale: the
+    scale of all groups, None where each has the scale of its largest magnitude. FORMAT: a ``CodeFormat``.
+    """
+    BLOCK_R: tl.constexpr = value.shape[0]
+    BLOCK_C: tl.constexpr = value.shape[1]
+    BLOCK_GROUPS: tl.constexpr = BLOCK_C // FORMAT.group
+    value = tl.reshape(value, [BLOCK_R, BLOCK_GROUPS, FORMAT.group])
+    within, scale, finite = scaled(value, static_scale, FORMAT.power_of_two)
+    inside = (row < out.rows)[:, None] & (column < out.columns)[None, :]
+    codes = tl.reshape(within, [BLOCK_R, BLOCK_C])
+    codes = _to_e4m3(codes, out.codes.dtype.element_ty, FORMAT.software_rounding)
+    position = column
+    if FORMAT.reorder:
+        # t (32), s (8), half (4), i (1) to half (64), s (16), t (4), i (1).
+        half, s, t = column // 4 % 2, column // 8 % 4, column // 32 % 4
+        position = column // 128 * 128 + half * 64 + s * 16 + t * 4 + column % 4
+    tl.store(out.codes + row[:, None] * out.columns + position[None, :], codes, mask=inside)
+    group = column_block * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
+    group_inside = (row < out.rows)[:, None] & (group < out.groups)[None, :]
+    exponent = tl.where(finite, scale.to(tl.int32, bitcast=True) >> 23, 255).to(tl.uint8)
+    stored_scale = exponent if FORMAT.e8m0 else tl.where(finite, scale, float("nan"))
+    tl.store(out.scales + _offsets(row, group, out.groups, out.scale_stride), stored_scale, mask=group_inside)
 
 
 @triton.jit
-def _to_e4m3(value, dtype: tl.constexpr, ROUND: tl.constexpr):
-    """Convert values of at most 448, to nearest even. ROUND: rounded here, which the interpreter gets wrong."""
-    if ROUND:
+def _offsets(row, column, columns, column_stride):
+    """Return the offsets ``[R, C]`` of elements in ``[., columns]``, or transposed, in ``[., column_stride]``."""
+    if column_stride is None:
+        return row[:, None] * columns + column[None, :]
+    else:
+        return row[:, None] + column[None, :] * column_stride
+
+
+@triton.jit
+def _to_e4m3(value, dtype: tl.constexpr, SOFTWARE_ROUNDING: tl.constexpr):
+    """Convert float32 magnitudes of at most 448 to the nearest E4M3 number, ties to even."""
+    if SOFTWARE_ROUNDING:
         bits = value.to(tl.int32, bitcast=True)
-        size = bits & 0x7FFFFFFF
-        # To three bits of mantissa, and below 2^-6 to a multiple of 2^-9, by adding and taking away 1.5 * 2^14.
-        normal = (size + 0x7FFFF + ((size >> 20) & 1)) & -0x100000
-        small = ((tl.abs(value) + 24576.0) - 24576.0).to(tl.int32, bitcast=True)
-        rounded = tl.where(size < 0x3C800000, small, normal) | (bits & -0x80000000)
+        magnitude = bits & 0x7FFFFFFF
+        # To three bits of mantissa, and below 2^-6 to a multiple of 2^-9, by adding and subtracting 1.5 * 2^14.
+        normal = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) & -0x100000
+        subnormal = ((tl.abs(value) + 24576.0) - 24576.0).to(tl.int32, bitcast=True)
+        rounded = tl.where(magnitude < 0x3C800000, subnormal, normal) | (bits & -0x80000000)
         value = rounded.to(tl.float32, bitcast=True)
     return value.to(dtype)
 
 
-@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["used"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["valid_rows"])
 def cast_kernel(
-    x, source, weights, used, codes, rows, columns, x_stride, across,
-    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, GATHER: tl.constexpr, WEIGHTS: tl.constexpr, SOME: tl.constexpr,
+    x,
+    index,
+    weights,
+    valid_rows,
+    codes,
+    rows,
+    columns,
+    x_stride,
+    column_stride,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
-    """Write rows in the dtype of codes ``[rows, columns]``, with across ``[columns, across]``.
+):
+    """Write the rows of ``InputRows`` in the dtype of codes ``[rows, columns]``.
 
-    SOME: only the first ``used [1]`` ones.
+    valid_rows: int64 ``[1]``, how many rows are written; None: all. column_stride: codes are
+    ``[columns, column_stride]``, transposed; None: they are not.
     """
     pdl_wait(PDL)
-    if SOME:
-        rows = tl.minimum(tl.load(used), rows)
+    if valid_rows is not None:
+        rows = tl.minimum(tl.load(valid_rows), rows)
         if tl.program_id(0) * BLOCK_R >= rows:
             return
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    value = load_rows(x, source, weights, row, column, rows, columns, x_stride, GATHER, WEIGHTS)
+    source = InputRows(x=x, index=index, weights=weights, rows=rows, columns=columns, stride=x_stride)
+    value = load_rows(source, row, column)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
-    at = codes + _places(row, column, columns, across)
-    tl.store(at, value.to(codes.dtype.element_ty), mask=inside)
+    pointers = codes + _offsets(row, column, columns, column_stride)
+    tl.store(pointers, value.to(codes.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def store_codes(
-    value, codes, scales, row, column, rows, groups, padded_cols, part,
-    GROUP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, POWER: tl.constexpr, BYTE: tl.constexpr,
-    ROUND: tl.constexpr, REORDER: tl.constexpr, fixed=None, across=None,
-):  # fmt: skip
-    """Write the codes and scales of ``value [BLOCK_R, BLOCK_C]`` float32, block ``part`` of the columns of its rows.
-
-    fixed: the scale of all of them, None for one that is found here. across: elements from the scales of a group of
-    columns to those of the next, None where those of a row are next to each other.
-    """
-    value = tl.reshape(value, [BLOCK_R, BLOCK_C // GROUP, GROUP])
-    within, scale, finite = scaled(value, fixed, POWER)
-    inside = (row < rows)[:, None] & (column < padded_cols)[None, :]
-    quantized = _to_e4m3(tl.reshape(within, [BLOCK_R, BLOCK_C]), codes.dtype.element_ty, ROUND)
-    place = column
-    if REORDER:
-        # t (32), s (8), half (4), i (1) to half (64), s (16), t (4), i (1).
-        place = column // 128 * 128 + column // 4 % 2 * 64 + column // 8 % 4 * 16 + column // 32 % 4 * 4 + column % 4
-    tl.store(codes + row[:, None] * padded_cols + place[None, :], quantized, mask=inside)
-    group = part * (BLOCK_C // GROUP) + tl.arange(0, BLOCK_C // GROUP)
-    in_bounds = (row < rows)[:, None] & (group < groups)[None, :]
-    byte = tl.where(finite, scale.to(tl.int32, bitcast=True) >> 23, 255).to(tl.uint8)
-    stored = byte if BYTE else tl.where(finite, scale, float("nan"))
-    tl.store(scales + _places(row, group, groups, across), stored, mask=in_bounds)
-
-
-@triton.jit(do_not_specialize=["rows", "late"], do_not_specialize_on_alignment=["used"])
+@triton.jit(do_not_specialize=["rows", "x_ready"], do_not_specialize_on_alignment=["valid_rows"])
 def e4m3_kernel(
-    x, source, weights, used, codes, scales, rows, columns, x_stride, groups, padded_cols, late, fixed, across,
-    GROUP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, POWER: tl.constexpr, BYTE: tl.constexpr,
-    GATHER: tl.constexpr, WEIGHTS: tl.constexpr, SOME: tl.constexpr, ROUND: tl.constexpr, REORDER: tl.constexpr,
+    x,
+    index,
+    weights,
+    valid_rows,
+    codes,
+    scales,
+    rows,
+    columns,
+    x_stride,
+    groups,
+    padded_cols,
+    x_ready,
+    static_scale,
+    scale_stride,
+    FORMAT: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
-    """Write codes ``[rows, wide]``, zeros beyond ``columns``, and scales ``[rows, groups]``; BLOCK_C is whole groups.
+):
+    """Write codes ``[rows, padded_cols]``, zeros beyond ``columns``, and scales (``CodeRows``) of the ``InputRows``.
 
-    A group with NaN or infinity gets zero codes and a NaN scale. fixed, across: as ``store_codes`` says. POWER: the
-    scale is the least power of two that saturates nothing; BYTE: stored as its E8M0 byte. REORDER: codes change places
-    within 128 columns (``ordered`` in ``ops/quantize.py``). SOME: only the first ``used [1]`` rows, and never late.
-    late: 1 where nothing is read that the kernel before writes; then it is waited for at the end.
+    A group with NaN or infinity gets zero codes and a NaN scale. BLOCK_C is whole groups. valid_rows: int64 ``[1]``,
+    how many rows are written; None: all. x_ready: 1 where the previous kernel writes nothing that this one reads, which
+    then waits for it at the end; always 0 with valid_rows. static_scale, FORMAT: as in ``store_codes``.
     """
     if PDL:
-        if late == 0:
+        if x_ready == 0:
             gdc_wait()
         gdc_launch_dependents()
-    if SOME:
-        rows = tl.minimum(tl.load(used), rows)
+    if valid_rows is not None:
+        rows = tl.minimum(tl.load(valid_rows), rows)
         if tl.program_id(0) * BLOCK_R >= rows:
             return
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    value = load_rows(x, source, weights, row, column, rows, columns, x_stride, GATHER, WEIGHTS)
-    store_codes(
-        value, codes, scales, row, column, rows, groups, padded_cols, tl.program_id(1),
-        GROUP, BLOCK_R, BLOCK_C, POWER, BYTE, ROUND, REORDER, fixed, across,
-    )  # fmt: skip
+    column_block = tl.program_id(1)
+    column = column_block * BLOCK_C + tl.arange(0, BLOCK_C)
+    source = InputRows(x=x, index=index, weights=weights, rows=rows, columns=columns, stride=x_stride)
+    out = CodeRows(codes=codes, scales=scales, rows=rows, columns=padded_cols, groups=groups, scale_stride=scale_stride)
+    value = load_rows(source, row, column)
+    store_codes(value, out, row, column, column_block, static_scale, FORMAT)
     if PDL:
         # The next kernel waits for this one only, and needs what both wrote.
         gdc_wait()
 
 
-@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["used"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["valid_rows"])
 def nvfp4_kernel(
-    x, source, weights, used, codes, scales, global_scales, rows, columns, x_stride, groups, fixed,
-    BLOCK_C: tl.constexpr, GATHER: tl.constexpr, WEIGHTS: tl.constexpr, SOME: tl.constexpr, ROUND: tl.constexpr,
+    x,
+    index,
+    weights,
+    valid_rows,
+    codes,
+    scales,
+    global_scales,
+    rows,
+    columns,
+    x_stride,
+    groups,
+    static_scale,
+    BLOCK_C: tl.constexpr,
+    SOFTWARE_ROUNDING: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
-    """Write E2M1 codes two a byte, E4M3 scales of 16 columns and float32 scales of a row; a program owns a row.
+):
+    """Write E2M1 codes, two a byte, E4M3 scales of 16 columns and a float32 scale for each of the ``InputRows``.
 
-    SOME: only the first ``used [1]`` rows. fixed: the scale of all rows, None for one that is found here.
+    A program computes one row, of at most BLOCK_C columns. codes: ``[rows, ceil(columns / 2)]``; scales:
+    ``[rows, groups]``; global_scales: ``[rows]``. valid_rows: int64 ``[1]``, how many rows are written; None: all.
+    static_scale: the global scale of every row, None where each has the scale of its largest magnitude.
     """
     pdl_wait(PDL)
-    if SOME:
-        rows = tl.minimum(tl.load(used), rows)
+    if valid_rows is not None:
+        rows = tl.minimum(tl.load(valid_rows), rows)
         if tl.program_id(0) >= rows:
             return
-    index = tl.program_id(0).to(tl.int64)
-    row = index + tl.arange(0, 1)
-    column = tl.arange(0, BLOCK_C)
-    value = load_rows(x, source, weights, row, column, rows, columns, x_stride, GATHER, WEIGHTS)
+    row = tl.program_id(0).to(tl.int64)
+    source = InputRows(x=x, index=index, weights=weights, rows=rows, columns=columns, stride=x_stride)
+    value = load_rows(source, row + tl.arange(0, 1), tl.arange(0, BLOCK_C))
     value = tl.reshape(value, [BLOCK_C // 16, 16])
+    within, scale, global_scale, finite = _nvfp4_scaled(value, static_scale, scales.dtype.element_ty, SOFTWARE_ROUNDING)
+    low, high = tl.split(tl.reshape(_to_e2m1(within), [BLOCK_C // 2, 2]))
+    byte = tl.arange(0, BLOCK_C // 2)
+    row_bytes = (columns + 1) // 2
+    tl.store(codes + row * row_bytes + byte, (low | (high << 4)).to(tl.uint8), mask=byte < row_bytes)
+    group = tl.arange(0, BLOCK_C // 16)
+    tl.store(scales + row * groups + group, scale, mask=group < groups)
+    tl.store(global_scales + row, tl.where(finite, global_scale, float("nan")))
+
+
+@triton.jit
+def _nvfp4_scaled(value, static_scale, dtype: tl.constexpr, SOFTWARE_ROUNDING: tl.constexpr):
+    """Return a row ``value [GROUPS, 16]`` divided by its scales, the scales ``[GROUPS]`` and of the row, and if finite.
+
+    A row with NaN or infinity gets zeros. dtype: of the scales of groups.
+    """
+    GROUPS: tl.constexpr = value.shape[0]
     group_max = tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
     row_max = tl.max(group_max, 0)
     finite = row_max < INFINITY
-    amax = tl.where(finite, group_max, 0).to(tl.float32, bitcast=True)
+    group_amax = tl.where(finite, group_max, 0).to(tl.float32, bitcast=True)
     row_amax = tl.where(finite, row_max, 0).to(tl.float32, bitcast=True)
     # 2688 is 6 * 448; the floor times the smallest E4M3 number is the smallest normal float32.
     global_scale = tl.maximum(tl.div_rn(row_amax, 2688.0), 6.018531076210112e-36)
-    if fixed is not None:
-        global_scale = tl.where(finite, fixed, global_scale)
-    scale = tl.div_rn(amax, tl.full([BLOCK_C // 16], 6.0, tl.float32) * global_scale)
-    scale = _to_e4m3(tl.minimum(tl.maximum(scale, 0.001953125), 448.0), scales.dtype.element_ty, ROUND)
-    factor = tl.div_rn(1.0, scale.to(tl.float32) * global_scale)
-    scaled = tl.where(finite, value * factor[:, None], 0.0)
-    size = tl.abs(scaled)
-    # Middles between 0, 0.5, 1, 1.5, 2, 3, 4 and 6; one that belongs to an even code above it counts as above.
-    code = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32)
-    code += (size >= 1.75).to(tl.int32) + (size > 2.5).to(tl.int32) + (size >= 3.5).to(tl.int32)
-    code += (size > 5.0).to(tl.int32)
-    code |= (scaled.to(tl.int32, bitcast=True) >> 28) & 8
-    low, high = tl.split(tl.reshape(code, [BLOCK_C // 2, 2]))
-    pair = tl.arange(0, BLOCK_C // 2)
-    width = (columns + 1) // 2
-    tl.store(codes + index * width + pair, (low | (high << 4)).to(tl.uint8), mask=pair < width)
-    group = tl.arange(0, BLOCK_C // 16)
-    tl.store(scales + index * groups + group, scale, mask=group < groups)
-    tl.store(global_scales + index, tl.where(finite, global_scale, float("nan")))
+    if static_scale is not None:
+        global_scale = tl.where(finite, static_scale, global_scale)
+    scale = tl.div_rn(group_amax, tl.full([GROUPS], 6.0, tl.float32) * global_scale)
+    scale = _to_e4m3(tl.minimum(tl.maximum(scale, 0.001953125), 448.0), dtype, SOFTWARE_ROUNDING)
+    multiplier = tl.div_rn(1.0, scale.to(tl.float32) * global_scale)
+    return tl.where(finite, value * multiplier[:, None], 0.0), scale, global_scale, finite
+
+
+@triton.jit
+def _to_e2m1(value):
+    """Return the E2M1 codes 0 to 15 of float32 values, as int32: the nearest number, ties to even."""
+    magnitude = tl.abs(value)
+    # Midpoints between 0, 0.5, 1, 1.5, 2, 3, 4 and 6; a midpoint with an even code above it rounds up.
+    code = (magnitude > 0.25).to(tl.int32) + (magnitude >= 0.75).to(tl.int32) + (magnitude > 1.25).to(tl.int32)
+    code += (magnitude >= 1.75).to(tl.int32) + (magnitude > 2.5).to(tl.int32) + (magnitude >= 3.5).to(tl.int32)
+    code += (magnitude > 5.0).to(tl.int32)
+    return code | ((value.to(tl.int32, bitcast=True) >> 28) & 8)

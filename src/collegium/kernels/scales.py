@@ -5,28 +5,30 @@ import triton.language as tl
 
 __all__ = ["INFINITY", "scaled"]
 
-INFINITY = tl.constexpr(0x7F800000)
+INFINITY = tl.constexpr(0x7F800000)  # bits of a float32
 
 
 @triton.jit
-def scaled(value, fixed, POWER: tl.constexpr):
-    """Return float32 ``value [..., GROUP]`` over its groups' scales, within 448, those scales, and what is finite.
+def scaled(value, static_scale, POWER_OF_TWO: tl.constexpr):
+    """Return float32 ``value [..., GROUP]`` divided by its groups' scales, the scales ``[...]``, and which are finite.
 
-    A group with NaN or infinity gets zeros. fixed: the scale of all others, None for one that is found here: the
-    largest magnitude over 448, at least the smallest normal float32, with POWER the next power of two.
+    Results are within +-448. A group with NaN or infinity gets zeros. static_scale: the scale of all other groups, None
+    to compute it: the largest magnitude over 448, at least the smallest normal float32; with POWER_OF_TWO rounded up to
+    a power of two.
     """
-    last: tl.constexpr = len(value.shape) - 1
+    LAST: tl.constexpr = len(value.shape) - 1
     # As integers, magnitudes order like numbers, with infinity and every NaN above them.
-    max_bits = tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, last)
+    max_bits = tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, LAST)
     finite = max_bits < INFINITY
     max_bits = tl.where(finite, max_bits, 0)
-    if POWER:
+    if POWER_OF_TWO:
         # 448 is 1.75 * 2^8: the exponent drops by 8, and rises by one for a mantissa above 1.75.
-        byte = tl.maximum((max_bits >> 23) - 8 + ((max_bits & 0x7FFFFF) > 0x600000).to(tl.int32), 1)
-        scale = (byte << 23).to(tl.float32, bitcast=True)
+        exponent = tl.maximum((max_bits >> 23) - 8 + ((max_bits & 0x7FFFFF) > 0x600000).to(tl.int32), 1)
+        scale = (exponent << 23).to(tl.float32, bitcast=True)
     else:
         scale = tl.maximum(tl.div_rn(max_bits.to(tl.float32, bitcast=True), 448.0), 1.1754943508222875e-38)
-    if fixed is not None:
-        scale = tl.where(finite, fixed, scale)
-    within = tl.where(tl.expand_dims(finite, last), value * tl.expand_dims(tl.div_rn(1.0, scale), last), 0.0)
+    if static_scale is not None:
+        scale = tl.where(finite, static_scale, scale)
+    multiplier = tl.div_rn(1.0, scale)
+    within = tl.where(tl.expand_dims(finite, LAST), value * tl.expand_dims(multiplier, LAST), 0.0)
     return tl.minimum(tl.maximum(within, -448.0), 448.0), scale, finite

@@ -1,8 +1,10 @@
-"""What the kernels of products share: a step of a sum, token tiles, and where a tile's rows are stored.
+"""Device functions shared by the product kernels: a step of a sum, token tiles and the rows they read and write.
 
-Tiles are listed (rows are sorted by expert), or, with few assignments, each assignment is a tile of one row and
-is where the caller put it: ``tile_expert`` then holds the ids themselves, checked here.
+Token tiles are listed (rows are sorted by expert), or, with few assignments, each assignment is a tile of one row, in
+the order of its id: ``tile_expert`` then has the ids themselves, which are checked here.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -12,10 +14,11 @@ from . import enums
 
 __all__ = [
     "NOWHERE",
+    "TileRows",
     "dot",
-    "halves",
     "output_row_at",
     "pdl_wait",
+    "split_gate_up",
     "store_rows",
     "tile_list_kernel",
     "tile_of",
@@ -26,9 +29,18 @@ __all__ = [
 NOWHERE = tl.constexpr(enums.NOWHERE)
 
 
+class TileRows(NamedTuple):
+    """The rows of a program: expert (-1: none), first row and count of tokens, and first row of weights."""
+
+    expert: Any
+    first: Any
+    count: Any
+    n_first: Any
+
+
 @triton.jit
 def pdl_wait(PDL: tl.constexpr):
-    """Wait for the kernel before this one, and let the next one start, which waits in its turn."""
+    """Wait for the previous kernel, and let the next one start, which waits in turn."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -45,8 +57,8 @@ def dot(a, b, acc, ASM: tl.constexpr):
 
 
 @triton.jit
-def halves(rows, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Return gate and up of stacked ``rows [BLOCK_N, BLOCK_T]``, of which eight of each take turns."""
+def split_gate_up(rows, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Return gate and up ``[BLOCK_N / 2, BLOCK_T]`` of ``rows [BLOCK_N, BLOCK_T]``, which alternate eight by eight."""
     rows = tl.reshape(rows, (BLOCK_N // 16, 2, 8, BLOCK_T))
     gate, up = tl.split(tl.permute(rows, (0, 2, 3, 1)))
     return tl.reshape(gate, (BLOCK_N // 2, BLOCK_T)), tl.reshape(up, (BLOCK_N // 2, BLOCK_T))
@@ -56,9 +68,9 @@ def halves(rows, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr):
 def tile_of(program, n_tiles, token_tiles, GROUP_T: tl.constexpr):
     """Return token tile and column tile of ``program``: GROUP_T token tiles share a pass over the columns."""
     group = program // (GROUP_T * n_tiles)
-    width = tl.minimum(token_tiles - group * GROUP_T, GROUP_T)
-    inside = program - group * GROUP_T * n_tiles
-    return group * GROUP_T + inside % width, inside // width
+    group_size = tl.minimum(token_tiles - group * GROUP_T, GROUP_T)
+    index = program - group * GROUP_T * n_tiles
+    return group * GROUP_T + index % group_size, index // group_size
 
 
 @triton.jit
@@ -74,13 +86,13 @@ def _tile_at(
 ):
     """Return expert (-1: none) and first row, both int64, and count of rows of a token tile; TOP_K 0: it is listed.
 
-    EARLY: the kernel before this one has not been waited for, so tile lists are read through the L2 cache
-    (.cg): this multiprocessor's L1 may hold a stale line.
+    EARLY: the previous kernel may still run, so tile lists are read through the L2 cache (.cg): the L1 of this
+    multiprocessor may have a stale line.
     """
     CACHE: tl.constexpr = ".cg" if EARLY else ""
     expert_id = tl.load(tile_expert + tile, cache_modifier=CACHE)
     if TOP_K:
-        # Compared in the width of the ids: a wide id must not become a small one.
+        # Compared before the conversion: truncation must not turn an invalid id into a valid one.
         expert = tl.where((expert_id >= 0) & (expert_id < experts), expert_id, -1).to(tl.int64)
         return expert, tile.to(tl.int64), 1
     else:
@@ -104,22 +116,20 @@ def tile_prologue(
     EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Wait for the kernel before this one, and return this program's expert and rows (``_tile_at``) and first column.
+    """Wait for the previous kernel and return this program's ``TileRows``.
 
-    COLUMNS: of a program, from ``width`` in all.
+    width: rows of a weight matrix. COLUMNS: how many of them a program multiplies. TILE: ``Tile``.
     """
     tile, n_tile = tile_of(tl.program_id(0), tl.cdiv(width, COLUMNS), token_tiles, TILE.group_t)
     n_first = n_tile * COLUMNS
     if PDL and not EARLY:
         gdc_wait()
-    expert, row_first, row_count = _tile_at(
-        tile, tile_expert, tile_row, expert_offsets, experts, TILE.block_t, TOP_K, EARLY
-    )
+    expert, first, count = _tile_at(tile, tile_expert, tile_row, expert_offsets, experts, TILE.block_t, TOP_K, EARLY)
     if PDL and EARLY:
         gdc_wait()
     if PDL and TOP_K:
         gdc_launch_dependents()
-    return expert, row_first, row_count, n_first
+    return TileRows(expert=expert, first=first, count=count, n_first=n_first)
 
 
 @triton.jit
@@ -136,7 +146,7 @@ def token_at(row, source, GATHER: tl.constexpr, TOP_K: tl.constexpr):
 
 @triton.jit
 def output_row_at(row_map, row, DIVISOR: tl.constexpr):
-    """Return where each ``row`` is written, in elements from the first of the result, or NOWHERE.
+    """Return the offset at which each ``row`` is written, in elements from the start of the result, or NOWHERE.
 
     DIVISOR: of all entries of the row map: 16, so that 16 bytes are stored at once, or 1.
     """
@@ -147,14 +157,14 @@ def output_row_at(row_map, row, DIVISOR: tl.constexpr):
 def store_rows(result, out, row_map, row, in_rows, first, n, n_out, DIVISOR: tl.constexpr):
     """Store ``result [N, BLOCK_T]``, columns ``first + n`` of each ``row`` that is ``in_rows``, mapped or in order.
 
-    DIVISOR: as ``output_row_at`` says, 0 for rows in order.
+    DIVISOR: as in ``output_row_at``, 0 for rows in order.
     """
     offset = output_row_at(row_map, row, DIVISOR)[None, :] if DIVISOR else row[None, :] * n_out
-    at = out + offset + (first + n)[:, None]
+    pointers = out + offset + (first + n)[:, None]
     inside = (n < n_out - first)[:, None] & in_rows[None, :]
     if DIVISOR:
         inside &= offset != NOWHERE
-    tl.store(at, result.to(out.dtype.element_ty), mask=inside)
+    tl.store(pointers, result.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["tiles"], do_not_specialize_on_alignment=["expert_offsets", "tile_expert", "tile_row"])
@@ -169,10 +179,11 @@ def tile_list_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK_TILES: tl.constexpr,
 ):
-    """Write expert (-1: none) and first row of each token tile: an expert's rows in steps of BLOCK_T, by expert.
+    """Write expert (-1: none) and first row of each token tile: BLOCK_T rows of one expert, in expert order.
 
-    used gets the number of tiles that have an expert, and two zeros.
-    Every program counts all experts again, which costs less than a second launch.
+    expert_offsets: ``[experts + 1]`` int64. tile_expert: ``[tiles]`` int32. tile_row: ``[tiles]`` int64. used: ``[3]``
+    int32, gets the number of tiles that have an expert, and two zeros. Every program counts all experts again, which
+    costs less than a second launch.
     """
     expert = tl.arange(0, BLOCK_E)
     valid = expert < experts
@@ -181,16 +192,16 @@ def tile_list_kernel(
     count = ((stop - start + BLOCK_T - 1) // BLOCK_T).to(tl.int32)
     last = tl.cumsum(count, 0)
     tile = tl.program_id(0) * BLOCK_TILES + tl.arange(0, BLOCK_TILES)
-    # An expert lies before this tile when all its tiles do; the sum of their counts is where the owner starts.
+    # An expert precedes a tile if all tiles of the expert do; the sum of their counts is the owner's first tile.
     before = (last[None, :] <= tile[:, None]) & valid[None, :]
     owner = tl.sum(before.to(tl.int32), 1)
     first = tl.sum(tl.where(before, count[None, :], 0), 1)
     has_expert = owner < experts
     row = tl.load(expert_offsets + owner, mask=has_expert, other=0) + (tile - first).to(tl.int64) * BLOCK_T
-    written = tile < tiles
-    tl.store(tile_expert + tile, tl.where(has_expert, owner, -1), mask=written)
-    tl.store(tile_row + tile, row, mask=written)
-    place = tl.arange(0, 4)
-    # The condition of a program goes into a bound: Triton's interpreter refuses a mask made with a scalar.
-    places = tl.where(tl.program_id(0) == 0, 3, 0)
-    tl.store(used + place, tl.where(place == 0, tl.sum(count, 0), 0), mask=place < places)
+    inside = tile < tiles
+    tl.store(tile_expert + tile, tl.where(has_expert, owner, -1), mask=inside)
+    tl.store(tile_row + tile, row, mask=inside)
+    counter = tl.arange(0, 4)
+    # The first program writes them. The condition is a bound: Triton's interpreter refuses a mask made with a scalar.
+    counters = tl.where(tl.program_id(0) == 0, 3, 0)
+    tl.store(used + counter, tl.where(counter == 0, tl.sum(count, 0), 0), mask=counter < counters)

@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from . import enums
 from .activation import activate
 from .decode import epilogue, upper_scale
-from .tiles import dot, halves, store_rows, tile_prologue, token_at
+from .tiles import dot, split_gate_up, store_rows, tile_prologue, token_at
 
 __all__ = ["w4a8_kernel", "w4a8_tile"]
 
@@ -515,7 +515,7 @@ def w4a8_tile(
         acc *= tl.load(tokens.scale + token)[None, :]
     vector = weights.bias + expert * PROJ.count * n_out
     if PROJ.count == 2:
-        gate, up = halves(acc, TILE.block_n, BLOCK_T)
+        gate, up = split_gate_up(acc, TILE.block_n, BLOCK_T)
         column = n_first // 2 + tl.arange(0, TILE.block_n // 2)
         last = tl.minimum(column, n_out - 1)
         if FORMAT.bias:

@@ -33,9 +33,8 @@ def gather_columns(
     if top_k:
         rows = owner.numel()
     out = alloc(memory, "ordered", (rows, columns), x.dtype, x.device)
-    args = (x, order, owner if source is None else source, owner, out, columns, x.stride(0), experts)
+    args = (x, order, source, owner, out, columns, x.stride(0), experts)
     constants = {
-        "GATHER": source is not None or top_k > 0,
         "TOP_K": top_k,
         "BLOCK_E": power_at_least(experts, 16),
         "BLOCK": _BLOCK,
@@ -73,9 +72,9 @@ def halves_and_sums(
     halves = alloc(memory, "halves", (rows, columns), torch.float16, x.device)
     scale = alloc(memory, "scales", (rows, 1), torch.float32, x.device)
     sums = alloc(memory, "sums", (rows, SUMS * blocks), torch.float16, x.device)
-    args = (x, x if used is None else used, halves, scale, sums, columns, x.stride(0), 4 * blocks)
+    args = (x, used, halves, scale, sums, columns, x.stride(0), 4 * blocks)
     block = power_at_least(columns, 128)
-    constants = {"SOME": used is not None, "BLOCK": block, "PDL": overlaps(x)}
+    constants = {"BLOCK": block, "PDL": overlaps(x)}
     if rows:
         launch(halves_kernel, (rows,), args, constants, num_warps=max(1, min(16, block // 512)))
     return halves, ZeroPointCorrection(scale, sums)

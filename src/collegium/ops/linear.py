@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..formats.unquantised import DTYPES
+from ..kernels.arguments import LinearTile, MatrixRows, SumOrder
 from ..problem import Problem
 from ..runtime.launch import align_rows, launch, on_device, overlaps, power_at_least, row_contiguous
 from ..runtime.memory import Memory, Regions, elementwise_max, with_prefix
@@ -92,10 +93,10 @@ def linear(
         return out
     sums = tensors["sums"]
     _multiply(x, weight, None, sums, split=True)
-    addend, step = _addend(added, sums, n_out)
+    addend = _addend(added, sums, n_out)
     block = min(power_at_least(n_out, 32), 128)
-    constants = {"PARTS": sums.shape[0], "BLOCK": block, "ADDED": added is not None, "PDL": overlaps(x)}
-    launch(add_parts_kernel, (-(-n_out // block), tokens), (sums, addend, out, tokens, n_out, step), constants)
+    constants = {"PARTS": sums.shape[0], "ADDED": added is not None, "BLOCK": block, "PDL": overlaps(x)}
+    launch(add_parts_kernel, (-(-n_out // block), tokens), (sums, addend, out, tokens, n_out), constants)
     return out
 
 
@@ -143,7 +144,7 @@ def _multiply(x: Tensor, weight: Tensor, added: Tensor | None, out: Tensor, *, s
     n_out = weight.shape[0]
     part_blocks, parts = _split_sizes(k_in, n_out)
     x, weight = align_rows(x), weight.contiguous()
-    addend, step = _addend(added, weight, n_out)
+    addend = _addend(added, weight, n_out)
     few = tokens <= 16
     block_t = 32 if x.element_size() == 4 or k_in % 16 else 64
     if few:
@@ -152,28 +153,22 @@ def _multiply(x: Tensor, weight: Tensor, added: Tensor | None, out: Tensor, *, s
     terms = 0 if weight.element_size() == 2 else {torch.bfloat16: 1, torch.float16: 2}.get(x.dtype, 3)
     constants = {
         "TERMS": terms,
-        "PART": split,
-        "EACH": part_blocks,
-        "STEPS": part_blocks if split else -(-k_in // _BLOCK_K),
         "ADDED": added is not None,
-        "BLOCK_N": _BLOCK_N,
-        "BLOCK_T": block_t,
-        "BLOCK_K": _BLOCK_K,
-        "STAGES": 4 if few else 3,
+        "ORDER": SumOrder(split, part_blocks, part_blocks if split else -(-k_in // _BLOCK_K)),
+        "TILE": LinearTile(_BLOCK_N, block_t, _BLOCK_K, stages=4 if few else 3),
         "ASM": x.is_cuda,
         "PDL": overlaps(x),
     }
-    args = (x, weight, addend, out, tokens, n_out, k_in, x.stride(0), step)
+    args = (MatrixRows(x, x.stride(0)), weight, addend, out, tokens, n_out, k_in)
     grid = (-(-tokens // block_t), -(-n_out // _BLOCK_N), parts if split else 1)
     launch(linear_kernel, grid, args, constants, num_warps=4)
 
 
-def _addend(added: Tensor | None, unused: Tensor, n_out: int) -> tuple[Tensor, int]:
-    """Return the tensor that a kernel adds, ``unused`` if there is none, and the stride of its rows, 0 for one row."""
+def _addend(added: Tensor | None, unused: Tensor, n_out: int) -> MatrixRows:
+    """Return what a kernel adds: one row for all tokens, a row for each, or ``unused`` if nothing is added."""
     if added is None:
-        return unused, 0
-    addend = added.contiguous()
-    return addend, 0 if addend.dim() == 1 else n_out
+        return MatrixRows(unused, 0)
+    return MatrixRows(added.contiguous(), 0 if added.dim() == 1 else n_out)
 
 
 def _in_blocks(x: Tensor, weight: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.arguments import PermutationFormat
 from ..kernels.enums import NOWHERE
 from ..runtime.launch import launch, on_device, overlaps, power_at_least, row_contiguous
 from ..runtime.memory import Memory, Regions, elementwise_max
@@ -112,55 +113,48 @@ def permute(
     tokens, top_k = topk_ids.shape
     rows = tokens * top_k
     ids = row_contiguous(topk_ids)
-    weights = ids if input_weights is None else row_contiguous(input_weights)
+    weights = None if input_weights is None else row_contiguous(input_weights)
+    weight_stride = 0 if weights is None else weights.stride(0)
     result, scratch = _allocate(
-        memory, ids, num_experts, block_t, weights=input_weights is not None, row_offsets=owners is not None
+        memory, ids, num_experts, block_t, weights=weights is not None, row_offsets=owners is not None
     )
     outputs = _outputs(result, owners, rows, num_experts)
     block_e, pdl = power_at_least(num_experts, 16), overlaps(ids)
-    first, second = (*block_t, 0, 0)[:2]
-    options = {
-        "TOP_K": top_k,
-        "BLOCK_E": block_e,
-        "BLOCK_T_A": first,
-        "BLOCK_T_B": second,
-        "WEIGHTS": input_weights is not None,
-        "ITEM": 0 if owners is None else owners.rows.element_size(),
-        "PDL": pdl,
-    }
+    block_t_a, block_t_b = (*block_t, 0, 0)[:2]
+    element_bytes = 0 if owners is None else owners.rows.element_size()
+    permutation_format = PermutationFormat(top_k, block_e, block_t_a, block_t_b, element_bytes)
     if scratch is None:
         block = power_at_least(rows, 32)
-        args = (ids, weights, *outputs, ids.stride(0), weights.stride(0))
-        launch(kernels.permute_kernel, (1,), args, {"BLOCK": block, **options}, num_warps=block // 32)
+        args = (ids, weights, *outputs, ids.stride(0), weight_stride)
+        constants = {"BLOCK": block, "FORMAT": permutation_format, "PDL": pdl}
+        launch(kernels.permute_kernel, (1,), args, constants, num_warps=block // 32)
         return result
-    run, programs = _runs(rows)
-    args = (ids, result.slots, scratch, rows, num_experts, run, ids.stride(0))
+    range_size, programs = _ranges(rows)
+    args = (ids, result.slots, scratch, rows, num_experts, range_size, ids.stride(0))
     constants = {"BLOCK": _BLOCK, "TOP_K": top_k, "BLOCK_E": block_e, "PDL": pdl}
     launch(kernels.count_kernel, (programs,), args, constants, num_warps=4)
-    blocks = 1 if run == _BLOCK else 2
-    chunk = max(2, min(power_at_least(programs), blocks * 8192 // block_e))
-    args = (scratch, result.source if input_weights is None else weights, *outputs, run, weights.stride(0))
-    constants = {"BLOCK": blocks * _BLOCK, "CHUNK": chunk, **options}
+    blocks = 1 if range_size == _BLOCK else 2
+    block_p = max(2, min(power_at_least(programs), blocks * 8192 // block_e))
+    args = (scratch, weights, *outputs, range_size, weight_stride)
+    constants = {"BLOCK": blocks * _BLOCK, "BLOCK_P": block_p, "FORMAT": permutation_format, "PDL": pdl}
     launch(kernels.scatter_kernel, (programs,), args, constants, num_warps=4 * blocks)
     return result
 
 
 def _outputs(result: Permutation, owners: Owners | None, rows: int, num_experts: int) -> tuple[Any, ...]:
-    """Return the arguments for what both kernels write, and its sizes; ``source`` in place of unused pointers."""
-    unused = result.source
-    lists: list[Tensor] = []
+    """Return the arguments for what both kernels write, and its sizes."""
+    lists: list[Tensor | None] = []
     counts: list[int] = []
     for tiles in result.tiles:
         lists += [tiles.expert, tiles.row]
         counts.append(tiles.row.numel())
-    lists += [unused] * (4 - len(lists))
+    lists += [None] * (4 - len(lists))
     counts += [0] * (2 - len(counts))
-    weights = unused if result.weights_by_row is None else result.weights_by_row
     remote: tuple[Any, ...] = (None, None, None, None)
     if owners is not None:
         remote = (result.row_offsets, owners.deltas, *owners.rows.shape)
-    permutation = (result.source, result.slots, result.expert_offsets)
-    return (*permutation, weights, *lists, *remote, rows, num_experts, *counts)
+    permutation = (result.source, result.slots, result.expert_offsets, result.weights_by_row)
+    return (*permutation, *lists, *remote, rows, num_experts, *counts)
 
 
 def _reference(
@@ -203,7 +197,7 @@ def _buffers(rows: int, experts: int, block_t: tuple[int, ...], *, weights: bool
     if weights:
         buffers["weights_by_row"] = (rows,), torch.float32
     if rows > _ALONE:
-        buffers["counts"] = (_runs(rows)[1] * power_at_least(experts, 16),), torch.int32
+        buffers["counts"] = (_ranges(rows)[1] * power_at_least(experts, 16),), torch.int32
     return buffers
 
 
@@ -238,10 +232,10 @@ def _allocate(
     return result, tensors.get("counts")
 
 
-def _runs(rows: int) -> tuple[int, int]:
-    """Return how many assignments a program of a large batch takes, in whole blocks, and how many programs do."""
-    run = -(-rows // (_BLOCK * _PROGRAMS)) * _BLOCK
-    return run, -(-rows // run)
+def _ranges(rows: int) -> tuple[int, int]:
+    """Return how many assignments a program of a large batch takes, in whole blocks, and the number of programs."""
+    range_size = -(-rows // (_BLOCK * _PROGRAMS)) * _BLOCK
+    return range_size, -(-rows // range_size)
 
 
 def _tiles(expert_offsets: Tensor, block_t: int, count: int) -> TileRows:

@@ -22,7 +22,8 @@ from torch.nn import functional
 
 from ..errors import InputError
 from ..formats.codecs import E2M1_MAX, E4M3_MAX, SMALLEST_SCALE, e2m1_codes, e4m3_codes, in_groups, pack_nibbles
-from ..runtime.launch import launch, on_device, power_at_least, row_contiguous
+from ..kernels.arguments import CodeFormat
+from ..runtime.launch import launch, on_device, overlaps, power_at_least, row_contiguous
 from ..runtime.memory import Memory, Regions
 from ..types import named
 from .buffers import Buffers, allocate, sizes
@@ -175,7 +176,7 @@ class _Cast(ActivationFormat):
         rows, columns = source.shape
         block_r, block_c = block_of(rows, columns)
         grid = (-(-rows // block_r), -(-columns // block_c))
-        constants = {"BLOCK_R": block_r, "BLOCK_C": block_c, **source.constants()}
+        constants = {"BLOCK_R": block_r, "BLOCK_C": block_c, "PDL": overlaps(source.x)}
         args = (*source.arguments(out.codes), out.codes.stride(0) if self.transposed_scales else None)
         launch(cast_kernel, grid, args, constants, num_warps=warps_of(block_r * block_c))
 
@@ -237,15 +238,18 @@ class _Fp8(ActivationFormat):
             self.calibrated_scale(),
             scales.stride(0) if self.transposed_scales else None,
         )
+        code_format = CodeFormat(
+            group=self.group or block_c,
+            power_of_two=self.power,
+            e8m0=self.e8m0,
+            reorder=source.order == REORDERED,
+            software_rounding=not source.x.is_cuda,
+        )
         constants = {
+            "FORMAT": code_format,
             "BLOCK_R": block_r,
             "BLOCK_C": block_c,
-            **source.constants(),
-            "GROUP": self.group or block_c,
-            "POWER": self.power,
-            "BYTE": self.e8m0,
-            "ROUND": not source.x.is_cuda,
-            "REORDER": source.order == REORDERED,
+            "PDL": overlaps(source.x),
         }
         launch(e4m3_kernel, grid, args, constants, num_warps=warps_of(block_c * (block_r if self.group else 1)))
 
@@ -300,7 +304,11 @@ class _NvFp4(ActivationFormat):
         rows, columns = source.shape
         scales, block = require_scales(self.name, out.scales), power_at_least(columns, 32)
         written = (out.codes, scales, require_scales(self.name, out.global_scale))
-        constants = {"BLOCK_C": block, **source.constants(), "ROUND": not source.x.is_cuda}
+        constants = {
+            "BLOCK_C": block,
+            "SOFTWARE_ROUNDING": not source.x.is_cuda,
+            "PDL": overlaps(source.x),
+        }
         args = (*source.arguments(*written), scales.shape[1], self.calibrated_scale())
         launch(nvfp4_kernel, (rows,), args, constants, num_warps=warps_of(block))
 

@@ -43,11 +43,11 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, memory: Memory | N
         return out
     x = row_contiguous(x)
     block = min(power_at_least(columns, 32), _BLOCK)
-    args = (x, out if weight is None else weight.contiguous(), out, columns, x.stride(0), float(columns), float(eps))
+    weight = None if weight is None else weight.contiguous()
+    args = (x, weight, out, columns, x.stride(0), float(columns), float(eps))
     constants = {
         "BLOCK": block,
         "STEPS": -(-columns // block),
-        "WEIGHT": weight is not None,
         "PDL": overlaps(x),
     }
     warps = max(1, min(8, block // 256))

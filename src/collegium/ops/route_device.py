@@ -6,6 +6,7 @@ Shape letters: T tokens, K experts per token, E experts.
 import torch
 from torch import Tensor
 
+from ..kernels.arguments import ExpertGroups, RoutingFormat
 from ..runtime.launch import align_rows, launch, overlaps, power_at_least
 from ..runtime.memory import Memory, Regions
 from ..types import SCORE_FUNCTIONS, Routing, RoutingSpec
@@ -44,30 +45,38 @@ def route_on_device(
     groups = spec.groups if spec.groups > 1 and not spec.hash_routing else 1
     block_g, block_s = power_at_least(groups), power_at_least(experts // groups)
     block_s = max(block_s, 32 // block_g)
-    # Token ids that are not needed would select another variant of the kernel.
+    # Token ids and a table that are not needed would select another variant of the kernel.
     token_ids = token_ids if spec.hash_routing else None
-    table = None if hash_table is None else hash_table.contiguous()
+    table = None if hash_table is None or not spec.hash_routing else hash_table.contiguous()
     args = (
         logits,
-        *(logits if tensor is None else tensor for tensor in (bias, token_ids, table, expert_scale)),
-        *(routing.topk_ids, routing.topk_weights),
-        *(experts, groups, experts // groups, 1 if table is None else table.shape[0]),
+        bias,
+        token_ids,
+        table,
+        expert_scale,
+        routing.topk_ids,
+        routing.topk_weights,
+        experts,
+        groups,
+        experts // groups,
+        1 if table is None else table.shape[0],
         logits.stride(0),
         *(1 if tensor is None else tensor.stride(0) for tensor in (bias, token_ids, expert_scale)),
         *map(float, (spec.renormalize_eps, spec.renormalize_floor, spec.scale, spec.jitter)),
     )
     constants = {
-        "SCORE": SCORE_FUNCTIONS.index(spec.score),
-        "TOP_K": spec.top_k,
-        "RENORM": spec.renormalize,
-        "KEPT": spec.topk_groups if groups > 1 else 0,
-        "TOP2": spec.group_score == "top2_sum",
-        "BLOCK_K": power_at_least(spec.top_k),
-        "BLOCK_G": block_g,
-        "BLOCK_S": block_s,
-        "BIAS": bias is not None,
-        "HASH": spec.hash_routing,
-        "EXPERT_SCALE": expert_scale is not None,
+        "ROUTING": RoutingFormat(
+            score=SCORE_FUNCTIONS.index(spec.score),
+            top_k=spec.top_k,
+            block_k=power_at_least(spec.top_k),
+            renormalize=spec.renormalize,
+        ),
+        "GROUPS": ExpertGroups(
+            block_g=block_g,
+            block_s=block_s,
+            top=spec.topk_groups if groups > 1 else 0,
+            top2_sum=spec.group_score == "top2_sum",
+        ),
         "PDL": overlaps(logits),
     }
     warps = max(1, min(4, block_g * block_s // 256))

@@ -30,8 +30,8 @@ def append_shared_experts(chosen: Routing, experts: int, merged: int, memory: Me
         args = (ids, weights, buffers["wide_ids"], buffers["wide_weights"], experts, ids.stride(0), weights.stride(0))
         constants = {
             "TOP_K": top_k,
-            "MERGED": merged,
             "BLOCK_K": power_at_least(top_k + merged),
+            "SHARED": merged,
             "PDL": overlaps(ids),
         }
         if tokens:

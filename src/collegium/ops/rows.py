@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..errors import InputError
-from ..runtime.launch import overlaps, power_at_least
+from ..runtime.launch import power_at_least
 from .checks import require_input
 
 __all__ = [
@@ -78,19 +78,7 @@ class SourceRows(NamedTuple):
 
     def arguments(self, *written: Tensor) -> tuple[Any, ...]:
         """Return the first arguments of every kernel: inputs, outputs ``written``, and the sizes of the inputs."""
-        unused = written[0]
-        optional = (self.source, self.weights, self.used)
-        inputs = (unused if tensor is None else tensor for tensor in optional)
-        return self.x, *inputs, *written, *self.shape, self.x.stride(0)
-
-    def constants(self) -> dict[str, bool]:
-        """Return the compile-time arguments for the inputs of a kernel."""
-        return {
-            "GATHER": self.source is not None,
-            "WEIGHTS": self.weights is not None,
-            "SOME": self.used is not None,
-            "PDL": overlaps(self.x),
-        }
+        return self.x, self.source, self.weights, self.used, *written, *self.shape, self.x.stride(0)
 
 
 def block_of(rows: int, columns: int) -> tuple[int, int]:

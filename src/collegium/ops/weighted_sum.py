@@ -56,7 +56,8 @@ def weighted_sum(
     count, width = rows.shape
     tokens, top_k = slots.shape
     rows, slots = row_contiguous(rows), slots.contiguous()
-    factors = slots if weights is None else row_contiguous(weights)
+    weights = None if weights is None else row_contiguous(weights)
+    shared = None if shared is None else row_contiguous(shared)
     result = out
     if result is None:
         result = allocate(memory, _buffers(tokens, width, out_dtype), rows.device)["sum"]
@@ -64,15 +65,23 @@ def weighted_sum(
         return result
     # Small batches spread a token over more programs.
     block = min(power_at_least(width, 32), 1024 if tokens >= 64 else 256)
-    added = rows if shared is None else row_contiguous(shared)
-    strides = (rows.stride(0), factors.stride(0), 0 if shared is None else added.stride(0))
-    args = (rows, slots, factors, added, result, count, width, *strides, experts)
+    args = (
+        rows,
+        slots,
+        weights,
+        shared,
+        result,
+        count,
+        width,
+        rows.stride(0),
+        0 if weights is None else weights.stride(0),
+        0 if shared is None else shared.stride(0),
+        experts,
+    )
     constants = {
         "TOP_K": top_k,
         "BLOCK": block,
-        "WEIGHTS": weights is not None,
-        "SHARED": shared is not None,
-        "IDS": experts > 0,
+        "UNSORTED": experts > 0,
         "PDL": overlaps(rows),
     }
     warps = max(1, min(4, block // 256))

@@ -109,7 +109,7 @@ class AllGatherKind(ExpertParallelKind):
 
     def wire_format(self, problem: Problem) -> str:
         """Describe what travels."""
-        return f"{describe_tokens(problem)} to every rank, {describe_return(problem)},"
+        return f"{describe_tokens(problem)} to every rank, {describe_return(problem)}"
 
     def traffic(self, problem: Problem, away: OutgoingTokens) -> Traffic:
         """Return the bytes of messages and rows: as many as the rank with the most tokens has, to every other rank."""

@@ -140,7 +140,7 @@ class AllToAllKind(ExpertParallelKind):
 
     def wire_format(self, problem: Problem) -> str:
         """Describe what travels."""
-        return f"{describe_tokens(problem)} once to each rank of their experts, {describe_return(problem)},"
+        return f"{describe_tokens(problem)} once to each rank with one of their experts, {describe_return(problem)}"
 
     def traffic(self, problem: Problem, away: OutgoingTokens) -> Traffic:
         """Return the bytes of a message for each copy, and of a row for each assignment or copy."""

@@ -199,8 +199,8 @@ class AllToAllFixedKind(ExpertParallelKind):
     def wire_format(self, problem: Problem) -> str:
         """Describe what travels, and the number of message slots."""
         return (
-            f"{describe_tokens(problem)} once to each rank of their experts with room for {_rank_tokens(problem):,} "
-            f"from one to another, {describe_return(problem)},"
+            f"{describe_tokens(problem)} once to each rank with one of their experts (up to {_rank_tokens(problem):,} "
+            f"from one rank to another), {describe_return(problem)}"
         )
 
     def capacity(self, problem: Problem) -> int:

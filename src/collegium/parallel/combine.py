@@ -89,9 +89,9 @@ def return_bytes(problem: Problem) -> int:
 def describe_return(problem: Problem) -> str:
     """Describe what returns, and its effect on the bits."""
     if problem.combine == "exact":
-        return "a row for each assignment back, with the bits of one rank"
+        return "one row per assignment back (bit-identical to one rank)"
     if problem.combine == "reduced":
-        row_format, error = problem.dtype, "rounded once"
+        row_format, error = problem.dtype, "one rounding"
     else:
-        row_format, error = _CODE_FORMAT, "off by up to 1/16"
-    return f"one {row_format} row for each token and rank back, {error}: not the bits of one rank"
+        row_format, error = _CODE_FORMAT, "relative error up to 1/16"
+    return f"one {row_format} row per token and rank back ({error}; not bit-identical to one rank)"

@@ -120,4 +120,4 @@ class DispatchWrapperKind:
     def wire_format(self, problem: Problem) -> str:
         """Describe what ``inner`` and the wrapper exchange."""
         inner = self.inner.wire_format(self.inner_problem(problem))
-        return self.adds if inner == "none" else f"{inner} {self.adds}"
+        return self.adds if inner == "none" else f"{inner}; {self.adds}"

@@ -1,7 +1,7 @@
 """The map of experts to slots: device tables that dispatchers read in every pass and that balancing changes.
 
 A physical id names a slot of a rank: ``rank * width + slot``, with the ranks that split the experts and ``width``, the
-maximum number of slots of a rank. An expert may have replicas on several ranks. They are served in turn: token n of a
+maximum number of slots of a rank. An expert may have replicas, in any slots. They are served in turn: token n of a
 rank goes to replica ``(n + rank) % replicas``, so the choice does not depend on other tokens of the batch. All replicas
 hold the same bits, so the choice does not change the result.
 """
@@ -43,9 +43,9 @@ class ExpertMap:
 
     slots: the expert in each slot of every rank, -1 for an empty slot. physical_ids: ``[E, P]`` int32, the slots of
     each expert in the order of ranks, padded with the first one; P is the maximum number of replicas of an expert, 1
-    where each slot is needed for a different expert. replica_counts: ``[E]`` int32. load: ``[E]`` int64, assignments of
-    this rank's tokens, counted while ``recording [1]`` int32 is not 0. Dispatchers keep references to these tensors, so
-    ``switch`` writes into them.
+    where each slot is needed for a different expert. replica_counts: ``[E]`` int32. local_mask: ``[E]`` int32, 1 for
+    the experts of this rank, otherwise 0. load: ``[E]`` int64, assignments of this rank's tokens, counted while
+    ``recording [1]`` int32 is not 0. Dispatchers keep references to these tensors, so ``switch`` writes into them.
     """
 
     def __init__(self, placement: Placement, num_experts: int, device: torch.device | str) -> None:
@@ -57,6 +57,7 @@ class ExpertMap:
         self.slots: tuple[tuple[int, ...], ...] = ()
         with torch.inference_mode(False):
             max_replicas = _max_replicas(num_experts, self.world_size, self.width)
+            self.local_mask = torch.zeros(num_experts, dtype=torch.int32, device=device)
             self.physical_ids = torch.zeros(num_experts, max_replicas, dtype=torch.int32, device=device)
             self.replica_counts = torch.zeros(num_experts, dtype=torch.int32, device=device)
             self.load = torch.zeros(num_experts, dtype=torch.int64, device=device)
@@ -72,13 +73,15 @@ class ExpertMap:
         """Serve from ``slots`` from the next pass on; the tables are copied on the current stream.
 
         tables: those of ``slots``, if they are already on the device; then nothing waits for a copy from the host.
-        Raises InputError, and changes nothing, for an expert that has no slot or two slots on one rank.
+        Raises InputError, and changes nothing, for an expert that has no slot.
         """
         if tables is None:
             tables = self.tables(slots)
         with torch.inference_mode(False):
             self.physical_ids.copy_(tables.physical_ids)
             self.replica_counts.copy_(tables.replica_counts)
+            is_local = tables.physical_ids // self.width == self.rank
+            self.local_mask.copy_(is_local.any(dim=1))
         self.slots = slots
 
     def choose(self, ids: Tensor, first: int = 0, rank: int | None = None) -> Tensor:
@@ -123,7 +126,7 @@ class ExpertMap:
 
 
 def _max_replicas(experts: int, ranks: int, width: int) -> int:
-    return max(1, min(ranks, ranks * width - experts + 1))
+    return max(1, ranks * width - experts + 1)
 
 
 def _tables(slots: tuple[tuple[int, ...], ...], experts: int, ranks: int, width: int) -> MapTables:
@@ -132,16 +135,14 @@ def _tables(slots: tuple[tuple[int, ...], ...], experts: int, ranks: int, width:
         raise InputError(f"expert map: found slots {widths}, allowed: {width} for {ranks} ranks")
     physical: list[list[int]] = [[] for _ in range(experts)]
     for rank, rank_slots in enumerate(slots):
-        present: set[int] = set()
         for slot, expert in enumerate(rank_slots):
             if expert == -1:
                 continue
-            if not 0 <= expert < experts or expert in present:
+            if not 0 <= expert < experts:
                 raise InputError(
-                    f"expert map: rank {rank} has {list(rank_slots)}; allowed are experts 0 to {experts - 1}, each "
-                    "once on a rank, and -1 for an empty slot"
+                    f"expert map: rank {rank} has {list(rank_slots)}; allowed are experts 0 to {experts - 1} and -1 "
+                    "for an empty slot"
                 )
-            present.add(expert)
             physical[expert].append(rank * width + slot)
     missing = [expert for expert, ids in enumerate(physical) if not ids]
     if missing:

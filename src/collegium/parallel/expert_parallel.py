@@ -45,9 +45,9 @@ def refuse_split(problem: Problem) -> str | None:
     """
     placement = problem.placement
     if placement is None or placement.world_size == 1:
-        return "the plan is for one rank; this dispatcher exchanges tokens between ranks"
+        return "the plan is for one rank; it exchanges tokens between ranks"
     if not placement.ranks:
-        return f"{placement} has no Placement.ranks; it needs the experts of every rank"
+        return f"Placement.ranks is missing for {placement}; it needs the experts of every rank"
     empty = [rank for rank, ids in enumerate(placement.ranks) if not ids]
     if empty:
         return f"{problem.spec.num_experts} experts on {placement.world_size} ranks: rank {empty[0]} has none"

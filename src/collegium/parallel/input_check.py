@@ -312,9 +312,10 @@ def compared_words(placement: Placement | None, dispatcher: str) -> str | None:
     if placement is None or not placement.groups:
         return None
     if dispatcher == "partial":
-        return "compared between ranks in every pass with checked=True, otherwise never; never in a CUDA graph"
+        return "compared between ranks in every pass if checked=True; never in a CUDA graph"
     if not placement.same_tokens and placement.tp_size == 1:
         return None
     return (
-        "compared between ranks in the first pass of each kind, in every pass with checked=True; never in a CUDA graph"
+        "compared between ranks in the first pass of each kind, and in every pass if checked=True; "
+        "never in a CUDA graph"
     )

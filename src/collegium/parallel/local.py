@@ -116,12 +116,12 @@ class LocalKind:
     def refuse(self, problem: Problem, *, requested: bool) -> str | None:
         """Refuse placements that leave experts, or slices of experts, to other ranks."""
         if problem.combine != "exact":
-            return f"combine {problem.combine} was requested; a single rank receives nothing from another rank"
+            return f"combine={problem.combine!r} was requested; it exchanges nothing, so only 'exact' applies"
         if problem.alone:
             return None
         count = len(problem.local_experts)
         return (
-            f"{problem.placement} was requested: {count} of {problem.spec.num_experts} experts; local exchanges "
+            f"the placement is {problem.placement}: {count} of {problem.spec.num_experts} experts; it exchanges "
             "nothing and needs all experts, unsliced, on this rank"
         )
 

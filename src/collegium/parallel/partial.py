@@ -92,15 +92,17 @@ class PartialKind:
     def refuse(self, problem: Problem, *, requested: bool) -> str | None:
         """Refuse ranks without experts, operations that apply to the whole sum, and plans that did not request it."""
         if not problem.slots:
-            return "this rank holds no expert, so its part is empty; give it one, or do not call the layer on this rank"
+            return "this rank has no experts; assign it at least one, or do not call the layer on it"
         if problem.combine != "exact":
-            return f"combine {problem.combine} was requested; the caller adds the parts"
+            return f"combine={problem.combine!r} was requested; the caller adds the partial sums"
         if problem.spec.shared is not None:
-            return "the layer has a shared expert, which every rank would add; run the shared expert separately"
+            return "the layer has a shared expert, which every rank would add; run it outside the layer"
         if problem.spec.latent_norm_eps is not None:
-            return "the latent layer has a norm, which needs the whole sum; run projections and norm separately"
+            return (
+                "the latent projection has a norm, which needs the full sum; run projections and norm outside the layer"
+            )
         if not requested:
-            return "returns only this rank's part of the sum; request it with Overrides(dispatcher='partial')"
+            return "it returns a partial sum; select it with Overrides(dispatcher='partial')"
         return None
 
     def wire_format(self, problem: Problem) -> str:

@@ -9,11 +9,13 @@ G scales of a row.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from ..kernels.arguments import CodeFormat
 from ..kernels.enums import HEAD_BYTES, MAX_PEERS
+from ..kernels.peer_arguments import ColumnBlock, CombineBuffers, ExpertMapArgs, Peers, SourceTokens, TokenRows
 from ..ops.quantize import REORDERED
 from ..ops.rows import QuantizedRows, SourceRows
 from ..runtime.launch import launch, overlaps, power_at_least, row_contiguous
@@ -34,7 +36,9 @@ __all__ = [
     "PeerBuffers",
     "Returned",
     "TokenBuffers",
+    "code_format",
     "collect",
+    "expert_map_args",
     "post",
     "prefetch_all",
     "pull",
@@ -102,6 +106,11 @@ class PeerBuffers:
         """The timeout in microseconds, as kernels count it."""
         return min(int(self.timeout * 1e6), 2**31 - 1)
 
+    @property
+    def kernel_args(self) -> Peers:
+        """The part that kernels are compiled for."""
+        return Peers(head=self.head, deltas=self.deltas, world=self.world)
+
 
 class TokenBuffers(NamedTuple):
     """Tokens that this rank sends (B rows) or has pulled from all ranks (W * B rows).
@@ -114,6 +123,18 @@ class TokenBuffers(NamedTuple):
     scale: Tensor | None
     ids: Tensor
     weights: Tensor | None
+
+    @property
+    def kernel_args(self) -> TokenRows:
+        """The buffers as kernels take them."""
+        return TokenRows(x=self.x, scale=self.scale, ids=self.ids, weights=self.weights)
+
+    @property
+    def kernel_words(self) -> TokenRows:
+        """The buffers with the largest integers, of up to 32 bits, that divide the rows of ``x``."""
+        nbytes = self.x.shape[1] * self.x.element_size()
+        sizes = {0: torch.int32, 2: torch.int16}
+        return self.kernel_args._replace(x=self.x.view(sizes.get(nbytes % 4, torch.uint8)))
 
 
 class Returned(NamedTuple):
@@ -161,26 +182,30 @@ def send(
     from ..kernels.peer import send_kernel
 
     rows = row_contiguous(x)
-    scales = sent.ids if sent.scale is None else sent.scale
     top_k = sent.ids.shape[1]
     block = power_at_least(padded_cols, max(32, activation_format.group or 0))
+    source = SourceTokens(
+        x=rows,
+        stride=rows.stride(0),
+        columns=x.shape[1],
+        padded_columns=padded_cols,
+        groups=1 if sent.scale is None else sent.scale.shape[1],
+    )
+    ids = row_contiguous(routing.topk_ids)
+    weights = None if sent.weights is None else row_contiguous(routing.topk_weights)
     args = (
-        *_post_args(peers, sent, routing, table),
-        *(rows, sent.x, scales),
-        *(x.shape[1], rows.stride(0), scales.shape[1], padded_cols),
+        peers.kernel_args,
+        *(ids, weights, expert_map_args(table)),
+        *(source, sent.kernel_args),
+        *_pass_counts(peers, ids, weights),
     )
     constants = {
         "TOP_K": top_k,
         "PEERS": power_at_least(peers.world),
         "BLOCK_K": power_at_least(top_k),
-        "WEIGHTS": sent.weights is not None,
-        "PDL": overlaps(sent.x),
         "BLOCK": block,
-        "CODES": activation_format.e4m3,
-        "GROUP": activation_format.group or block,
-        "POWER": activation_format.power,
-        "ROUND": not x.is_cuda,
-        "REORDER": order == REORDERED,
+        "FORMAT": code_format(activation_format, block, order, x) if activation_format.e4m3 else None,
+        "PDL": overlaps(sent.x),
     }
     launch(send_kernel, (max(1, tokens),), args, constants, num_warps=max(1, min(16, block // 512)))
 
@@ -201,25 +226,48 @@ def post(peers: PeerBuffers, sent: TokenBuffers, routing: Routing, table: Expert
         "TOP_K": top_k,
         "PEERS": power_at_least(peers.world),
         "BLOCK": block,
-        "WEIGHTS": sent.weights is not None,
         "PDL": overlaps(sent.x),
     }
-    args = _post_args(peers, sent, routing, table)
+    ids = row_contiguous(routing.topk_ids)
+    weights = None if sent.weights is None else row_contiguous(routing.topk_weights)
+    args = (
+        peers.kernel_args,
+        *(ids, weights, expert_map_args(table)),
+        sent.kernel_args._replace(x=None, scale=None),
+        *_pass_counts(peers, ids, weights),
+    )
     programs = max(1, -(-tokens * top_k // block))
     launch(post_kernel, (programs,), args, constants, num_warps=max(1, min(4, block // 256)))
 
 
-def _post_args(peers: PeerBuffers, sent: TokenBuffers, routing: Routing, table: ExpertMap) -> tuple[Any, ...]:
-    """Return the arguments that ``post_kernel`` and ``send_kernel`` have in common."""
-    ids = row_contiguous(routing.topk_ids)
-    weights = ids if sent.weights is None else row_contiguous(routing.topk_weights)
-    return (
-        *(peers.head, ids, weights),
-        *(sent.ids, sent.ids if sent.weights is None else sent.weights),
-        *(table.physical_ids, table.replica_counts, table.load, table.recording, peers.deltas),
-        *(ids.numel(), ids.stride(0), weights.stride(0), table.num_experts, table.physical_ids.shape[1]),
-        *(peers.layer, peers.rank, peers.flag_offset, peers.flag_stride, peers.world),
+def code_format(activation_format: ActivationFormat, block: int, order: int, x: Tensor) -> CodeFormat:
+    """Return how kernels quantise rows of at most ``block`` columns, on the device of ``x``, to codes in ``order``."""
+    return CodeFormat(
+        group=activation_format.group or block,
+        power_of_two=activation_format.power,
+        e8m0=False,
+        reorder=order == REORDERED,
+        software_rounding=not x.is_cuda,
     )
+
+
+def expert_map_args(table: ExpertMap) -> ExpertMapArgs:
+    """Return ``table`` as kernels take it."""
+    return ExpertMapArgs(
+        physical_ids=table.physical_ids,
+        replica_counts=table.replica_counts,
+        load=table.load,
+        recording=table.recording,
+        num_experts=table.num_experts,
+        max_replicas=table.physical_ids.shape[1],
+    )
+
+
+def _pass_counts(peers: PeerBuffers, ids: Tensor, weights: Tensor | None) -> tuple[int, ...]:
+    """Return the integers of ``post_kernel`` and ``send_kernel``, from ``count`` to ``flag_stride``."""
+    weight_stride = 0 if weights is None else weights.stride(0)
+    routing = (ids.numel(), ids.stride(0), weight_stride)
+    return (*routing, peers.layer, peers.rank, peers.flag_offset, peers.flag_stride)
 
 
 def prefetch_all(world: int, top_k: int, max_tokens: int) -> bool:
@@ -239,19 +287,14 @@ def pull(peers: PeerBuffers, sent: TokenBuffers, pulled: TokenBuffers, table: Ex
     from ..kernels.peer import pull_kernel
 
     top_k = sent.ids.shape[1]
-    sent_words = _as_words(sent.x)
-    pulled_words = _as_words(pulled.x)
-    words = pulled_words.shape[1]
+    pulled_words = pulled.kernel_words
+    words = pulled_words.x.shape[1]
     groups = 1 if pulled.scale is None else pulled.scale.shape[1]
     block = min(4096, power_at_least(words, 32))
     args = (
-        peers.head,
-        *(sent_words, sent.ids if sent.scale is None else sent.scale),
-        *(sent.ids, sent.ids if sent.weights is None else sent.weights),
-        *(pulled_words, pulled.ids if pulled.scale is None else pulled.scale),
-        *(pulled.ids, pulled.ids if pulled.weights is None else pulled.weights),
-        *(peers.deltas, words, groups, peers.bound, table.width),
-        *(peers.layer, peers.timeout_us, peers.rank, peers.world),
+        *(peers.kernel_args, sent.kernel_words, pulled_words),
+        *(words, groups, peers.bound, table.width),
+        *(peers.layer, peers.timeout_us, peers.rank),
     )
     constants = {
         "TOP_K": top_k,
@@ -259,9 +302,7 @@ def pull(peers: PeerBuffers, sent: TokenBuffers, pulled: TokenBuffers, table: Ex
         "BLOCK": block,
         "STEPS": -(-words // block),
         "BLOCK_G": power_at_least(groups),
-        "SCALES": pulled.scale is not None,
-        "WEIGHTS": pulled.weights is not None,
-        "ALL": prefetch_all(peers.world, top_k, peers.bound),
+        "COPY_ALL": prefetch_all(peers.world, top_k, peers.bound),
         "ASM": sent.x.is_cuda,
         "PDL": overlaps(sent.x),
     }
@@ -284,14 +325,13 @@ def reduce(peers: PeerBuffers, rows: Tensor, slots: Tensor, weights: Tensor | No
     top_k = slots.shape[1]
     tiling = _column_tiling(tokens, width, REDUCE_PROGRAMS)
     args = (
-        *(rows, slots, slots if weights is None else weights, sums),
+        *(rows, slots, weights, sums),
         *(peers.deltas, peers.bound, width, peers.rank, peers.world),
     )
     constants = {
-        **tiling.constants,
         "TOP_K": top_k,
         "BLOCK_K": power_at_least(top_k),
-        "WEIGHTS": weights is not None,
+        "COLUMNS": tiling.columns,
         "PUSH": PUSH,
         "PDL": overlaps(rows),
     }
@@ -319,24 +359,28 @@ def collect(
     tokens, width = out.shape
     top_k = sent.ids.shape[1]
     sums = returned.slots is None and not returned.stored
-    factors = sent.ids if weights is None or sums else row_contiguous(weights)
-    shared_rows = returned.rows if shared is None else row_contiguous(shared)
+    factors = None if weights is None or sums else row_contiguous(weights)
+    shared_rows = None if shared is None else row_contiguous(shared)
     tiling = _column_tiling(tokens, width, REDUCE_PROGRAMS if sums else COLLECT_PROGRAMS)
+    buffers = CombineBuffers(
+        rows=returned.rows,
+        shared=shared_rows,
+        out=out,
+        width=width,
+        shared_stride=0 if shared_rows is None else shared_rows.stride(0),
+    )
     args = (
-        *(peers.head, returned.rows, sent.ids if returned.slots is None else returned.slots),
-        *(sent.ids, factors, shared_rows, out, peers.deltas),
-        *(tokens, peers.bound, width, factors.stride(0), shared_rows.stride(0), table.width),
-        *(peers.timeout_us, peers.rank, peers.flag_offset, peers.flag_stride, peers.world),
+        *(peers.kernel_args, buffers, returned.slots, factors, sent.ids),
+        *(tokens, peers.bound, 0 if factors is None else factors.stride(0), table.width),
+        *(peers.timeout_us, peers.rank, peers.flag_offset, peers.flag_stride),
     )
     constants = {
-        **tiling.constants,
         "TOP_K": top_k,
         "BLOCK_K": power_at_least(top_k),
         "PEERS": power_at_least(peers.world),
-        "WEIGHTS": weights is not None and not sums,
-        "SHARED": shared is not None,
+        "COLUMNS": tiling.columns,
         "SUMS": sums,
-        "PUSH": returned.stored or (sums and PUSH),
+        "PUSH": sums and PUSH,
         "ASM": out.is_cuda,
         "PDL": overlaps(out),
     }
@@ -347,7 +391,7 @@ def collect(
 class _ColumnTiling(NamedTuple):
     """Launch parameters of programs that each serve a block of columns of some tokens."""
 
-    constants: dict[str, Any]
+    columns: ColumnBlock
     grid: tuple[int, int]
     warps: int
 
@@ -357,15 +401,7 @@ def _column_tiling(tokens: int, width: int, max_programs: int) -> _ColumnTiling:
     block = min(power_at_least(width, 32), COLLECT_BLOCK if tokens >= 64 else 256)
     blocks = -(-width // block)
     return _ColumnTiling(
-        constants={"BLOCK": block, "EVEN": width % 16 == 0, "FULL": width % block == 0},
+        columns=ColumnBlock(size=block, aligned=width % 16 == 0, full=width % block == 0),
         grid=(blocks, max(1, min(tokens, max_programs // blocks))),
         warps=max(1, min(4, block // 256)),
     )
-
-
-def _as_words(x: Tensor) -> Tensor:
-    """Return ``x [R, C]`` as the largest integers, of up to 32 bits, that divide its rows."""
-    nbytes = x.shape[1] * x.element_size()
-    if nbytes % 4 == 0:
-        return x.view(torch.int32)
-    return x.view(torch.int16 if nbytes % 2 == 0 else torch.uint8)

@@ -13,7 +13,7 @@ from ..types import ExpertWeights
 if TYPE_CHECKING:
     from ..formats.payload import Payload
 
-__all__ = ["expert_ids_of", "linear", "round_robin", "tensor_parallel"]
+__all__ = ["expert_ids_of", "linear", "round_robin", "tensor_parallel", "wrap_around"]
 
 
 def _check(num_experts: int, rank: int, world_size: int) -> None:
@@ -41,6 +41,23 @@ def round_robin(num_experts: int, rank: int = 0, world_size: int = 1) -> Placeme
     """Return every ``world_size``-th expert, from ``rank`` on. Raises InputError for a rank that does not exist."""
     _check(num_experts, rank, world_size)
     ranks = tuple(tuple(range(r, num_experts, world_size)) for r in range(world_size))
+    return Placement(rank=rank, world_size=world_size, expert_ids=ranks[rank], ranks=ranks)
+
+
+def wrap_around(num_experts: int, redundant: int, rank: int = 0, world_size: int = 1) -> Placement:
+    """Return ``num_experts + redundant`` slots split over the ranks as by ``linear``; slot s holds expert s modulo E.
+
+    The initial map of engines that balance experts. With enough redundant slots an expert is in several slots of a
+    rank. Raises InputError for a rank that does not exist, a negative number of slots, and fewer slots than ranks.
+    """
+    _check(num_experts, rank, world_size)
+    if redundant < 0 or num_experts + redundant < world_size:
+        raise InputError(
+            f"placement of {num_experts} experts with {redundant} redundant ones for {world_size} ranks was requested; "
+            f"allowed are {max(0, world_size - num_experts)} or more, so that every rank has a slot"
+        )
+    slots = linear(num_experts + redundant, rank, world_size)
+    ranks = tuple(tuple(slot % num_experts for slot in ids) for ids in slots.ranks)
     return Placement(rank=rank, world_size=world_size, expert_ids=ranks[rank], ranks=ranks)
 
 

@@ -187,12 +187,12 @@ class Ranks:
         rank_ids = [ids if _are_ids(ids) else () for ids in table]
         present = {expert for ids in rank_ids for expert in ids}
         expected = set(range(num_experts))
-        invalid = [rank for rank, ids in enumerate(rank_ids) if not ids or len(set(ids)) < len(ids)]
+        invalid = [rank for rank, ids in enumerate(rank_ids) if not ids]
         if len(table) != self.world_size or invalid or present != expected:
             raise InputError(
                 f"Ranks: an expert map for {len(table)} ranks was given, {self.world_size} share {num_experts} "
-                f"experts; every rank needs a tuple of one or more, none of them twice (ranks {invalid} have not), and "
-                f"every expert a rank (missing {sorted(expected - present)[:8]}, unknown "
+                f"experts; every rank needs a tuple of one or more (ranks {invalid} have not), and every expert a rank "
+                f"(missing {sorted(expected - present)[:8]}, unknown "
                 f"{sorted(present - expected)[:8]})"
             )
         return table

@@ -139,7 +139,7 @@ class SameTokensKind(DispatchWrapperKind):
     """Wraps dispatchers that send tokens between ranks, or ``Slices`` of one."""
 
     description = "the same tokens on every rank"
-    adds = "and outputs to every rank"
+    adds = "outputs to every rank"
 
     def __init__(self, inner: DispatcherKind, placement: Placement) -> None:
         """Allow batches to be split into passes: all ranks have the same number of tokens, hence of passes."""

@@ -80,7 +80,7 @@ class SlicesKind(DispatchWrapperKind):
     def __init__(self, inner: DispatcherKind, placement: Placement) -> None:
         """Describe what is exchanged, and its effect on the bits."""
         super().__init__(inner, placement)
-        self.adds = f"the sums of {placement.tp_size} slices in float32 (other bits than those of one rank)"
+        self.adds = f"float32 sums of {placement.tp_size} slices (not bit-identical to one rank)"
 
     def inner_problem(self, problem: Problem) -> Problem:
         """Return the problem with unsliced experts."""
@@ -91,7 +91,7 @@ class SlicesKind(DispatchWrapperKind):
     def refuse(self, problem: Problem, *, requested: bool) -> str | None:
         """Return why ``inner`` cannot serve; dispatchers over shared memory support only unsliced experts."""
         if self.inner.symmetric:
-            return f"{self.placement} was requested; {self.inner.name} brings tokens to whole experts only"
+            return f"the placement is {self.placement}; {self.inner.name} supports only unsliced experts"
         return super().refuse(problem, requested=requested)
 
     def build(self, problem: Problem) -> Slices:

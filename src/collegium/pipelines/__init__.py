@@ -1,4 +1,7 @@
-"""Pipelines run a batch through the routed experts; the first row of the table that serves a batch runs it."""
+"""Pipelines run a batch through the routed experts; the first row of the table that serves a batch runs it.
+
+The last row serves any batch, so every layer builds it.
+"""
 
 from .base import Pipeline, PipelineKind, PipelineParts, PipelineQuery
 from .direct import DirectKind

@@ -66,9 +66,9 @@ class DirectKind(PipelineKind):
         if query.dispatcher.name != "local":
             return f"the dispatcher is {query.dispatcher.name}; it needs all experts on this rank"
         if rule.weight_on_input:
-            return "router weights are on the input; it weights rows after the experts"
+            return "the router weights multiply the input; it applies them after the experts"
         if not query.tiling.unsorted_tokens(rule.top_k):
-            return f"{query.kernel.name} with top-{rule.top_k} runs no number of tokens faster unsorted"
+            return f"{query.kernel.name} with top-{rule.top_k} is not faster unsorted for any number of tokens"
         return None
 
     def max_tokens(self, tiling: Tiling, top_k: int) -> int | None:

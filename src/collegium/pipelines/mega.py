@@ -14,15 +14,34 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..errors import InputError
-from ..experts.triton.grouped import activation_bounds, activation_kind
+from ..experts.triton.grouped import activation_bounds, operand_format, projections
 from ..experts.triton.packed import PackedExperts
 from ..formats.unquantised import DTYPES
-from ..kernels.enums import E2M1_E4M3, E2M1_E8M0, E4M3_E4M3
+from ..kernels.arguments import Tile
+from ..kernels.enums import (
+    E2M1_E4M3,
+    E2M1_E8M0,
+    E4M3_E4M3,
+    PHASE_COMBINE,
+    PHASE_PUBLISH,
+    X_BLOCK_SCALE,
+    X_ROW_SCALE,
+)
+from ..kernels.peer_arguments import (
+    ColumnBlock,
+    CombineBuffers,
+    MegaBlocks,
+    MegaFormat,
+    Product,
+    Scratch,
+    SourceTokens,
+    TokenRows,
+)
 from ..ops.buffers import allocate, sizes
 from ..ops.permute import tile_count
 from ..ops.quantize import AS_IS, REORDERED, activation_format
 from ..ops.weighted_sum import weighted_sum_regions
-from ..parallel.peers import prefetch_all
+from ..parallel.peers import code_format, expert_map_args, prefetch_all
 from ..parallel.symm_mem import SymmMem
 from ..runtime.launch import launch, power_at_least, row_contiguous
 from ..runtime.memory import FreshMemory, alloc
@@ -36,76 +55,98 @@ if TYPE_CHECKING:
 
     from ..experts import Tiling
     from ..experts.triton.layout import Layout
+    from ..experts.triton.matrix import PackedMatrix
     from ..ops.buffers import Buffers
     from ..ops.quantize import ActivationFormat
-    from ..parallel.peers import PeerBuffers
     from ..problem import Problem
     from ..runtime.memory import Memory, Regions
     from ..types import Routing
     from .base import PipelineParts, PipelineQuery
 
-__all__ = ["COMBINE", "MOST_TOKENS", "PUBLISH", "PULL", "Mega", "MegaKind"]
+__all__ = ["MAX_TOKENS", "Mega", "MegaKind"]
 
-PUBLISH, PULL, COMBINE = 1, 2, 3  # phases of the kernel
 FORMATS = (("mxfp4", "fp8_token"), ("nvfp4", "fp8_token"), ("fp8_block", "fp8_group128"))
-MOST_TOKENS = 4096  # of a rank: each expert has room for all ranks' assignments on its list
-# Where it was the faster one in graphs of layers of V4-Flash's and V3's shapes, on two H200 (parallel_h200.csv) and on
-# four H100 (parallel_h100.csv), also for more ranks: from tokens of that width on, up to so many of a rank, and as many
-# rows of an expert.
+MAX_TOKENS = 4096  # of a rank; an expert's list has an entry for every assignment of every rank
+
+
+class _Faster(NamedTuple):
+    """Where this pipeline is faster than ``split``: hidden size, tokens of a rank and rows of an expert."""
+
+    min_hidden: int
+    max_tokens: int
+    max_rows: int
+
+
+# By weight format, and whether there are four ranks or more: graphs of layers of the shapes of V4-Flash and V3, on two
+# H200 (parallel_h200.csv) and on four H100 (parallel_h100.csv).
 FASTER = {
-    ("mxfp4", False): (7168, 8, 16), ("mxfp4", True): (7168, 128, 16),
-    ("fp8_block", False): (4096, 128, 8), ("fp8_block", True): (4096, 128, 6),
-}  # fmt: skip
+    ("mxfp4", False): _Faster(7168, 8, 16),
+    ("mxfp4", True): _Faster(7168, 128, 16),
+    ("fp8_block", False): _Faster(4096, 128, 8),
+    ("fp8_block", True): _Faster(4096, 128, 6),
+}
 
 
-class _Cut(NamedTuple):
-    """How products are cut: programs of a multiprocessor, all at once; stages of copies; K blocks of a stage."""
+class LaunchConfig(NamedTuple):
+    """Programs of a multiprocessor, which all run at once; stages of copies; K blocks of a stage."""
 
     programs: int
     stages: int
     depth: int
 
 
-# What a GPU is to decide; no bit of the output depends on any of them.
-# What are the weights, how many rows has a unit, and how many weight rows a piece?
-CUTS = {
-    (E2M1_E8M0, 16, 64): _Cut(3, 4, 2),
-    (E2M1_E8M0, 16, 128): _Cut(3, 3, 2),
-    (E2M1_E8M0, 32, 64): _Cut(3, 4, 2),
-    (E2M1_E8M0, 32, 128): _Cut(3, 4, 1),
-    (E2M1_E8M0, 64, 64): _Cut(2, 4, 2),
-    (E2M1_E8M0, 64, 128): _Cut(2, 4, 1),
-    # In pieces of 128 rows two operands a weight take the registers of a third program, and those of units of 64.
-    (E2M1_E4M3, 16, 64): _Cut(3, 4, 2),
-    (E2M1_E4M3, 16, 128): _Cut(2, 3, 2),
-    (E2M1_E4M3, 32, 64): _Cut(3, 4, 2),
-    (E2M1_E4M3, 32, 128): _Cut(2, 4, 1),
-    (E4M3_E4M3, 16, 64): _Cut(2, 5, 2),
-    (E4M3_E4M3, 16, 128): _Cut(2, 3, 2),
-    (E4M3_E4M3, 32, 64): _Cut(2, 5, 1),
-    (E4M3_E4M3, 32, 128): _Cut(2, 4, 1),
+# Choices of a GPU; none changes a bit of the output.
+# By weights (``enums.py``), rows of an m_tile and weight rows of an n_tile.
+LAUNCH_CONFIGS = {
+    (E2M1_E8M0, 16, 64): LaunchConfig(3, 4, 2),
+    (E2M1_E8M0, 16, 128): LaunchConfig(3, 3, 2),
+    (E2M1_E8M0, 32, 64): LaunchConfig(3, 4, 2),
+    (E2M1_E8M0, 32, 128): LaunchConfig(3, 4, 1),
+    (E2M1_E8M0, 64, 64): LaunchConfig(2, 4, 2),
+    (E2M1_E8M0, 64, 128): LaunchConfig(2, 4, 1),
+    # With n_tiles of 128, the two operands of a weight leave no registers for a third program or for m_tiles of 64.
+    (E2M1_E4M3, 16, 64): LaunchConfig(3, 4, 2),
+    (E2M1_E4M3, 16, 128): LaunchConfig(2, 3, 2),
+    (E2M1_E4M3, 32, 64): LaunchConfig(3, 4, 2),
+    (E2M1_E4M3, 32, 128): LaunchConfig(2, 4, 1),
+    (E4M3_E4M3, 16, 64): LaunchConfig(2, 5, 2),
+    (E4M3_E4M3, 16, 128): LaunchConfig(2, 3, 2),
+    (E4M3_E4M3, 32, 64): LaunchConfig(2, 5, 1),
+    (E4M3_E4M3, 32, 128): LaunchConfig(2, 4, 1),
 }
-REGISTERS = {3: 168}  # of a thread, so that as many programs fit
-CHUNK = 2  # tokens that are listed and pulled together
+MAX_REGISTERS = {3: 168}  # of a thread, by programs of a multiprocessor
+TOKEN_BLOCK = 2  # tokens that are listed and pulled together
 WARPS = 4
-WIDE = 3  # pieces of 128 weight rows for each multiprocessor from which on they are the faster ones, not 64
-COLUMNS = 1024  # of a token that are summed together
-QUANTISED = 2048  # values between the products that a program quantises together
+MIN_TILES_PER_SM = 3  # n_tiles of 128 weight rows for each multiprocessor from which on they are faster than of 64
+SUM_COLUMNS = 1024  # of a token that are summed together
+QUANTIZED_VALUES = 2048  # values between the products that a program quantises together
+
+
+class _Tiling(NamedTuple):
+    """Rows of an m_tile, weight rows of an n_tile, and how they are launched."""
+
+    block_t: int
+    block_n: int
+    config: LaunchConfig
 
 
 class _Shape(NamedTuple):
-    """Sizes of a pass. columns, groups: of a token's codes and scales; inner_...: of those between the products."""
+    """Sizes of a pass.
+
+    padded_columns, groups: of a token's codes and scales; inner_padded_columns, inner_groups: of those between the
+    products, ``inner`` columns wide. hidden: of a token and a result.
+    """
 
     world: int
     bound: int
     top_k: int
     slots: int
-    columns: int
+    hidden: int
+    padded_columns: int
     groups: int
     inner: int
-    inner_columns: int
+    inner_padded_columns: int
     inner_groups: int
-    width: int
 
     @property
     def rows(self) -> int:
@@ -113,7 +154,7 @@ class _Shape(NamedTuple):
         return self.world * self.bound * self.top_k
 
     def counters(self, block_t: int) -> int:
-        """Return how many words of counters units of ``block_t`` rows need."""
+        """Return the number of counters for m_tiles of ``block_t`` rows."""
         return 3 + self.slots + tile_count(self.rows, self.slots, block_t)
 
     def buffers(self, block_t: int, dtype: torch.dtype) -> Buffers:
@@ -121,17 +162,17 @@ class _Shape(NamedTuple):
         tokens, rows = self.world * self.bound, self.rows
         codes = torch.float8_e4m3fn
         return {
-            "sent/codes": ((self.bound, self.columns), codes),
+            "sent/codes": ((self.bound, self.padded_columns), codes),
             "sent/scales": ((self.bound, self.groups), torch.float32),
             "sent/ids": ((self.bound, self.top_k), torch.int32),
-            "x": ((tokens, self.columns), codes),
+            "x": ((tokens, self.padded_columns), codes),
             "scale": ((tokens, self.groups), torch.float32),
             "counters": ((self.counters(block_t),), torch.int32),
             "lists": ((self.slots, rows), torch.int32),
             "experts/middle": ((rows, self.inner), dtype),
-            "experts/h/codes": ((rows, self.inner_columns), codes),
+            "experts/h/codes": ((rows, self.inner_padded_columns), codes),
             "experts/h/scales": ((rows, self.inner_groups), torch.float32),
-            "experts/rows": ((self.bound * self.top_k, self.width), dtype),
+            "experts/rows": ((self.bound * self.top_k, self.hidden), dtype),
         }
 
 
@@ -174,56 +215,99 @@ class Mega:
         out: Tensor,
         shared: Tensor | None,
         *,
-        phases: tuple[int, int] = (PUBLISH, COMBINE),
+        phases: tuple[int, int] = (PHASE_PUBLISH, PHASE_COMBINE),
     ) -> None:
         """Run ``phases``, from the first to the last, of a pass and write ``out [T, H]``.
 
         Ranks in one process that run one after the other, as in Triton's interpreter, each run one phase before the
         next phase begins.
         """
-        experts, dispatcher = self._experts, self._dispatcher
         ids, weights = row_contiguous(routing.topk_ids), row_contiguous(routing.topk_weights)
-        peers = dispatcher.peers_of(memory, ids.shape[0], x.device)
+        peers = self._dispatcher.peers_of(memory, ids.shape[0], x.device)
         if not peers.bound:
             return
-        shape, on_gpu = self._shape(peers.bound, ids.shape[1]), x.is_cuda
-        block_t, block_n = self._block_t(shape), self._block_n(shape)
-        cut = CUTS[self.weight, block_t, block_n]
-        _, rows_dtype = experts.output_spec(x.dtype)
-        buf = allocate(memory, shape.buffers(block_t, rows_dtype), x.device)
-        x, added = row_contiguous(x), out if shared is None else row_contiguous(shared)
-        words = (buf["sent/codes"].view(torch.int32), buf["x"].view(torch.int32))
-        up, down, act, table = experts.gate_up, experts.down, experts.activation, dispatcher.expert_map
-        programs = cut.programs * experts.machine.sms if on_gpu else 1
+        shape = self._shape(peers.bound, ids.shape[1])
+        tiling = self._tiling(shape)
+        _, rows_dtype = self._experts.output_spec(x.dtype)
+        buffers = allocate(memory, shape.buffers(tiling.block_t, rows_dtype), x.device)
+        combine = CombineBuffers(
+            rows=buffers["experts/rows"],
+            shared=None if shared is None else row_contiguous(shared),
+            out=out,
+            width=shape.hidden,
+            shared_stride=0 if shared is None else row_contiguous(shared).stride(0),
+        )
         args = (
-            peers.head, peers.deltas, ids, weights,
-            table.physical_ids, table.replica_counts, table.load, table.recording,
-            x, buf["sent/codes"], words[0], buf["sent/scales"], buf["sent/ids"], buf["x"], words[1], buf["scale"],
-            buf["counters"], buf["lists"], buf["experts/middle"], buf["experts/h/codes"], buf["experts/h/scales"],
-            *up.pointers, *down.pointers, buf["experts/rows"], added, out,
-            ids.numel(), peers.bound, ids.stride(0), weights.stride(0), table.num_experts, table.physical_ids.shape[1],
-            peers.layer, peers.timeout_us, peers.rank, peers.flag_offset, peers.flag_stride, peers.world,
-            shape.slots, shape.counters(block_t),
-            x.shape[1], x.stride(0), shape.columns, shape.groups, shape.inner, shape.inner_columns, shape.inner_groups,
-            shape.width, *(_bands(product.layout, block_n) for product in (up, down)),
-            *(_bands(product.layout, 64) for product in (up, down)), added.stride(0),
-            *activation_bounds(act),
-        )  # fmt: skip
-        constants = {"FIRST": phases[0], "LAST": phases[1]} | self._constants(shape, (block_t, block_n, cut), peers)
-        constants |= {"SHARED": shared is not None, "ASM": on_gpu}
-        # So that a grid that does not fit is an error and no program waits for one that never starts.
-        options = {"launch_cooperative_grid": True} if on_gpu else {}
-        options |= {"maxnreg": REGISTERS[cut.programs]} if on_gpu and cut.programs in REGISTERS else {}
+            *(peers.kernel_args, ids, weights, expert_map_args(self._dispatcher.expert_map)),
+            *self._token_args(row_contiguous(x), shape, buffers),
+            *self._product_args(tiling.block_n),
+            *(combine, activation_bounds(self._experts.activation)),
+            *(ids.numel(), peers.bound, ids.stride(0), weights.stride(0), peers.layer, peers.timeout_us),
+            *(peers.rank, peers.flag_offset, peers.flag_stride, shape.counters(tiling.block_t)),
+        )
+        constants = {"FORMAT": self._format(shape, tiling, phases, x)}
         # Imported here: Triton exists for Linux alone, and everything but a launch works without it.
         from ..kernels.mega import mega_kernel
 
+        programs, options = self._launch_options(tiling.config, x)
         launch(mega_kernel, (programs,), args, constants, num_warps=WARPS, **options)
 
+    def _token_args(self, x: Tensor, shape: _Shape, buffers: dict[str, Tensor]) -> tuple[Any, ...]:
+        """Return the kernel's arguments from ``source`` to ``scratch``."""
+        source = SourceTokens(
+            x=x,
+            stride=x.stride(0),
+            columns=shape.hidden,
+            padded_columns=shape.padded_columns,
+            groups=shape.groups,
+        )
+        sent = TokenRows(x=buffers["sent/codes"], scale=buffers["sent/scales"], ids=buffers["sent/ids"], weights=None)
+        pulled = TokenRows(x=buffers["x"], scale=buffers["scale"], ids=None, weights=None)
+        scratch = Scratch(
+            counters=buffers["counters"],
+            lists=buffers["lists"],
+            middle=buffers["experts/middle"],
+            codes=buffers["experts/h/codes"],
+            scales=buffers["experts/h/scales"],
+            local_slots=shape.slots,
+            columns=shape.inner,
+            padded_columns=shape.inner_padded_columns,
+            groups=shape.inner_groups,
+        )
+        return source, sent, pulled, scratch
+
+    def _product_args(self, block_n: int) -> tuple[Product, Product]:
+        """Return the kernel's arguments ``up`` and ``down``."""
+
+        def product(packed: PackedMatrix) -> Product:
+            weights = packed.pointers
+            return Product(
+                packed=weights.packed,
+                scale=weights.scale,
+                row_scale=weights.row_scale,
+                bias=weights.bias,
+                n_tiles=_n_tiles(packed.layout, block_n),
+                row_tiles=_n_tiles(packed.layout, 64),
+            )
+
+        return product(self._experts.gate_up), product(self._experts.down)
+
+    def _launch_options(self, config: LaunchConfig, x: Tensor) -> tuple[int, dict[str, Any]]:
+        """Return the number of programs, and Triton's options."""
+        if not x.is_cuda:
+            return 1, {}
+        # A grid that does not fit is then an error, and no program waits for one that never starts.
+        options: dict[str, Any] = {"launch_cooperative_grid": True}
+        if config.programs in MAX_REGISTERS:
+            options["maxnreg"] = MAX_REGISTERS[config.programs]
+        return config.programs * self._experts.machine.sms, options
+
     def variants(self, tokens: int) -> frozenset[Hashable]:
-        """Return the rows of a unit, the weight rows of a piece, and whether all tokens are pulled."""
+        """Return the rows of an m_tile, the weight rows of an n_tile, and whether all tokens are pulled."""
         shape = self._shape(tokens, self.parts.top_k)
+        tiling = self._tiling(shape)
         prefetch = prefetch_all(shape.world, shape.top_k, tokens)
-        return frozenset({("mega", self._block_t(shape), self._block_n(shape), prefetch)})
+        return frozenset({("mega", tiling.block_t, tiling.block_n, prefetch)})
 
     @property
     def weight(self) -> int:
@@ -251,68 +335,103 @@ class Mega:
         """Return the expected number of rows of an expert of this rank."""
         return self._dispatcher.rows(shape.bound, shape.top_k) / max(1, self._experts.gate_up.layout.shape[0])
 
+    def _tiling(self, shape: _Shape) -> _Tiling:
+        block_t, block_n = self._block_t(shape), self._block_n(shape)
+        return _Tiling(block_t, block_n, LAUNCH_CONFIGS[self.weight, block_t, block_n])
+
     def _block_t(self, shape: _Shape) -> int:
         rows_per_expert = self._rows_per_expert(shape)
         if rows_per_expert <= 14:
             return 16
-        if rows_per_expert <= 40 or (self.weight, 64, 64) not in CUTS:
+        if rows_per_expert <= 40 or (self.weight, 64, 64) not in LAUNCH_CONFIGS:
             return 32
         return 64
 
     def _block_n(self, shape: _Shape) -> int:
-        """Return the weight rows of a task: fewer where there would be hardly a task for every program."""
+        """Return the weight rows of an n_tile: fewer if there would be hardly one tile for every program."""
         slots = self._experts.gate_up.layout.shape[0]
         active_experts = slots * (1 - (1 - 1 / max(1, slots)) ** self._dispatcher.rows(shape.bound, shape.top_k))
-        pieces = active_experts * _bands(self._experts.gate_up.layout, 128)
-        return 128 if pieces >= WIDE * self._experts.machine.sms else 64
+        n_tiles = active_experts * _n_tiles(self._experts.gate_up.layout, 128)
+        return 128 if n_tiles >= MIN_TILES_PER_SM * self._experts.machine.sms else 64
 
-    def _constants(self, shape: _Shape, blocks: tuple[int, int, _Cut], peers: PeerBuffers) -> dict[str, Any]:
-        block_t, block_n, cut = blocks
+    def _format(self, shape: _Shape, tiling: _Tiling, phases: tuple[int, int], x: Tensor) -> MegaFormat:
         experts = self._experts
-        form, up, down, act = experts.activations, experts.gate_up, experts.down, experts.activation
+        form, up, down = experts.activations, experts.gate_up, experts.down
         assert form is not None
-        block_x, block_i = power_at_least(shape.columns, 128), power_at_least(shape.inner_columns, 128)
-        words, block_c = shape.columns // 4, min(COLUMNS, power_at_least(shape.width, 32))
-        block_w = min(2048, power_at_least(words, 32))
-        block_k = up.layout.block_k
-        return {
-            "TOP_K": shape.top_k, "BLOCK_K": power_at_least(shape.top_k), "PEERS": power_at_least(peers.world),
-            "BLOCK_E": power_at_least(shape.slots, 16), "CHUNK": CHUNK, "BLOCK_X": block_x, "BLOCK_W": block_w,
-            "STEPS": -(-words // block_w), "BLOCK_G": power_at_least(shape.groups), "BLOCK_I": block_i,
-            "AT_ONCE": max(1, min(block_t, QUANTISED // block_i)), "X_GROUP": form.group or block_x,
-            "INNER_GROUP": form.group or block_i, "POWER": form.power, "REORDER": up.layout.row_order == REORDERED,
-            "WEIGHT": up.layout.weight, "X_SCALE": _scales(shape.groups), "INNER_SCALE": _scales(shape.inner_groups),
-            "BIAS": up.bias is not None, "PARTS": up.layout.shape[1], "KIND": activation_kind(act),
-            "HAS_LIMIT": act.limit is not None, "UP_BLOCKS": up.layout.k_blocks, "DOWN_BLOCKS": down.layout.k_blocks,
-            "UP_EVEN": shape.width % block_k == 0, "DOWN_EVEN": shape.inner % block_k == 0,
-            "WARPS": WARPS, "BLOCK_N": block_n, "BLOCK_T": block_t, "BLOCK": block_k,
-            "UP_DEPTH": gcd(cut.depth, up.layout.k_blocks), "DOWN_DEPTH": gcd(cut.depth, down.layout.k_blocks),
-            "STAGES": cut.stages,
-            "ALL": prefetch_all(peers.world, shape.top_k, peers.bound),
-            "PLACED": 16 if shape.width % 16 == 0 else 1, "BLOCK_C": block_c, "EVEN": shape.width % 16 == 0,
-            "FULL": shape.width % block_c == 0,
-        }  # fmt: skip
+        order = up.layout.row_order
+        blocks = _blocks(shape, tiling.block_t)
+        sum_columns = min(SUM_COLUMNS, power_at_least(shape.hidden, 32))
+        return MegaFormat(
+            first_phase=phases[0],
+            last_phase=phases[1],
+            top_k=shape.top_k,
+            copy_all=prefetch_all(shape.world, shape.top_k, shape.bound),
+            blocks=blocks,
+            token_codes=code_format(form, blocks.columns, order, x),
+            inner_codes=code_format(form, blocks.inner_columns, order, x),
+            up=operand_format(up, _x_scale(shape.groups)),
+            up_projections=projections(up, experts.activation),
+            up_tile=_tile(tiling, up.layout),
+            down=operand_format(down, _x_scale(shape.inner_groups)),
+            down_projections=projections(down, None),
+            down_tile=_tile(tiling, down.layout),
+            sums=ColumnBlock(size=sum_columns, aligned=shape.hidden % 16 == 0, full=shape.hidden % sum_columns == 0),
+            asm=x.is_cuda,
+        )
 
 
-def _scales(groups: int) -> int:
-    """Return X_SCALE of a product whose rows have so many scales."""
-    return 1 if groups > 1 else 2
+def _blocks(shape: _Shape, block_t: int) -> MegaBlocks:
+    words = shape.padded_columns // 4
+    block_words = min(2048, power_at_least(words, 32))
+    inner_columns = power_at_least(shape.inner_padded_columns, 128)
+    return MegaBlocks(
+        assignments=power_at_least(shape.top_k),
+        ranks=power_at_least(shape.world),
+        slots=power_at_least(shape.slots, 16),
+        tokens=TOKEN_BLOCK,
+        columns=power_at_least(shape.padded_columns, 128),
+        groups=power_at_least(shape.groups),
+        words=block_words,
+        copies=-(-words // block_words),
+        inner_columns=inner_columns,
+        inner_rows=max(1, min(block_t, QUANTIZED_VALUES // inner_columns)),
+    )
 
 
-def _bands(layout: Layout, block_n: int) -> int:
-    """Return the pieces of ``block_n`` weight rows of a product: both parts of a weight are in each."""
+def _tile(tiling: _Tiling, layout: Layout) -> Tile:
+    """Return the tile of a product. Its matrix has gate and up in alternating rows if it has both."""
+    return Tile(
+        block_n=tiling.block_n,
+        block_t=tiling.block_t,
+        group_t=1,
+        narrow=False,
+        depth=gcd(tiling.config.depth, layout.k_blocks),
+        stages=tiling.config.stages,
+        interleave_gate_up=layout.shape[1] == 2,
+        fuse_k_block=False,
+        warps=WARPS,
+    )
+
+
+def _x_scale(groups: int) -> int:
+    """Return ``OperandFormat.x_scale`` for rows with ``groups`` scales."""
+    return X_BLOCK_SCALE if groups > 1 else X_ROW_SCALE
+
+
+def _n_tiles(layout: Layout, block_n: int) -> int:
+    """Return the number of tiles of ``block_n`` weight rows, gate and up counted together."""
     matrices, rows = layout.operand_rows
     return -(-matrices * rows // block_n)
 
 
 def _shape_of(form: ActivationFormat, order: int, counts: tuple[int, int, int, int], hidden: int, inner: int) -> _Shape:
-    """Return the sizes of a pass; counts: W, B, K and slots. order: of the columns of codes."""
+    """Return the sizes of a pass. counts: W, B, K and slots. order: of the columns of codes."""
 
     def columns_and_groups(columns: int) -> tuple[int, int]:
         padded = form.padded_columns(columns, order)
         return padded, -(-padded // (form.group or padded))
 
-    return _Shape(*counts, *columns_and_groups(hidden), inner, *columns_and_groups(inner), hidden)
+    return _Shape(*counts, hidden, *columns_and_groups(hidden), inner, *columns_and_groups(inner))
 
 
 def _has_4bit_weights(query: PipelineQuery) -> bool:
@@ -372,8 +491,8 @@ class MegaKind:
             return "router weights are on the input; it weights rows after the experts"
         if problem.combine != "exact":
             return f"the combine is {problem.combine}; it returns each row unchanged"
-        if problem.limits.max_tokens > MOST_TOKENS:
-            return f"a rank may have {problem.limits.max_tokens:,} tokens; its lists hold {MOST_TOKENS:,}"
+        if problem.limits.max_tokens > MAX_TOKENS:
+            return f"a rank may have {problem.limits.max_tokens:,} tokens; its lists hold {MAX_TOKENS:,}"
         return None if query.pipeline == self.name else _slower(problem)
 
     def max_tokens(self, tiling: Tiling, top_k: int) -> int | None:
@@ -381,7 +500,7 @@ class MegaKind:
         return None
 
     def family(self, tiling: Tiling, rows: int) -> str:
-        """Return nothing: units are chosen for the rank with the most tokens."""
+        """Return nothing: m_tiles are chosen for the rank with the most tokens."""
         return ""
 
     def regions(self, query: PipelineQuery) -> Regions:

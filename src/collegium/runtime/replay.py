@@ -73,14 +73,14 @@ class Replay:
 
 
 class _Hole(NamedTuple):
-    """Where the address of the caller's tensor ``index`` belongs in a launch.
+    """Where the address of the caller's tensor number ``source`` belongs in a launch.
 
     position: of the argument. field: within it, if the argument is a tuple; otherwise None.
     """
 
     position: int
     field: int | None
-    index: int
+    source: int
 
 
 class _Launch(NamedTuple):
@@ -184,12 +184,12 @@ def _start(launches: tuple[_Launch, ...], addresses: list[int], device: torch.de
         head = recorded_head.copy()
         head[STREAM] = stream
         arguments = recorded_arguments.copy()
-        for position, field, index in holes:
+        for position, field, source in holes:
             if field is None:
-                arguments[position] = addresses[index]
+                arguments[position] = addresses[source]
             else:
                 fields = list(arguments[position])
-                fields[field] = addresses[index]
+                fields[field] = addresses[source]
                 arguments[position] = tuple(fields)
         if nested:
             call(*head, arguments)

@@ -24,7 +24,7 @@ from ..sharing import forced_shared_error
 from ..types import ContiguousBatch, ExpertWeights, SharedWeights, format_names
 from .checks import check_presence, check_tensor, check_weights
 
-__all__ = ["SharedExpert", "check_shared", "check_shared_unchanged", "merge_shared", "pack_shared"]
+__all__ = ["SharedExpert", "check_shared", "check_shared_unchanged", "merge_shared", "pack_shared", "split_shared"]
 
 P = TypeVar("P", bound=Payload)
 
@@ -93,7 +93,7 @@ def merge_shared(
             f"go up to {routed.input_reach}",
         )
     try:
-        pieces = [routed, *_split_by_width(shared_expert, count)]
+        pieces = [routed, split_shared(shared_expert, count)]
         gate_up = _concatenated([piece.gate_up for piece in pieces])
         down = _concatenated([piece.down for piece in pieces])
     except InputError as error:
@@ -142,7 +142,7 @@ def check_shared_unchanged(old: Plan, new: Plan) -> None:
         raise InputError(
             f"swap: the old and the new plan merge the shared expert into {old.merged_shared_experts} and "
             f"{new.merged_shared_experts} routed experts, and only a layer that is built anew can do that. Load the "
-            "layer with Overrides(shared='beside')"
+            "layer with Overrides(shared='side_stream')"
         )
     if old.problem.spec.shared is None:
         return
@@ -152,6 +152,13 @@ def check_shared_unchanged(old: Plan, new: Plan) -> None:
             f"the new weights it would need {new.shared_kernel} and {new.activation_format}; force the old choices, or "
             "load another layer"
         )
+
+
+def split_shared(shared: ExpertWeights[Payload], count: int) -> ExpertWeights[Payload]:
+    """Return the shared expert as ``count`` experts; raises InputError where that would split a group."""
+    pieces = _split_by_width(shared, count)
+    gate_up, down = _concatenated([piece.gate_up for piece in pieces]), _concatenated([piece.down for piece in pieces])
+    return replace(shared, gate_up=gate_up, down=down)
 
 
 def _split_by_width(shared: ExpertWeights[Payload], count: int) -> list[ExpertWeights[Payload]]:

@@ -24,7 +24,7 @@ from ...formats.payload import Payload
 from ..base import map_tensors
 from .stored import by_row, flat, refuse_faults
 
-__all__ = ["CPU_FORMATS", "CodeMatrix", "PlainMatrix", "Scratch", "pack_matrix"]
+__all__ = ["CPU_FORMATS", "REORDERED_FORMATS", "CodeMatrix", "PlainMatrix", "Scratch", "pack_matrix"]
 
 # Codes of zero keep exponent field 0 in the E2M1 table of MXFP4, code 0.5 has field 63; a group's scale is added
 # to the field. The largest group of a row adds 64, so 0.5 becomes 1.0 and zero becomes 2^-63 of that: far below
@@ -295,6 +295,7 @@ def _e4m3(payload: MxFp8 | Fp8Tensor | Fp8Channel | Fp8Block) -> CodeMatrix:
 
 
 CPU_FORMATS = (Bf16, Fp16, Fp32, Fp8Block, Fp8Tensor, Fp8Channel, MxFp8, MxFp4, NvFp4, Int4Group, Int4Affine)
+REORDERED_FORMATS = (NvFp4,)  # packing copies their codes; the other formats' codes are used in place
 
 
 def pack_matrix(payload: Payload, name: str, dtype: torch.dtype | None = None) -> PlainMatrix | CodeMatrix:

@@ -30,7 +30,7 @@ from ...types import ActivationSpec, ContiguousBatch, ExpertWeights
 from ..base import ExpertKernel, PackedWeights, map_tensors, refuse_codes
 from .decode import PlainMatrix
 from .grouped import cut_rows, fast_activate, starts_of, tokens_of
-from .panels import COLUMNS, TASK, TENSORS, FusedMatrix, as_fused, missing_requirement, scratch_bytes
+from .panels import COLUMNS, TASK, FusedMatrix, as_fused, missing_requirement, scratch_bytes
 from .stored import by_row, flat, refuse_faults
 
 __all__ = ["CpuFused", "FusedExperts", "pack_fused"]
@@ -67,7 +67,7 @@ class FusedExperts(PackedWeights):
         return rows
 
     def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> FusedExperts:
-        *gate_up, down = (map_tensors(matrix, change, *TENSORS) for matrix in (*self.gate_up, self.down))
+        *gate_up, down = (map_tensors(matrix, change, *matrix.by_expert) for matrix in (*self.gate_up, self.down))
         return FusedExperts(gate_up=tuple(gate_up), down=down, activation=self.activation)
 
 
@@ -80,19 +80,26 @@ class CpuFused(ExpertKernel):
         """Refuse other devices, weights and activations, machines without AVX2, and a missing Numba."""
         activations = problem.activation_format
         if problem.device.kind != "cpu":
-            return f"asked for {problem.device.kind}; it needs a CPU"
+            return f"the device is {problem.device.kind}; supported: cpu"
         # The library multiplies plain numbers, but with codes in the other matrix no other kernel runs both products.
         plain: tuple[str, ...] = ()
         if problem.mixed and set(problem.formats) & set(_NAMES):
             plain = ("bf16",) if problem.dtype == "fp16" else ("bf16", "fp16", "fp32")
         for form in problem.formats:
             if form not in (*_NAMES, *plain):
-                return f"asked for {form} weights; it takes {', '.join(_NAMES)}"
+                return f"the weights are {form}; supported: {', '.join(_NAMES)}"
         if formats.Bnb4.name in problem.formats and (problem.hidden % 2 or problem.intermediate % 2):
-            return f"asked for bnb4 and widths {problem.hidden} and {problem.intermediate}; it takes even ones"
+            return f"the weights are bnb4 of widths {problem.hidden} and {problem.intermediate}; supported: even widths"
         if activations not in ("bf16", "fp16") or problem.dtype != activations:
-            return f"asked for {activations} activations and {problem.dtype} input; it takes bf16 or fp16 for both"
+            return (
+                f"activation format {activations} was requested for {problem.dtype} input; supported: bf16 or fp16 for "
+                "both"
+            )
         return missing_requirement()
+
+    def repacks(self, weight_format: str, activation_format: str) -> bool:
+        """Return True: codes are laid out in panels."""
+        return True
 
     def regions(self, problem: ExpertsProblem) -> Regions:
         """Return the decoded rows of each thread, and the rows of the largest batch all routed to one expert."""

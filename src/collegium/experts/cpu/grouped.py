@@ -31,7 +31,7 @@ from ...problem import ExpertsProblem
 from ...runtime.memory import Memory, Regions
 from ...types import ActivationSpec, ContiguousBatch, ExpertWeights
 from ..base import ExpertKernel, PackedWeights, map_tensors, refuse_codes
-from .decode import CPU_FORMATS, CodeMatrix, PlainMatrix, Scratch, pack_matrix
+from .decode import CPU_FORMATS, REORDERED_FORMATS, CodeMatrix, PlainMatrix, Scratch, pack_matrix
 from .panels import FusedMatrix, as_fused, missing_requirement, scratch_bytes
 
 __all__ = ["CpuExperts", "CpuGrouped", "cut_rows", "fast_activate", "starts_of", "tokens_of"]
@@ -121,17 +121,21 @@ class CpuGrouped(ExpertKernel):
     def refuse(self, problem: ExpertsProblem) -> str | None:
         """Refuse other devices, quantised activations and unknown formats."""
         if problem.device.kind != "cpu":
-            return f"asked for device kind {problem.device.kind!r}; it runs on 'cpu' only"
+            return f"the device is {problem.device.kind}; supported: cpu"
         if problem.activation_format != problem.dtype:
             return (
-                f"asked for activation format {problem.activation_format!r}; it keeps activations in the layer's "
-                f"dtype, {problem.dtype!r}"
+                f"activation format {problem.activation_format} was requested; supported: {problem.dtype}, the layer's "
+                "dtype"
             )
         known = [known.name for known in CPU_FORMATS]
         for form in problem.formats:
             if form not in known:
-                return f"asked for weight format {form!r}; it reads {', '.join(known)}"
+                return f"the weights are {form}; supported: {', '.join(known)}"
         return None
+
+    def repacks(self, weight_format: str, activation_format: str) -> bool:
+        """Return whether the CPU layout has the codes in another order."""
+        return weight_format in {known.name for known in REORDERED_FORMATS}
 
     def regions(self, problem: ExpertsProblem) -> Regions:
         """Tiles, plus the rows of the largest batch all routed to one expert."""

@@ -19,6 +19,7 @@ __all__ = ["COLUMNS", "TASK", "TENSORS", "FusedMatrix", "as_fused", "missing_req
 
 TASK = 64  # rows of weights that are decoded at once
 COLUMNS = 32  # columns of a tile
+_PLAIN_BYTES = 64  # of sixteen rows and a pair of columns in bfloat16; codes take up to 32
 # In the order of ``kernels.cpu_fused.SCALES``; uint8 is E8M0.
 _SCALES = (torch.uint8, torch.float8_e4m3fn, torch.int8, torch.bfloat16, torch.float16, torch.float32)
 _UNREAD = torch.zeros(1, 16, device="cpu")  # scales and values of numbers that have none
@@ -30,13 +31,15 @@ TENSORS = ("codes", "scales", "supers", "values", "order", "factors", "bias")
 def missing_requirement() -> str | None:
     """Return what this machine needs to run the kernel, and how to get it, or None."""
     if sys.platform != "linux" or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
-        return f"found {torch.backends.cpu.get_cpu_capability()} on {sys.platform}; it needs AVX2 or AVX512 on linux"
+        return (
+            f"the CPU has {torch.backends.cpu.get_cpu_capability()} on {sys.platform}; it needs AVX2 or AVX512 on linux"
+        )
     if not find_spec("numba"):
-        return "found no Numba; install it with: pip install 'collegium[cpu]'"
+        return "Numba is not installed; install it with: pip install 'collegium[cpu]'"
     settings = import_module("numba.core.config")
     for name, value in _SWITCHES.items():
         if getattr(settings, name) == value:
-            return f"found NUMBA_{name}={value}, with which Numba cannot make it; unset it"
+            return f"NUMBA_{name}={value} is set, and Numba cannot compile the kernel with it; unset it"
     return None
 
 
@@ -64,6 +67,12 @@ class FusedMatrix:
     floats: bool = False
     rows: int
     group: int
+
+    @property
+    def by_expert(self) -> tuple[str, ...]:
+        """The tensors with a row for each expert; plain numbers share scales and values that nothing reads."""
+        plain = self.codes.shape[-1] == _PLAIN_BYTES
+        return tuple(name for name in TENSORS if not (plain and name in ("scales", "values")))
 
     def multiply(self, x: Tensor, experts: Tensor, bounds: Tensor) -> Tensor:
         """Return ``[r, Np]`` float32 for ``x [r, K]`` bfloat16 or float16; columns from N on mean nothing.

@@ -54,7 +54,7 @@ def dequantized_groups(
 
 def dequantize_experts(matrix: PackedMatrix, buffer: Tensor) -> PackedMatrix:
     """Return ``matrix`` with its numbers and factors in ``buffer``."""
-    from ...kernels.dequantize import expand_kernel
+    from ...kernels.dequantize import dequantize_kernel
 
     layout = matrix.layout
     dequantized = layout.dequantized
@@ -65,9 +65,15 @@ def dequantize_experts(matrix: PackedMatrix, buffer: Tensor) -> PackedMatrix:
     factors = buffer[values_bytes:][: 4 * prod(shape)].view(torch.float32).view(shape)
     row_tiles = -(-n_out // _TILE)
     args = (
-        *(matrix.values, *matrix.pointers[1:3]),
-        *(values, factors),
-        *(n_out, k_in, dequantized.k_blocks, row_tiles, layout.scale_rows),
+        matrix.values,
+        *matrix.pointers[1:3],
+        values,
+        factors,
+        n_out,
+        k_in,
+        dequantized.k_blocks,
+        row_tiles,
+        layout.scale_rows,
     )
     constants = {
         "WEIGHT": layout.weight,
@@ -79,5 +85,5 @@ def dequantize_experts(matrix: PackedMatrix, buffer: Tensor) -> PackedMatrix:
         "HALF": layout.row_dtype == torch.float16,
         "ASM": buffer.is_cuda,
     }
-    launch(expand_kernel, (row_tiles * layout.k_blocks, experts * parts), args, constants, num_warps=4)
+    launch(dequantize_kernel, (row_tiles * layout.k_blocks, experts * parts), args, constants, num_warps=4)
     return replace(matrix, layout=dequantized, values=values, scale=factors if dequantized.words else None)

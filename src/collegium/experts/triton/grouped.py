@@ -1,10 +1,10 @@
 """Grouped product over rows in expert order: tile lists, argument checks and the launch.
 
-Shape letters: T tokens, R rows, E experts, P parts (2: gate and up; 1), N outputs of a part, K inputs.
+Shape letters: T tokens, R rows, E experts, P projections (2: gate and up; 1), N outputs of a projection, K inputs.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ from ...ops.permute import tile_count
 from ...runtime.launch import launch, power_at_least
 from ...runtime.memory import Memory, alloc
 from ...types import ACTIVATION_KINDS, ActivationSpec
-from .layout import Words
+from .layout import Layout, Words
 from .matrix import PackedMatrix
 from .tiles.problem import TileChoice
 
@@ -52,6 +52,14 @@ __all__ = [
 ]
 
 _BLOCK_TILES = 64
+
+
+class _Launch(NamedTuple):
+    """A product kernel, and the arguments that only it has: strides of the weights, and sizes of a matrix."""
+
+    kernel: Any
+    strides: tuple[WeightStrides, ...]
+    sizes: tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,27 +131,17 @@ def grouped_gemm(
     rows go to those offsets. Raises InputError for wrong shapes or dtypes.
     """
     _check(x, packed, out, x_scale)
-    layout, tile = packed.layout, tiles.tile
     unused = packed.values  # for unused pointers, of one dtype and alignment in every batch
     scale, sums = row_scales(x_scale, unused)
     tokens = Tokens(x, scale, sums, x.stride(0), scale.stride(-1))
     rows = (out, tiles.row_offsets, unused if source is None else source)
-    tile_list = (expert_offsets, tiles.expert, tiles.row)
-    kernel: Any
-    args: tuple[Any, ...]
-    if isinstance(layout, Words):
-        from ...kernels.w4a8 import w4a8_kernel
-
-        kernel = w4a8_kernel
-        sizes = (layout.shape[2], layout.row_tiles, tiles.count, layout.shape[0])
-        args = (tokens, packed.pointers, activation_bounds(activation), *rows, *tile_list, *sizes)
-    else:
-        from ...kernels.grouped_gemm import grouped_gemm_kernel
-
-        kernel = grouped_gemm_kernel
-        strides = WeightStrides(*layout.steps, layout.scale_rows)
-        sizes = (*layout.shape[2:], tiles.count, layout.shape[0])
-        args = (tokens, packed.pointers, strides, activation_bounds(activation), *rows, *tile_list, *sizes)
+    tile_lists = (expert_offsets, tiles.expert, tiles.row)
+    layout = packed.layout
+    kernel, strides, sizes = _four_bit_launch(layout) if isinstance(layout, Words) else _decoding_launch(layout)
+    bounds = activation_bounds(activation)
+    counts = (*sizes, tiles.count, layout.shape[0])
+    args = (tokens, packed.pointers, *strides, bounds, *rows, *tile_lists, *counts)
+    tile = tiles.tile
     constants = {
         "FORMAT": operand_format(packed, _x_scale_layout(x_scale, packed)),
         "PROJ": projections(packed, activation),
@@ -154,6 +152,19 @@ def grouped_gemm(
     grid = (tiles.count * -(-layout.operand_rows[1] // tile.columns),)
     launch(kernel, grid, args, constants, num_warps=tile.warps, maxnreg=tile.registers or None)
     return out
+
+
+def _decoding_launch(layout: Layout) -> _Launch:
+    from ...kernels.grouped_gemm import grouped_gemm_kernel
+
+    _, _, n_out, k_in = layout.shape
+    return _Launch(grouped_gemm_kernel, (WeightStrides(*layout.steps, layout.scale_rows),), (n_out, k_in))
+
+
+def _four_bit_launch(layout: Words) -> _Launch:
+    from ...kernels.w4a8 import w4a8_kernel
+
+    return _Launch(w4a8_kernel, (), (layout.shape[2], layout.row_tiles))
 
 
 def operand_format(packed: PackedMatrix, x_scale: int) -> OperandFormat:

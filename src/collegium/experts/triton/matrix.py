@@ -34,9 +34,10 @@ class RangeReport:
     def __str__(self) -> str:
         """Return one line for the layer's plan."""
         if not self.beyond:
-            return f"exact in E4M3, all {self.groups:,} groups within range"
+            return f"exact in E4M3: all {self.groups:,} groups are in range"
         return (
-            f"{self.beyond:,} of {self.groups:,} groups below the range of their row, {self.changed:,} weights rounded"
+            f"{self.beyond:,} of {self.groups:,} groups are below the range of their row; "
+            f"{self.changed:,} weights rounded"
         )
 
 

@@ -115,17 +115,21 @@ class TritonKernel:
         dtype = problem.dtype
         known_weights = dict.fromkeys(row.weights for row in TABLE[self.name])
         if weights not in known_weights:
-            return f"asked for {weights} weights; it takes {_either(known_weights)}"
+            return f"the weights are {weights}; supported: {_either(known_weights)}"
         known_tokens = dict.fromkeys(name for row in TABLE[self.name] if row.weights == weights for name in row.tokens)
         if tokens not in known_tokens or (tokens in DTYPES and tokens != dtype):
             same = [name for name in known_tokens if name in DTYPES]
             allowed = [f"{_either(same)} for both"] if same else []
             allowed += [name for name in known_tokens if name not in DTYPES]
-            return f"asked for {tokens} activations and {dtype} input; with {weights} it takes {_either(allowed)}"
+            return (
+                f"activation format {tokens} was requested for {dtype} input; supported with {weights} weights: "
+                f"{_either(allowed)}"
+            )
         if problem.mixed and (reason := _refuse_down(problem)):
             return reason
         if "bnb4" in problem.formats and (problem.hidden % 32 or problem.intermediate % 32):
-            return f"asked for bnb4 and widths {problem.hidden} and {problem.intermediate}; it takes multiples of 32"
+            widths = f"{problem.hidden} and {problem.intermediate}"
+            return f"the weights are bnb4 of widths {widths}; supported: multiples of 32"
         return refuse_machine(problem)
 
     def pack(self, weights: ExpertWeights[Any], problem: ExpertsProblem) -> PackedExperts:
@@ -148,6 +152,10 @@ class TritonKernel:
     def kernels(self, problem: ExpertsProblem) -> tuple[str, str]:
         """Return this kernel, and the one that takes the format of down."""
         return self.name, (_kernel_of_down(problem) if problem.mixed else None) or self.name
+
+    def repacks(self, weight_format: str, activation_format: str) -> bool:
+        """Return whether a kernel decodes the weights, which needs them in another layout."""
+        return any(row.layout.decoded for row in TABLE[self.name] if _takes(row, weight_format, activation_format))
 
     def tiling(self, problem: ExpertsProblem) -> ProductTiling:
         """Return how batches of ``problem`` will be cut."""
@@ -187,15 +195,19 @@ def _refuse_down(problem: ExpertsProblem) -> str | None:
     """Return why no kernel in Triton runs down in a format that gate_up does not have, or None."""
     ordered = next((form for form in problem.formats if by_name(form).ordered_columns), None)
     if ordered is not None:
-        return f"asked for {ordered} in one product; an index of columns needs that format in both"
+        return f"one of gate_up and down is {ordered}; supported: {ordered} for both, since its columns are permuted"
     if _kernel_of_down(problem) is not None:
         return None
     down = problem.formats[1]
     tokens = dict.fromkeys(
         token for rows in TABLE.values() for row in rows if row.weights == down for token in row.tokens
     )
-    allowed = f"it takes {_either(tokens)}" if tokens else "no kernel in Triton takes those weights"
-    return f"asked for {problem.activation_format} activations between the products; down is {down}: {allowed}"
+    if not tokens:
+        return f"the weights of down are {down}, which no Triton kernel supports"
+    return (
+        f"activation format {problem.activation_format} was requested, and the weights of down are {down}; supported "
+        f"with {down} weights: {_either(tokens)}"
+    )
 
 
 class TritonBf16(TritonKernel):

@@ -54,13 +54,16 @@ def refuse_machine(problem: ExpertsProblem) -> str | None:
     """Return why Triton's grouped product cannot run on the device of ``problem``, or None."""
     device = problem.device
     if device.kind != "cuda":
-        return f"asked for {device.kind}; it needs a CUDA GPU"
+        return f"the device is {device.kind}; it needs a CUDA GPU"
     if device.capability is not None:
         name = f"sm_{device.capability[0]}{device.capability[1]}"
         if device.capability < (8, 0):
             return f"found {name}; it needs sm_80 (Ampere) or later"
         if problem.activation_format in CODES and device.capability < (8, 9):
-            return f"asked for {problem.activation_format} activations on {name}; E4M3 products need sm_89 or later"
+            return (
+                f"activation format {problem.activation_format} was requested on {name}; E4M3 products need sm_89 or "
+                "later"
+            )
     if find_spec("triton") is None:
         return "found no Triton; install the package triton to use it"
     return None

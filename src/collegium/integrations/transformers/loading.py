@@ -37,7 +37,7 @@ __all__ = ["build_layers", "load_model", "load_model_in"]
 _LOG = logging.getLogger(__name__)
 
 
-def load_model(  # noqa: PLR0913  every option of a model that is read from disk
+def load_model(  # noqa: PLR0913  flat: calls pass few of these, and an options object would lengthen each
     path: str | os.PathLike[str] | Checkpoint,
     *,
     weight_format: str | None = None,

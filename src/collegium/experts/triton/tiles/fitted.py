@@ -1,7 +1,8 @@
 """Constants of the tile choice that were fitted to measurements of one GPU.
 
-Each group names its GPU, its date, and the file in ``benchmarks/results`` with its measurements; ``csv`` is None for
-fits older than those files. Other GPUs use the same constants: a poor estimate costs time, never a different result.
+Each group names its GPU, its date, and the file in ``benchmarks/results`` with its measurements. ``csv`` is None where
+the measurements were not kept; ``basis`` then describes them. Other GPUs use the same constants: a poor estimate costs
+time, never a different result.
 """
 
 from collections.abc import Mapping
@@ -33,19 +34,30 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fit:
-    """Where constants come from: GPU, date, and file in ``benchmarks/results``."""
+    """Where constants come from: GPU, date, and file in ``benchmarks/results`` or a description."""
 
     gpu: str
     date: str
     csv: str | None
+    basis: str = ""
 
 
 FITS: Mapping[str, Fit] = MappingProxyType(
     {
-        "stored": Fit(gpu="H200", date="2026-11-21", csv=None),
+        "stored": Fit(
+            gpu="H200",
+            date="2026-11-21",
+            csv=None,
+            basis="times of single products by tile, not kept; layers_h200.csv has whole layers with these constants",
+        ),
         "deep": Fit(gpu="H100", date="2026-11-25", csv="tiles_h100.csv"),
         "decoded": Fit(gpu="H200", date="2026-11-24", csv="decoded_tiles_h200.csv"),
-        "four_bit": Fit(gpu="H200", date="2026-11-21", csv=None),
+        "four_bit": Fit(
+            gpu="H200",
+            date="2026-11-21",
+            csv=None,
+            basis="times of single products by tile, not kept; layers_h200.csv has whole layers with these constants",
+        ),
         "four_bit_depth": Fit(gpu="H200", date="2026-11-24", csv="tiles_h200.csv"),
         "large": Fit(gpu="H200", date="2026-11-23", csv="prefill_h200.csv"),
         "dequantize": Fit(gpu="H200", date="2026-11-23", csv="expanded_h200.csv"),

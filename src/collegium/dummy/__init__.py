@@ -1,0 +1,1 @@
+"""Random weights for start-up and benchmarks without files."""
