@@ -365,17 +365,17 @@ MUTANTS: tuple[Mutant, ...] = (
         "the neighbouring group's scale (INT4)", "kernels/decode.py",
         (Edit(
             "_group_factors",
-            "$f0, $f1, $f2, $f3 = (upper_scale($n0 << 16), upper_scale($n0), upper_scale($n2 << 16), upper_scale($n2))",
-            "$f1, $f0, $f2, $f3 = (upper_scale($n0 << 16), upper_scale($n0), upper_scale($n2 << 16), upper_scale($n2))",
+            "return (upper_scale($n0 << 16), upper_scale($n0), upper_scale($n2 << 16), upper_scale($n2))",
+            "return (upper_scale($n0), upper_scale($n0 << 16), upper_scale($n2 << 16), upper_scale($n2))",
         ),), _KERNEL,
     ),
     Mutant(
         "the neighbouring group's zero point", "kernels/decode.py",
-        (Edit("_group_factors", "tl.load($scale + $step) if $WORDS == 4 else $n0", "$n0"),), _KERNEL,
+        (Edit("_load_words", "tl.load($scale + $stride) if $WORDS == 4 else $n0", "$n0"),), _KERNEL,
     ),
     Mutant(
         "a zero point of seven bits", "kernels/decode.py",
-        (Edit("_less", "$word & 255", "$word & 127"),), _KERNEL,
+        (Edit("_minus_zero_point", "$word & 255", "$word & 127"),), _KERNEL,
     ),
     Mutant(
         "a zero point left in its scale", "kernels/decode.py",
@@ -393,18 +393,18 @@ MUTANTS: tuple[Mutant, ...] = (
         "the step of the neighbouring group", "kernels/decode.py",
         (Edit(
             "_stepped_quarters",
-            "_stepped($lanes >> 4 & 15, $steps, 1)",
-            "_stepped($lanes >> 4 & 15, $steps, 2)",
+            "_times_step($lanes >> 4 & 15, $steps, 1)",
+            "_times_step($lanes >> 4 & 15, $steps, 2)",
         ),
         Edit(
             "_stepped_quarters",
-            "_stepped($lanes >> 8 & 255, $steps, 1)",
-            "_stepped($lanes >> 8 & 255, $steps, 2)",
+            "_times_step($lanes >> 8 & 255, $steps, 1)",
+            "_times_step($lanes >> 8 & 255, $steps, 2)",
         ),), _BLOCKS,
     ),
     Mutant(
         "minima times the factor of codes", "kernels/decode.py",
-        (Edit("decoded", "$halves >> 16", "$halves"),), _BLOCKS,
+        (Edit("_decode_stepped", "$halves >> 16", "$halves"),), _BLOCKS,
     ),
     Mutant(
         "what rounding leaves of a sum dropped", "kernels/columns.py",
@@ -540,11 +540,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "bytes of a lane swapped", "kernels/decode.py",
-        (Edit(
-            "_int8_halves",
-            "(_less($lanes & 255, $n0, $MIDDLE, $ZEROED, $HALF), _less($lanes >> 8 & 255, $n1, $MIDDLE, $ZEROED, $HALF))",
-            "(_less($lanes >> 8 & 255, $n0, $MIDDLE, $ZEROED, $HALF), _less($lanes & 255, $n1, $MIDDLE, $ZEROED, $HALF))",
-        ),), _KERNEL,
+        (Edit("_int8_halves", "return ($low, $high)", "return ($high, $low)"),), _KERNEL,
     ),
     Mutant(
         "the neighbouring row block's scale", "kernels/grouped_gemm.py",
@@ -1151,7 +1147,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the scale of the neighbouring half", "kernels/decode.py",
-        (Edit("_group_factors", "$WORDS // 2", "$WORDS // 4"),), ("tests/cpu/test_grouped_gemm.py::test_codes_that_look_numbers_up",),
+        (Edit("_load_words", "$WORDS // 2", "$WORDS // 4"),), ("tests/cpu/test_grouped_gemm.py::test_codes_that_look_numbers_up",),
     ),
     # Sums in units of the group that is added last.
     Mutant(
@@ -1216,53 +1212,36 @@ MUTANTS: tuple[Mutant, ...] = (
         (Edit("_to_half", "$scale.copy_(power_of_two($power))", "$scale.fill_(1.0)"),), ("tests/cpu/test_grouped_gemm.py",),
     ),
     Mutant(
-        "an exponent's bit of the third quarter lost (float16, as on a device)", "kernels/decode.py",
-        (Edit(
-            "_E2M1_HALF_STEPS",
-            "$4, 6; and.b32 a, a, 0x0E000E00;",
-            "$4, 6; and.b32 a, a, 0x06000600;",
-            text=True,
-        ),), ("tests/cpu/test_decoding_text.py",),
+        "an exponent's bit of the third quarter lost (float16, as on a device)", "kernels/decode_ptx.py",
+        (Edit("E2M1_TO_FP16", "$4, 6; and.b32 code, code, 0x0E000E00;", "$4, 6; and.b32 code, code, 0x06000600;", text=True),), ("tests/cpu/test_decoding_text.py",),
     ),
     Mutant(
-        "sign of the last quarter lost (float16, as on a device)", "kernels/decode.py",
-        (Edit("_E2M1_HALF_STEPS", "shl.b32 a, $4, 2; lop3", "shl.b32 a, $4, 3; lop3", text=True),), ("tests/cpu/test_decoding_text.py",),
+        "sign of the last quarter lost (float16, as on a device)", "kernels/decode_ptx.py",
+        (Edit("E2M1_TO_FP16", "shl.b32 sign, $4, 2;", "shl.b32 sign, $4, 3;", text=True),), ("tests/cpu/test_decoding_text.py",),
     ),
     Mutant(
-        "upper codes of a byte a bit too low (as on a device)", "kernels/decode.py",
-        (Edit(
-            "_BF16",
-            "{'large': '0x7B807B80', 'lower': '0x7F007F00', 'upper': '0x7D007D00', 'left': 4, 'right': 4}",
-            "{'large': '0x7B807B80', 'lower': '0x7F007F00', 'upper': '0x7D807D80', 'left': 4, 'right': 4}",
-        ),), ("tests/cpu/test_decoding_text.py",),
+        "upper codes of a byte a bit too low (as on a device)", "kernels/decode_ptx.py",
+        (Edit("INT4_TO_BF16", "0x7D007D00", "0x7D807D80", text=True),), ("tests/cpu/test_decoding_text.py",),
     ),
     Mutant(
-        "a byte read twice (as on a device)", "kernels/decode.py",
-        (Edit("_BYTES", "$2, 0, 0x4341;", "$2, 0, 0x4240;", text=True),), ("tests/cpu/test_decoding_text.py",),
+        "a byte read twice (as on a device)", "kernels/decode_ptx.py",
+        (Edit("INT8_TO_BF16", "$2, 0, 0x4341;", "$2, 0, 0x4240;", text=True),), ("tests/cpu/test_decoding_text.py",),
     ),
     Mutant(
-        "a byte read twice (float16, as on a device)", "kernels/decode.py",
-        (Edit("_BYTES_HALF", "$2, base, 0x5351;", "$2, base, 0x5250;", text=True),), ("tests/cpu/test_decoding_text.py",),
+        "a byte read twice (float16, as on a device)", "kernels/decode_ptx.py",
+        (Edit("INT8_TO_FP16", "$2, base, 0x5351;", "$2, base, 0x5250;", text=True),), ("tests/cpu/test_decoding_text.py",),
     ),
     Mutant(
-        "a sixteenth of base forgotten (float16, as on a device)", "kernels/decode.py",
-        (Edit("_FOURS_HALF", "add.rn.KIND c, $8, most;", "add.rn.KIND c, $8, none;", text=True),), ("tests/cpu/test_decoding_text.py",),
+        "a sixteenth of base forgotten (float16, as on a device)", "kernels/decode_ptx.py",
+        (Edit("INT4_TO_FP16", "minus_64, $8, plus_960;", "minus_64, $8, sixteenth;", text=True),), ("tests/cpu/test_decoding_text.py",),
     ),
     Mutant(
-        "E4M3 a bit too low (float16, as on a device)", "kernels/decode.py",
-        (Edit(
-            "",
-            "{'left': 7, 'right': 1, 'field': '0x3F803F80'}",
-            "{'left': 6, 'right': 1, 'field': '0x3F803F80'}",
-        ),), ("tests/cpu/test_decoding_text.py",),
+        "E4M3 a bit too low (float16, as on a device)", "kernels/decode_ptx.py",
+        (Edit("E4M3_TO_FP16", "shl.b32 code, $2, 7;", "shl.b32 code, $2, 6;", text=True),), ("tests/cpu/test_decoding_text.py",),
     ),
     Mutant(
-        "E4M3 without a scale times 2^7 (float16, as on a device)", "kernels/decode.py",
-        (Edit(
-            "_FP16",
-            "{'base': '0x64006400', 'away': '0xE400E400', 'part': '0x2C002C00', 'most': '0x63806380', 'large': '0x5C005C00'}",
-            "{'base': '0x64006400', 'away': '0xE400E400', 'part': '0x2C002C00', 'most': '0x63806380', 'large': '0x58005800'}",
-        ),), ("tests/cpu/test_decoding_text.py",),
+        "E4M3 without a scale times 2^7 (float16, as on a device)", "kernels/decode_ptx.py",
+        (Edit("E4M3_TO_FP16_UNSCALED", "0x5C005C00", "0x58005800", text=True),), ("tests/cpu/test_decoding_text.py",),
     ),
     # Quarters of a K block as one product.
     Mutant(
@@ -1631,53 +1610,44 @@ MUTANTS: tuple[Mutant, ...] = (
 # What only a GPU runs: the device form of decoding, where the interpreter runs a plain one, and large batches.
 _DEVICE: tuple[Mutant, ...] = (
     Mutant(
-        "quarters swapped (device)", "kernels/decode.py",
-        (Edit(
-            "_E2M1_STEPS",
-            "0x81C081C0; fma.rn.KIND $1, b, $6, none;",
-            "0x81C081C0; fma.rn.KIND $1, a, $6, none;",
-            text=True,
-        ),), _GPU,
+        "quarters swapped (device)", "kernels/decode_ptx.py",
+        (Edit("E2M1_TO_BF16", "shl.b32 code, $4, 3;", "shl.b32 code, $4, 6;", text=True),), _GPU,
     ),
     Mutant(
-        "the neighbouring group's scale (device)", "kernels/decode.py",
-        (Edit("_E2M1_STEPS", "fma.rn.KIND $2, b, $7, none;", "fma.rn.KIND $2, b, $6, none;", text=True),), _GPU,
+        "the neighbouring group's scale (device)", "kernels/decode_ptx.py",
+        (Edit("E2M1_TO_BF16", "$2, code, $7, minus_zero;", "$2, code, $6, minus_zero;", text=True),), _GPU,
     ),
     Mutant(
-        "sign of the last quarter dropped (device)", "kernels/decode.py",
-        (Edit("_E2M1_STEPS", "shl.b32 b, $4, 1; and", "shl.b32 b, $4, 2; and", text=True),), _GPU,
+        "sign of the last quarter dropped (device)", "kernels/decode_ptx.py",
+        (Edit("E2M1_TO_BF16", "shl.b32 bits, $4, 1;", "shl.b32 bits, $4, 2;", text=True),), _GPU,
     ),
     Mutant(
         "zero points twice (device)", "kernels/decode.py",
         (Edit(
-            "_minus",
+            "_negative_zero_point",
             "($word & 255)[:, None].to(tl.float32) * -0.015625",
             "($word & 255)[:, None].to(tl.float32) * -0.03125",
         ),), _GPU,
     ),
     Mutant(
-        "a byte read twice (device)", "kernels/decode.py",
-        (Edit("_BYTES", "$2, 0, 0x4341;", "$2, 0, 0x4240;", text=True),), _GPU,
+        "a byte read twice (device)", "kernels/decode_ptx.py",
+        (Edit("INT8_TO_BF16", "$2, 0, 0x4341;", "$2, 0, 0x4240;", text=True),), _GPU,
     ),
     Mutant(
-        "a byte read twice in float16 (device)", "kernels/decode.py",
-        (Edit("_BYTES_HALF", "$2, base, 0x5351;", "$2, base, 0x5250;", text=True),), _GPU,
+        "a byte read twice in float16 (device)", "kernels/decode_ptx.py",
+        (Edit("INT8_TO_FP16", "$2, base, 0x5351;", "$2, base, 0x5250;", text=True),), _GPU,
     ),
     Mutant(
-        "a step of the neighbouring group (device)", "kernels/decode.py",
-        (Edit("_STEP", "base, 0x5{q}5{q};", "base, 0x515{q};", text=True),), _GPU,
+        "a step of the neighbouring group (device)", "kernels/decode_ptx.py",
+        (Edit("FOUR_BITS_TIMES_STEP", "base, 0x5252;", "base, 0x5152;", text=True),), _GPU,
     ),
     Mutant(
-        "a sixteenth of a step forgotten (device)", "kernels/decode.py",
-        (Edit("", "('', 'mul.rn.f16x2 b, b, part;')", "('', '')"),), _GPU,
+        "a sixteenth of a step forgotten (device)", "kernels/decode_ptx.py",
+        (Edit("FOUR_BITS_TIMES_STEP", "step, step, sixteenth; mul.rn.f16x2 offset, step, minus_base; lop3.b32 number, high_byte,", "step, step, minus_base; mul.rn.f16x2 offset, step, minus_base; lop3.b32 number, high_byte,", text=True),), _GPU,
     ),
     Mutant(
-        "E4M3 bias off by one (device)", "kernels/decode.py",
-        (Edit(
-            "_BF16",
-            "{'large': '0x7B807B80', 'lower': '0x7F007F00', 'upper': '0x7D007D00', 'left': 4, 'right': 4}",
-            "{'large': '0x7C007C00', 'lower': '0x7F007F00', 'upper': '0x7D007D00', 'left': 4, 'right': 4}",
-        ),), _GPU,
+        "E4M3 bias off by one (device)", "kernels/decode_ptx.py",
+        (Edit("E4M3_TO_BF16_UNSCALED", "0x7B807B80", "0x7C007C00", text=True),), _GPU,
     ),
     Mutant(
         "sign of the second half dropped (MXFP4, E4M3 rows, device)", "kernels/w4a8.py",

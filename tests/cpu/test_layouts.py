@@ -163,8 +163,8 @@ def test_layouts_of_formats_differ() -> None:
 
 
 def test_no_two_formats_share_a_number() -> None:
-    # Numbers of row scales (X_), faults and words of a peer's header are compared with each other alone.
-    others = ("X_", "FAULT_", "HEAD_", "MAX_PEERS")
+    # Numbers of row scales (X_), and of faults, phases and header words between peers, are compared among themselves.
+    others = ("X_", "FAULT_", "HEAD_", "PHASE_", "MAX_PEERS")
     numbers: dict[str, int] = {n: getattr(enums, n) for n in enums.__all__ if not n.startswith(others)}
     scales = [value for name, value in numbers.items() if name.endswith("_SCALE")]
     assert sorted(scales) == list(range(9))
