@@ -1033,8 +1033,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "bias used in the weights", "kernels/route.py",
         (Edit(
             "route_kernel",
-            "Lanes(expert=$expert, valid=$valid, logit=$logit, score=$score)",
-            "Lanes(expert=$expert, valid=$valid, logit=$logit, score=$score if bias is None else $score + tl.load(bias + $expert * bias_stride, mask=$valid, other=0.0).to(tl.float32))",
+            "_Lanes(expert=$expert, valid=$valid, logit=$logit, score=$score)",
+            "_Lanes(expert=$expert, valid=$valid, logit=$logit, score=$score if bias is None else $score + tl.load(bias + $expert * bias_stride, mask=$valid, other=0.0).to(tl.float32))",
         ),), _SMALL,
     ),
     Mutant(
