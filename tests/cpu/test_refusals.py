@@ -148,7 +148,7 @@ def lines_of(functions: list[Callable[..., Any]]) -> Iterator[set[tuple[Any, int
         sys.settrace(before)
 
 
-def test_every_reason_to_refuse_is_given_by_some_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_refusal_reason_is_reachable(monkeypatch: pytest.MonkeyPatch) -> None:
     every = functions()
     with lines_of(every) as seen:
         for problem, force in ASKS:
