@@ -230,12 +230,13 @@ class Mega:
         tiling = self._tiling(shape)
         _, rows_dtype = self._experts.output_spec(x.dtype)
         buffers = allocate(memory, shape.buffers(tiling.block_t, rows_dtype), x.device)
+        shared_rows = None if shared is None else row_contiguous(shared)
         combine = CombineBuffers(
             rows=buffers["experts/rows"],
-            shared=None if shared is None else row_contiguous(shared),
+            shared=shared_rows,
             out=out,
             width=shape.hidden,
-            shared_stride=0 if shared is None else row_contiguous(shared).stride(0),
+            shared_stride=0 if shared_rows is None else shared_rows.stride(0),
         )
         args = (
             *(peers.kernel_args, ids, weights, expert_map_args(self._dispatcher.expert_map)),
