@@ -107,6 +107,7 @@ ASKS: list[tuple[Problem, Overrides | None]] = [
     (asked(replace(FOUR, down_format="fp8_tensor"), placement=SPLIT), MEGA),
     (asked(replace(FOUR, down_format="int4_ordered")), None),
     (asked(replace(FOUR, down_format="fp32")), None),
+    (asked(replace(FOUR, down_format="int4_affine")), FP8),
 ]  # fmt: skip
 
 
