@@ -308,7 +308,7 @@ def test_unusable_checkpoint_scales_refused(tmp_path: Path) -> None:
         **{two: None},
     )
     told = audit(Checkpoint.open(tmp_path)).findings
-    assert_values(told, "layer 1, expert 2, down", "0 more")
+    assert_values(" ".join(told), "layer 1, expert 2, down", "0 more")
     every = {name: None for name in before if name.startswith("model.layers.1.") and name.endswith("input_scale")}
     refused(MissingTensorError, r"expert 0, gate has no .input_scale, and 11 more of 12", **every)
     for value in (torch.nan, torch.inf, 0.0, -0.5):
