@@ -429,7 +429,10 @@ def _add_blocks(
     for at in tl.static_range(BLOCKS):
         blocks += (_load_block(pointers, valid, scale_stride, at, FORMAT, acc.shape[1], ASM),)
     for at in tl.static_range(BLOCKS):
-        acc = _add_block(acc, blocks[at], valid, FORMAT, WARPS, ASM)
+        # A named tuple that is an element of a tuple has no field names.
+        words, scales, x, x_scale = blocks[at]
+        block = _Block(words=words, scales=scales, x=x, x_scale=x_scale)
+        acc = _add_block(acc, block, valid, FORMAT, WARPS, ASM)
     CONTINUES: tl.constexpr = _scales_operand(FORMAT.weight) and not _has_x_block_scale(FORMAT.x_scale)
     return epilogue(acc, ASM) if CONTINUES else acc
 
