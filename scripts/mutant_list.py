@@ -32,14 +32,14 @@ _KERNEL = tuple(
         "test_experts_against_the_reference",
         "test_every_activation",
         "test_int4_groups_and_scale_dtypes",
-        "test_zero_points_of_every_width_group_and_dtype_of_rows",
+        "test_zero_points_for_every_integer_layout",
     )
 )
 _BLOCKS = tuple(
     f"tests/cpu/test_grouped_gemm.py::test_{name}"
-    for name in ("every_kind_of_gguf_block_and_dtype_of_rows", "halves_and_sums_of_columns_end_with_their_row")
+    for name in ("every_gguf_kind_and_row_dtype", "halves_and_sums_of_partial_columns")
 )
-_ORDERS = ("tests/cpu/test_grouped_gemm.py::test_columns_are_those_of_each_rows_expert",)
+_ORDERS = ("tests/cpu/test_grouped_gemm.py::test_gathered_columns_follow_the_rows_expert",)
 _LARGE = ("tests/cpu/test_expanded.py",)
 _ACTS = ("tests/cpu/test_grouped_gemm.py::test_every_activation",)
 _LAYER = ("tests/cpu/test_layer.py",)
@@ -53,7 +53,7 @@ _GPU_FOUR = ("tests/gpu/test_w4a8.py",)
 _GPU_LARGE = ("tests/gpu/test_prefill.py", "tests/gpu/test_expanded.py")
 _PREFILL = ("tests/cpu/test_prefill_products.py", "tests/cpu/test_prefill.py")
 _GPU_SMALL = ("tests/gpu/test_small_kernels.py", "tests/gpu/test_layer.py")
-_GPU_BESIDE = ("tests/gpu/test_layer.py::test_gpu_a_shared_expert_runs_beside_the_others",)
+_GPU_BESIDE = ("tests/gpu/test_layer.py::test_gpu_shared_expert_on_side_stream",)
 _GPU_CLOSE = ("tests/gpu/test_direct.py",)
 _SMALL = ("tests/cpu/test_small_kernels.py",)
 _FOUR = ("tests/cpu/test_w4a8.py",)
@@ -61,14 +61,14 @@ _DIRECT = ("tests/cpu/test_direct.py",)
 _FUSED = ("tests/cpu/test_cpu_fused.py",)
 _NAN = ("tests/cpu/test_nan.py",)
 _RANKS = ("tests/cpu/test_all_to_all.py",)
-_MEGA = ("tests/cpu/test_mega.py::test_passes_have_the_bits_of_one_rank",)
+_MEGA = ("tests/cpu/test_mega.py::test_passes_equal_one_rank_bitwise",)
 _MEGA_FULL = ("tests/cpu/test_mega.py::test_full_passes_equal_one_rank",)
 _MEGA_LOST = ("tests/cpu/test_mega.py::test_absent_ranks_are_named",)
 _REDUCED = ("tests/cpu/test_reduced.py",)
-_MOVE = ("tests/cpu/test_mover.py::test_packed_formats_move_without_changing_a_bit",)
-_ROUNDS = ("tests/cpu/test_mover.py::test_rounds_reach_any_placement_and_never_lose_an_expert",)
+_MOVE = ("tests/cpu/test_mover.py::test_packed_formats_move_bit_exactly",)
+_ROUNDS = ("tests/cpu/test_mover.py::test_rounds_reach_any_placement_without_loss",)
 _BUILDER = ("tests/cpu/test_layer_builder.py",)
-_SUM = ("tests/cpu/test_mover.py::test_a_checksum_follows_the_position_across_its_pieces",)
+_SUM = ("tests/cpu/test_mover.py::test_checksum_tracks_position_across_chunks",)
 
 MUTANTS: tuple[Mutant, ...] = (
     # Gate and up swapped.
@@ -841,11 +841,11 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the rest of a float16 number dropped", "experts/cpu/panels.py",
-        (Edit("FusedMatrix._multiply_halves", "($upper, $lower)", "($upper, 0 * $lower)"),), ("tests/cpu/test_cpu_fused.py::test_float16_rows_keep_all_their_bits", "tests/cpu/test_cpu_fused.py::test_an_infinite_float16_number_stays_in_its_row"),
+        (Edit("FusedMatrix._multiply_halves", "($upper, $lower)", "($upper, 0 * $lower)"),), ("tests/cpu/test_cpu_fused.py::test_float16_rows_keep_all_their_bits", "tests/cpu/test_cpu_fused.py::test_fp16_infinity_stays_in_its_row"),
     ),
     Mutant(
         "a bias added for both parts of a float16 number", "experts/cpu/panels.py",
-        (Edit("FusedMatrix._multiply_halves", "replace(self, bias=None)", "self"),), ("tests/cpu/test_cpu_fused.py::test_float16_rows_keep_all_their_bits", "tests/cpu/test_cpu_fused.py::test_an_infinite_float16_number_stays_in_its_row"),
+        (Edit("FusedMatrix._multiply_halves", "replace(self, bias=None)", "self"),), ("tests/cpu/test_cpu_fused.py::test_float16_rows_keep_all_their_bits", "tests/cpu/test_cpu_fused.py::test_fp16_infinity_stays_in_its_row"),
     ),
     Mutant(
         "what is left of an infinity is NaN", "experts/cpu/panels.py",
@@ -853,7 +853,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "FusedMatrix._multiply_halves",
             "($x.float() - $upper.float()).nan_to_num(0.0, 0.0, 0.0)",
             "$x.float() - $upper.float()",
-        ),), ("tests/cpu/test_cpu_fused.py::test_float16_rows_keep_all_their_bits", "tests/cpu/test_cpu_fused.py::test_an_infinite_float16_number_stays_in_its_row"),
+        ),), ("tests/cpu/test_cpu_fused.py::test_float16_rows_keep_all_their_bits", "tests/cpu/test_cpu_fused.py::test_fp16_infinity_stays_in_its_row"),
     ),
     Mutant(
         "the second K block of a step read as the first", "kernels/grouped_gemm.py",
@@ -869,7 +869,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a rank in another call taken for one in this one", "kernels/mega.py",
-        (Edit("_compute", "($posts >> 24 != $tag) | ($posts & 16777215 > $current.bound)", "$posts & 16777215 > $current.bound"),), ("tests/cpu/test_mega.py::test_a_rank_in_another_call_is_told_so",),
+        (Edit("_compute", "($posts >> 24 != $tag) | ($posts & 16777215 > $current.bound)", "$posts & 16777215 > $current.bound"),), ("tests/cpu/test_mega.py::test_mismatched_call_is_reported",),
     ),
     Mutant(
         "router weight applied on both sides", "parallel/local.py",
@@ -949,7 +949,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a row beyond a tile's end stored", "kernels/grouped_gemm.py",
         (Edit("_write_tile", "tl.where($t < $rows.count, $t, 0)", "tl.where($t <= $rows.count, $t, 0)"),
-        Edit("_write_tile", "$t < $rows.count", "$t <= $rows.count"),), ("tests/cpu/test_grouped_gemm.py::test_rows_no_expert_owns_are_not_written",),
+        Edit("_write_tile", "$t < $rows.count", "$t <= $rows.count"),), ("tests/cpu/test_grouped_gemm.py::test_unowned_rows_are_not_written",),
     ),
     Mutant(
         "columns beyond K not zero", "kernels/grouped_gemm.py",
@@ -1027,14 +1027,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "ids of an unsorted batch not checked", "kernels/weighted_sum.py",
-        (Edit("weighted_sum_kernel", "$experts if $UNSORTED else $count", "1 << 30 if $UNSORTED else $count"),), ("tests/cpu/test_direct.py::test_the_sum_by_ids_is_the_sum_by_slots",),
+        (Edit("weighted_sum_kernel", "$experts if $UNSORTED else $count", "1 << 30 if $UNSORTED else $count"),), ("tests/cpu/test_direct.py::test_weighted_sum_by_ids_matches_slots",),
     ),
     Mutant(
         "bias used in the weights", "kernels/route.py",
         (Edit(
             "route_kernel",
-            "Lanes(expert=$expert, valid=$valid, logit=$logit, score=$score)",
-            "Lanes(expert=$expert, valid=$valid, logit=$logit, score=$score if bias is None else $score + tl.load(bias + $expert * bias_stride, mask=$valid, other=0.0).to(tl.float32))",
+            "_Lanes(expert=$expert, valid=$valid, logit=$logit, score=$score)",
+            "_Lanes(expert=$expert, valid=$valid, logit=$logit, score=$score if bias is None else $score + tl.load(bias + $expert * bias_stride, mask=$valid, other=0.0).to(tl.float32))",
         ),), _SMALL,
     ),
     Mutant(
@@ -1079,7 +1079,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "row scale dropped", "kernels/w4a8.py",
         (Edit(
             "_scale_rows",
-            "tl.load($weights.row_scale + $expert * ($row_tiles * 64) + tl.minimum($n, $last_row))[:, None]",
+            "tl.load(weights.row_scale + $expert * ($row_tiles * 64) + tl.minimum($n, $last_row))[:, None]",
             "1.0",
         ),), _FOUR,
     ),
@@ -1268,7 +1268,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "merged: routed scaling factor on the shared expert", "ops/route_wide.py",
-        (Edit("append_shared_experts", "torch.ones_like($more)", "torch.full_like($more, 2.5, dtype=torch.float32)"),), ("tests/cpu/test_merged_shared.py::test_a_wide_one_is_cut_into_several",),
+        (Edit("append_shared_experts", "torch.ones_like($more)", "torch.full_like($more, 2.5, dtype=torch.float32)"),), ("tests/cpu/test_merged_shared.py::test_large_shared_expert_is_split",),
     ),
     Mutant(
         "merged: kernel doubles the shared expert", "kernels/route.py",
@@ -1280,7 +1280,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "merged: foreign id reaches the shared expert", "ops/route_wide.py",
-        (Edit("append_shared_experts", "($ids < -1) | ($ids >= $experts)", "$ids < -1"),), ("tests/cpu/test_merged_shared.py::test_a_routing_of_the_callers_own_reaches_routed_experts_alone",),
+        (Edit("append_shared_experts", "($ids < -1) | ($ids >= $experts)", "$ids < -1"),), ("tests/cpu/test_merged_shared.py::test_caller_routing_reaches_only_routed_experts",),
     ),
     Mutant(
         "merged: kernel lets a foreign id reach the shared expert", "kernels/route.py",
@@ -1292,15 +1292,15 @@ MUTANTS: tuple[Mutant, ...] = (
             "_split_by_width",
             "$shared.gate_up",
             "replace($shared.gate_up, **{k: t.flip(1) for k, t in $shared.gate_up.tensors().items()})",
-        ),), ("tests/cpu/test_merged_shared.py::test_a_wide_one_is_cut_into_several",),
+        ),), ("tests/cpu/test_merged_shared.py::test_large_shared_expert_is_split",),
     ),
     Mutant(
         "merged: columns of another piece", "stages/shared.py",
-        (Edit("_split_by_width", "$shared.down.columns($start, $stop)", "$shared.down.columns(*slices[$start == 0])"),), ("tests/cpu/test_merged_shared.py::test_a_wide_one_is_cut_into_several",),
+        (Edit("_split_by_width", "$shared.down.columns($start, $stop)", "$shared.down.columns(*slices[$start == 0])"),), ("tests/cpu/test_merged_shared.py::test_large_shared_expert_is_split",),
     ),
     Mutant(
         "merged: other blocks taken for alike", "stages/shared.py",
-        (Edit("_concatenated", "$storage != $routed_storage", "False"),), ("tests/cpu/test_merged_shared.py::test_weights_that_are_stored_in_another_way_are_refused",),
+        (Edit("_concatenated", "$storage != $routed_storage", "False"),), ("tests/cpu/test_merged_shared.py::test_incompatible_shared_weights_refused",),
     ),
     Mutant(
         "merged: a swap drops the shared expert", "stages/shared.py",
@@ -1308,7 +1308,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "merged: over ranks too", "sharing.py",
-        (Edit("_cannot_merge", "$dispatcher != 'local'", "False"),), ("tests/cpu/test_merged_shared.py::test_what_a_plan_says_of_a_merged_one",),
+        (Edit("_cannot_merge", "$dispatcher != 'local'", "False"),), ("tests/cpu/test_merged_shared.py::test_plan_describes_merged_shared_expert",),
     ),
     Mutant(
         "shared expert's gate dropped", "stages/shared.py",
@@ -1467,7 +1467,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a format without a kernel written as another", "ops/quantize.py",
-        (Edit("ActivationFormat.write", "raise _no_kernel(self)", "_CASTS[0].write(source, out)"),), ("tests/cpu/test_small_kernels.py::test_an_activation_format_without_a_kernel_is_refused",),
+        (Edit("ActivationFormat.write", "raise _no_kernel(self)", "_CASTS[0].write(source, out)"),), ("tests/cpu/test_small_kernels.py::test_activation_format_without_kernel_refused",),
     ),
     # Activations in eight bits.
     Mutant(
@@ -1484,19 +1484,19 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "scales across of the first K block", "kernels/w4a8.py",
-        (Edit("_sum_over_k", "$DEPTH * $scale_stride", "0 * $scale_stride"),), _FOUR,
+        (Edit("_sum_over_k", "DEPTH * scale_stride", "0 * scale_stride"),), _FOUR,
     ),
     Mutant(
         "tokens of a step's first K block", "kernels/w4a8.py",
         (Edit(
             "_load_block",
-            "_load_tokens($pointers.x + $AT * (2 * $HALF), $valid, $BLOCK_T)",
-            "_load_tokens($pointers.x + 0 * (2 * $HALF), $valid, $BLOCK_T)",
+            "_load_tokens(pointers.x + $AT * (2 * $HALF), $valid, $BLOCK_T)",
+            "_load_tokens(pointers.x + 0 * (2 * $HALF), $valid, $BLOCK_T)",
         ),), _FOUR,
     ),
     Mutant(
         "the last of an odd number of K blocks dropped", "kernels/w4a8.py",
-        (Edit("_sum_over_k", "$FORMAT.k_blocks % $DEPTH", "0"),), _FOUR,
+        (Edit("_sum_over_k", "FORMAT.k_blocks % DEPTH", "0"),), _FOUR,
     ),
     Mutant(
         "scales across in the order of the tokens", "experts/triton/packed.py",

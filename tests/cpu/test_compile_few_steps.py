@@ -80,11 +80,11 @@ print("RESULT" + json.dumps(found))
 @pytest.fixture(scope="module")
 def compiled(request: pytest.FixtureRequest) -> dict[int, Any]:
     asked = [list(case) for case in CASES]
-    return compile_selected(request, "test_products_of_one_to_three_steps_compile", _PROGRAM, asked)
+    return compile_selected(request, "test_kernels_compile_with_few_steps", _PROGRAM, asked)
 
 
 @grid(CASES, lambda major, _, act, *__: [major, (major == 9, act)], lambda major, w, act, _: f"sm{major}0-{w}-{act}")
-def test_products_of_one_to_three_steps_compile(compiled: dict[int, Any], index: int) -> None:
+def test_kernels_compile_with_few_steps(compiled: dict[int, Any], index: int) -> None:
     major, weights, activations, _ = CASES[index]
     names, steps, count, failed = compiled[index]
     assert not failed

@@ -12,7 +12,7 @@ from ptx import LANES, WORD, run
 
 
 @pytest.mark.parametrize("quarter", range(4))
-def test_every_code_of_both_parts_finds_its_number(quarter: int) -> None:
+def test_every_code_looks_up_its_value(quarter: int) -> None:
     made, met = torch.Generator().manual_seed(quarter), set()
     for _ in range(40):
         words = torch.randint(0, WORD + 1, (LANES,), generator=made)

@@ -66,7 +66,8 @@ for weights, activations, hidden, carried, combine in json.load(sys.stdin):
     for variant in launches.found.values():
         # Of the others those that store rows at their owners, or say where that is.
         sorts = getattr(variant.arguments.get("FORMAT"), "element_bytes", 0)
-        stores = variant.arguments.get("PLACED") or sorts
+        row_map = getattr(variant.arguments.get("ROWS"), "row_map", variant.arguments.get("PLACED"))
+        stores = row_map or sorts
         if variant.kernel.__module__ != "collegium.kernels.peer" and not stores:
             continue
         made = variant.compile(launches.target)

@@ -5,7 +5,7 @@ from .all_to_all import AllToAllKind
 from .all_to_all_fixed import AllToAllFixedKind
 from .base import Dispatcher, DispatcherKind, SymmetricDispatcher
 from .local import Local, LocalKind
-from .partial import PartialKind
+from .partial import Partial, PartialKind
 from .symm_mem import SymmMemKind
 from .table import DISPATCHERS, wrapped_for
 
@@ -18,6 +18,7 @@ __all__ = [
     "DispatcherKind",
     "Local",
     "LocalKind",
+    "Partial",
     "PartialKind",
     "SymmMemKind",
     "SymmetricDispatcher",

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from .decode import CodeMatrix, PlainMatrix
 
-__all__ = ["COLUMNS", "TASK", "TENSORS", "FusedMatrix", "as_fused", "missing_requirement", "scratch_bytes"]
+__all__ = ["COLUMNS", "TASK", "FusedMatrix", "as_fused", "missing_requirement", "scratch_bytes"]
 
 TASK = 64  # rows of weights that are decoded at once
 COLUMNS = 32  # columns of a tile
