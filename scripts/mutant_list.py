@@ -1168,19 +1168,19 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the unit of a K block forgotten", "kernels/grouped_gemm.py",
-        (Edit("_add_with_one_factor", "return epilogue(product, ASM), factor", "return epilogue(product, ASM), unit"),), ("tests/cpu/test_grouped_gemm.py",),
+        (Edit("_add_with_one_factor", "return wait_for_products(product, ASM), factor", "return wait_for_products(product, ASM), unit"),), ("tests/cpu/test_grouped_gemm.py",),
     ),
     Mutant(
         "minima in the unit of codes", "kernels/grouped_gemm.py",
         (Edit(
             "_add_decoded",
-            "(dot($operand, $block.sums, in_units($acc, $unit, $factor, $ASM), $ASM), $factor)",
-            "(dot($operand, $block.sums, in_units($acc, $unit, $factor, $ASM), $ASM), $unit)",
+            "(dot($operand, $block.sums, rescale_sum($acc, $unit, $factor, $ASM), $ASM), $factor)",
+            "(dot($operand, $block.sums, rescale_sum($acc, $unit, $factor, $ASM), $ASM), $unit)",
         ),), ("tests/cpu/test_grouped_gemm.py",),
     ),
     Mutant(
         "integers a 64th", "kernels/grouped_gemm.py",
-        (Edit("_scale_and_add_bias", "divisor($tokens.x.dtype.element_ty == tl.float16)", "1.0"),), ("tests/cpu/test_grouped_gemm.py",),
+        (Edit("_scale_and_add_bias", "integer_divisor($tokens.x.dtype.element_ty == tl.float16)", "1.0"),), ("tests/cpu/test_grouped_gemm.py",),
     ),
     Mutant(
         "minima beside a zero half kept", "experts/triton/packing/gguf.py",
@@ -1247,7 +1247,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "quarters joined in another order", "kernels/decode.py",
         (Edit(
-            "joined",
+            "join_quarters",
             "tl.join(tl.join($a0, $a2), tl.join($a1, $a3))",
             "tl.join(tl.join($a0, $a1), tl.join($a2, $a3))",
         ),), ("tests/cpu/test_grouped_gemm.py::test_experts_against_the_reference",),

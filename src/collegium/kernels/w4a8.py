@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from . import enums
 from .activation import activate
-from .decode import epilogue, upper_scale
+from .decode import upper_scale, wait_for_products
 from .tiles import dot, split_gate_up, store_rows, tile_prologue, token_at
 from .w4a8_ptx import DECODE_E2M1_E4M3, DECODE_E2M1_E8M0, DECODE_INT4
 
@@ -434,7 +434,7 @@ def _add_blocks(
         block = _Block(words=words, scales=scales, x=x, x_scale=x_scale)
         acc = _add_block(acc, block, valid, FORMAT, WARPS, ASM)
     CONTINUES: tl.constexpr = _scales_operand(FORMAT.weight) and not _has_x_block_scale(FORMAT.x_scale)
-    return epilogue(acc, ASM) if CONTINUES else acc
+    return wait_for_products(acc, ASM) if CONTINUES else acc
 
 
 @triton.jit
