@@ -32,7 +32,7 @@ from .planning import plan
 from .problem import DeviceFacts, Limits, Overrides, Problem
 from .runtime.arguments import Dtype, dtype_name, refuse_others
 from .runtime.devices import plain_torch, probe
-from .stages.shared import merge_shared
+from .stages.shared import merge_shared, slice_shared
 from .types import ExpertWeights, LatentWeights, MoESpec, RouterWeights, SharedWeights
 
 __all__ = [
@@ -118,6 +118,8 @@ def assemble(
     if shared is not None and layer_plan.merged_shared_experts:
         weights = merge_shared(layer_plan, weights, shared)
         shared = None
+    elif shared is not None and layer_plan.problem.shared_slices > 1:
+        shared = slice_shared(layer_plan, shared)
     return MoELayer(weights, layer_plan, router=router, shared=shared, latent=latent, checked=checked)
 
 

@@ -22,8 +22,8 @@ from .planning import kernel_named
 from .problem import ExpertsProblem
 from .runtime.checksum import Key, combined_checksum, tensor_checksum
 from .runtime.devices import plain_torch
-from .stages.shared import split_shared
-from .types import ExpertWeights
+from .stages.shared import SharedExpert, slice_shared, split_shared
+from .types import ExpertWeights, SharedWeights
 
 __all__ = ["UpdateSummary", "WeightUpdater", "experts_between"]
 
@@ -260,7 +260,9 @@ class WeightUpdater:
             first = plan.problem.slots
             packed = _pack(kernel_named(plan.kernel), split_shared(weights, count), plan.routed_problem.routed)
             layer.experts.put_all(range(first, first + count), packed)
-        elif layer.shared is not None:
+        elif isinstance(layer.shared, SharedExpert):
+            if plan.problem.shared_slices > 1:
+                weights = slice_shared(plan, SharedWeights(experts=weights)).experts
             weights = replace(weights, input_reach=layer.shared.experts.input_reach)
             packed = _pack(kernel_named(str(plan.shared_kernel)), weights, plan.problem.shared())
             layer.shared.experts.put_all([0], packed)

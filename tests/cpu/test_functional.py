@@ -450,3 +450,36 @@ def test_ranks_that_return_parts_take_quantised_tokens() -> None:
         part = replace(made, gate_up=made.gate_up[half], down=made.down[half])
         total += MoELayer(part, plan(problem, overrides)).run_quantized(codes, scale, routing)
     assert relative_error(total, truth_of(tokens, made, ids, weights)) < 0.05
+
+
+@pytest.mark.parametrize("kernel", ["reference", "cpu_grouped"])
+def test_another_clamp_without_packing_again(kernel: str) -> None:
+    made = random_experts(E, 2, INNER, H, seed=1)
+    shared = random_experts(1, 2, INNER, H, seed=7)
+    spec = MoESpec(
+        hidden_size=H,
+        intermediate_size=INNER,
+        num_experts=E,
+        routing=RoutingSpec(top_k=K),
+        weight_format="fp32",
+        shared=SharedSpec(intermediate_size=INNER),
+    )
+    problem = Problem(spec=spec, device=probe("cpu"), limits=Limits(max_tokens=16), dtype="fp32")
+    layer = MoELayer(made, plan(problem, Overrides(kernel=kernel)), shared=SharedWeights(experts=shared))
+    ids, weights = routing_of()
+    routing = Routing(topk_ids=ids, topk_weights=weights)
+    x = heavy_tailed(T, H, seed=5)
+    before = layer(x, routing=routing)
+    one = torch.zeros(T, 1, dtype=torch.int64)
+    for activation in (ActivationSpec(limit=0.5), ActivationSpec(kind="swiglu_oai", limit=2.0, alpha=1.3), SWIGLU):
+        other = layer.with_activation(activation)
+        wanted = truth_of(x, made, ids, weights, activation) + truth_of(x, shared, one, torch.ones(T, 1), activation)
+        assert relative_error(other(x, routing=routing), wanted) < 1e-5
+        assert other.plan.problem.spec.activation == activation
+        assert activation.limit is None or f"limit {activation.limit:g}" in other.plan.explain()
+        assert {t.data_ptr() for t in other.experts.slots()} == {t.data_ptr() for t in layer.experts.slots()}
+    assert torch.equal(layer(x, routing=routing), before)
+    with pytest.raises(InputError, match="found relu2 for a layer with a gate"):
+        layer.with_activation(ActivationSpec(kind="relu2"))
+    with pytest.raises(PlanError, match="fast=True was requested"):
+        layer.with_activation(ActivationSpec(fast=True))

@@ -18,9 +18,10 @@ from ..runtime.memory import Memory, Workspaces
 from ..runtime.packed_module import PackedModule
 from ..stages.call import Call
 from ..stages.latent import Latent
+from ..stages.modules import InputTransform, SharedModule
 from ..stages.router import Choose, Router
 from ..stages.shared import SharedExpert
-from ..types import MoESpec, RouterWeights
+from ..types import MoESpec, RouterModule, RouterWeights
 from .context import ExecutionContext, build_context
 from .executor import Executor
 
@@ -42,13 +43,14 @@ class PlannedModule(PackedModule):
     the device; None: every pass allocates fresh memory.
     """
 
-    packed_names = ("experts", "shared", "router", "latent")
+    packed_names = ("experts", "shared", "router", "gate", "latent")
     plan: Plan
     spec: MoESpec
     experts: PackedWeights
-    shared: SharedExpert | None
+    shared: SharedExpert | SharedModule | None
     router: RouterWeights | None
-    latent: Latent | None
+    gate: RouterModule | None
+    latent: Latent | InputTransform | None
     choose: Choose | None
     after_expert: Callable[[Tensor], Tensor] | None
     checked: bool
@@ -78,7 +80,9 @@ class PlannedModule(PackedModule):
         """Create an executor for the layer's present options, without recorded launches."""
         executor = Executor(
             self._context,
-            router=Router(spec=self.spec, weights=self.router, choose=self.choose, checked=self.checked),
+            router=Router(
+                spec=self.spec, weights=self.router, module=self.gate, choose=self.choose, checked=self.checked
+            ),
             shared=self.shared,
             latent=self.latent,
             workspaces=self.workspaces,
