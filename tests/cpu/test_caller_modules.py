@@ -33,6 +33,7 @@ from collegium import (
 )
 from collegium.graphs import capture
 from collegium.parallel.placement import expert_ids_of, linear
+from collegium.runtime import custom_op
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
 from raising import raises_with
 from ranks import run_ranks
@@ -137,7 +138,7 @@ def test_a_shared_expert_of_the_caller() -> None:
     assert relative_error(runner(x[:7], routing=few), layer(x[:7], routing=few)) < 1e-6
 
 
-def test_outputs_apart_of_a_planned_shared_expert() -> None:
+def test_outputs_apart_of_a_planned_shared_expert(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = spec_of(shared=SharedSpec(intermediate_size=WIDE))
     layer = layer_of(spec, options={"shared": SharedWeights(experts=BLOCK)}, out_dtype="bf16")
     x, routing = inputs()
@@ -153,7 +154,10 @@ def test_outputs_apart_of_a_planned_shared_expert() -> None:
         assert torch.equal(found.view(3, 3, H), wanted)
     outputs = [torch.empty(T, H, dtype=torch.bfloat16) for _ in range(2)]
     call = (x, None, routing.topk_ids, routing.topk_weights, None, None, layer.handle, outputs)
-    torch.library.opcheck(torch.ops.collegium.moe_layer_apart, call)
+    with monkeypatch.context() as patch:
+        # The check copies all inputs, and a copied handle names no layer.
+        patch.setattr(custom_op, "_layer_of", lambda _: layer)
+        torch.library.opcheck(torch.ops.collegium.moe_layer_apart, call)
     plain = layer_of()
     nothing, sums = plain.shared_and_routed(x, routing=routing)
     assert nothing is None
