@@ -47,9 +47,9 @@ def dequantize_kernel(
     GROUP_SIZE: tl.constexpr = BLOCK_K // GROUPS
     matrix = tl.program_id(1).to(tl.int64)
     block = tl.program_id(0) // row_tiles
-    row = tl.program_id(0) % row_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = row < n_out
-    row = tl.minimum(row, n_out - 1)
+    position = tl.program_id(0) % row_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = position < n_out
+    row = tl.minimum(position, n_out - 1)
     j = tl.arange(0, QUARTER)
     codes += ((matrix * K_BLOCKS + block) * n_out + row)[:, None] * (QUARTER * (2 if EIGHT_BITS else 1)) + j[None, :]
     lanes = tl.load(codes)
@@ -63,7 +63,8 @@ def dequantize_kernel(
     elif TABLE:
         for i in tl.static_range(GROUPS):
             group = GROUPS * block + i
-            group_inside = (inside & (group < groups))[:, None]
+            # The condition of a program goes into a bound: Triton's interpreter refuses a mask made with a scalar.
+            group_inside = (position < tl.where(group < groups, n_out, 0))[:, None]
             tl.store((factors + group * n_out)[:, None], group_factors[i * 4 // GROUPS], mask=group_inside)
     out += (matrix * n_out + row)[:, None] * (k_in * (2 if TABLE else 1)) + j[None, :]
     for quarter in tl.static_range(4):
