@@ -1078,30 +1078,30 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "row scale dropped", "kernels/w4a8.py",
         (Edit(
-            "w4a8_tile",
-            "tl.load(weights.row_scale + $expert * ($row_tiles * 64) + tl.minimum($n_first + $n, $last_row))[:, None]",
+            "_scale_rows",
+            "tl.load(weights.row_scale + $expert * ($row_tiles * 64) + tl.minimum($n, $last_row))[:, None]",
             "1.0",
         ),), _FOUR,
     ),
     Mutant(
         "row scale of the neighbouring row", "kernels/w4a8.py",
         (Edit(
-            "w4a8_tile",
-            "tl.minimum($n_first + $n, $last_row)",
-            "tl.maximum(tl.minimum($n_first + $n, $last_row) - 1, 0)",
+            "_scale_rows",
+            "tl.minimum($n, $last_row)",
+            "tl.maximum(tl.minimum($n, $last_row) - 1, 0)",
         ),), _FOUR,
     ),
     Mutant(
         "scales of two quarters swapped (INT4, E4M3 rows)", "kernels/w4a8.py",
         (Edit(
-            "_quarter_sum",
+            "_product_of_quarters",
             "$pair if $quarter % 2 else $pair << 16",
             "$pair << 16 if $quarter % 2 else $pair",
         ),), _FOUR,
     ),
     Mutant(
         "tokens of the neighbouring quarter (INT4, E4M3 rows)", "kernels/w4a8.py",
-        (Edit("_quarter_sum", "$quarter * $STEP", "($quarter ^ 1) * $STEP"),), _FOUR,
+        (Edit("_product_of_quarters", "$quarter * $STEP", "($quarter ^ 1) * $STEP"),), _FOUR,
     ),
     Mutant(
         "halves of a quarter swapped (INT4, E4M3 rows)", "experts/triton/packing/w4a8.py",
@@ -1168,19 +1168,19 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the unit of a K block forgotten", "kernels/grouped_gemm.py",
-        (Edit("_add_with_one_factor", "return epilogue(product, ASM), factor", "return epilogue(product, ASM), unit"),), ("tests/cpu/test_grouped_gemm.py",),
+        (Edit("_add_with_one_factor", "return wait_for_products(product, ASM), factor", "return wait_for_products(product, ASM), unit"),), ("tests/cpu/test_grouped_gemm.py",),
     ),
     Mutant(
         "minima in the unit of codes", "kernels/grouped_gemm.py",
         (Edit(
             "_add_decoded",
-            "(dot($operand, $block.sums, in_units($acc, $unit, $factor, $ASM), $ASM), $factor)",
-            "(dot($operand, $block.sums, in_units($acc, $unit, $factor, $ASM), $ASM), $unit)",
+            "(dot($operand, $block.sums, rescale_sum($acc, $unit, $factor, $ASM), $ASM), $factor)",
+            "(dot($operand, $block.sums, rescale_sum($acc, $unit, $factor, $ASM), $ASM), $unit)",
         ),), ("tests/cpu/test_grouped_gemm.py",),
     ),
     Mutant(
         "integers a 64th", "kernels/grouped_gemm.py",
-        (Edit("_scale_and_add_bias", "divisor($tokens.x.dtype.element_ty == tl.float16)", "1.0"),), ("tests/cpu/test_grouped_gemm.py",),
+        (Edit("_scale_and_add_bias", "integer_divisor($tokens.x.dtype.element_ty == tl.float16)", "1.0"),), ("tests/cpu/test_grouped_gemm.py",),
     ),
     Mutant(
         "minima beside a zero half kept", "experts/triton/packing/gguf.py",
@@ -1247,7 +1247,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "quarters joined in another order", "kernels/decode.py",
         (Edit(
-            "joined",
+            "join_quarters",
             "tl.join(tl.join($a0, $a2), tl.join($a1, $a3))",
             "tl.join(tl.join($a0, $a1), tl.join($a2, $a3))",
         ),), ("tests/cpu/test_grouped_gemm.py::test_experts_against_the_reference",),
@@ -1489,8 +1489,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "tokens of a step's first K block", "kernels/w4a8.py",
         (Edit(
-            "_add_blocks",
-            "_load_tokens(pointers.x + $at * (2 * $HALF), $valid, $BLOCK_T)",
+            "_load_block",
+            "_load_tokens(pointers.x + $AT * (2 * $HALF), $valid, $BLOCK_T)",
             "_load_tokens(pointers.x + 0 * (2 * $HALF), $valid, $BLOCK_T)",
         ),), _FOUR,
     ),
@@ -1650,24 +1650,24 @@ _DEVICE: tuple[Mutant, ...] = (
         (Edit("E4M3_TO_BF16_UNSCALED", "0x7B807B80", "0x7C007C00", text=True),), _GPU,
     ),
     Mutant(
-        "sign of the second half dropped (MXFP4, E4M3 rows, device)", "kernels/w4a8.py",
-        (Edit("_HALVES", "shl.b32 s, $W, 4;", "shl.b32 s, $W, 5;", text=True),), _GPU_FOUR,
+        "sign of the second half dropped (MXFP4, E4M3 rows, device)", "kernels/w4a8_ptx.py",
+        (Edit("DECODE_E2M1_E8M0", "shl.b32 second_signs, $2, 4;", "shl.b32 second_signs, $2, 5;", text=True),), _GPU_FOUR,
     ),
     Mutant(
         "scale of the neighbouring exponent (MXFP4, E4M3 rows, device)", "kernels/w4a8.py",
-        (Edit("_decode", "$d * 16843009 + 471340048", "$d * 16843009 + 471340056"),), _GPU_FOUR,
+        (Edit("_decode_e2m1_e8m0", "$scale * 16843009 + 471340048", "$scale * 16843009 + 471340056"),), _GPU_FOUR,
     ),
     Mutant(
-        "-8 read as -7 (INT4, E4M3 rows, device)", "kernels/w4a8.py",
-        (Edit("_TWO", "b, 0xCACCCED0, 0xB8C0C4C8, {0};", "b, 0xCACCCECE, 0xB8C0C4C8, {0};", text=True),), _GPU_FOUR,
+        "-8 read as -7 (INT4, E4M3 rows, device)", "kernels/w4a8_ptx.py",
+        (Edit("DECODE_INT4", "0xCACCCED0, 0xB8C0C4C8, first;", "0xCACCCECE, 0xB8C0C4C8, first;", text=True),), _GPU_FOUR,
     ),
     Mutant(
-        "second operand dropped (NVFP4, E4M3 rows, device)", "kernels/w4a8.py",
-        (Edit("_E4M3_ASM", "sub.u32 $3, $1, b;", "sub.u32 $3, $1, $1;", text=True),), _GPU_FOUR,
+        "second operand dropped (NVFP4, E4M3 rows, device)", "kernels/w4a8_ptx.py",
+        (Edit("DECODE_E2M1_E4M3", "sub.u32 $3, $1, second_values;", "sub.u32 $3, $1, $1;", text=True),), _GPU_FOUR,
     ),
     Mutant(
         "the neighbouring group's scale (E4M3 rows, device)", "kernels/w4a8.py",
-        (Edit("_byte_of", "$which + 17472", "($which ^ 1) + 17472"),), _GPU_FOUR,
+        (Edit("_scale_byte", "$index + 17472", "($index ^ 1) + 17472"),), _GPU_FOUR,
     ),
     Mutant(
         "the sum does not wait for a shared expert beside it", "runtime/side_stream.py",

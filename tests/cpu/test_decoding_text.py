@@ -88,7 +88,7 @@ def test_int4(dtype: torch.dtype, name: str) -> None:
         away = -(1024 + zeros) if dtype == torch.float16 else zeros / -64
         beside = [paired(*away[..., q].to(dtype)) for q in range(4)]
         found = decoded(text_of(f"INT4_TO_{name}"), both, beside, 4, dtype)
-        whole = decode.divisor(dtype == torch.float16)
+        whole = decode.integer_divisor(dtype == torch.float16)
         assert all(torch.equal(found[q] * whole, (codes - zeros)[..., q].float()) for q in range(4))
 
 
@@ -101,7 +101,7 @@ def test_int8(dtype: torch.dtype, name: str) -> None:
         away = -(1024 + zeros) if dtype == torch.float16 else zeros / -64
         beside = [paired(*away[..., q].to(dtype)) for q in range(2)]
         found = decoded(text_of(f"INT8_TO_{name}"), both, beside, 2, dtype)
-        whole = decode.divisor(dtype == torch.float16)
+        whole = decode.integer_divisor(dtype == torch.float16)
         assert all(torch.equal(found[q] * whole, (codes - zeros)[..., q].float()) for q in range(2))
         met |= {(q, code) for q in range(2) for code in codes[..., q].flatten().tolist()}
     assert len(met) == 512

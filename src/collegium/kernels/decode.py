@@ -31,17 +31,17 @@ from .decode_ptx import (
 )
 
 __all__ = [
-    "decoded",
-    "divisor",
-    "epilogue",
+    "decode_block",
     "has_minima",
-    "in_units",
-    "is_running",
-    "is_whole",
-    "joined",
+    "has_one_factor",
+    "has_running_scale",
+    "integer_divisor",
+    "join_quarters",
+    "load_tables",
     "look_up",
+    "rescale_sum",
     "upper_scale",
-    "words_of",
+    "wait_for_products",
 ]
 
 E4M3_LANES = tl.constexpr(enums.E4M3_LANES)
@@ -63,7 +63,7 @@ STEP_SCALE = tl.constexpr(enums.STEP_SCALE)
 
 
 @triton.constexpr_function
-def divisor(FP16):
+def integer_divisor(FP16):
     """Return the divisor of integers in the operands that they are decoded to."""
     return 1.0 if FP16 else 64.0
 
@@ -75,7 +75,7 @@ def _is_stepped(SCALE, WORDS):
 
 
 @triton.constexpr_function
-def is_whole(SCALE, WORDS):
+def has_one_factor(SCALE, WORDS):
     """Return whether the quarters of a K block share one factor, or have their factors in the operand."""
     return WORDS == 1 or _is_stepped(SCALE, WORDS)
 
@@ -87,7 +87,7 @@ def has_minima(SCALE, WORDS):
 
 
 @triton.constexpr_function
-def is_running(WEIGHT):
+def has_running_scale(WEIGHT):
     """Return whether a sum has a running scale, the factor of the columns added last: weights are integers."""
     return WEIGHT in (enums.INT4_LANES, enums.INT8_LANES)
 
@@ -223,12 +223,12 @@ def _negative_zero_point(word, lanes, ZERO: tl.constexpr, ZEROED: tl.constexpr, 
 def _minus_zero_point(codes, word, ZERO: tl.constexpr, ZEROED: tl.constexpr, FP16: tl.constexpr):
     """Return what the PTX of integers makes of ``codes [N, C]``."""
     zero = (word & 255)[:, None] if ZEROED else ZERO
-    return ((codes - zero).to(tl.float32) / divisor(FP16)).to(tl.float16 if FP16 else tl.bfloat16)
+    return ((codes - zero).to(tl.float32) / integer_divisor(FP16)).to(tl.float16 if FP16 else tl.bfloat16)
 
 
 @triton.jit
 def _int4_quarters(lanes, words, ZERO: tl.constexpr, ZEROED: tl.constexpr, FP16: tl.constexpr, ASM: tl.constexpr):
-    """Return four ``[N, C]``: (code - zero point) / ``divisor`` of each quarter; quarter q is in bits 4q to 4q + 3.
+    """Return four ``[N, C]``: (code - zero point) / ``integer_divisor`` of quarters q, in bits 4q to 4q + 3.
 
     words: four int32 ``[N]``, with the zero points of the quarters in the low bytes if ZEROED; otherwise all are ZERO.
     """
@@ -257,7 +257,10 @@ def _int4_quarters(lanes, words, ZERO: tl.constexpr, ZEROED: tl.constexpr, FP16:
 
 @triton.jit
 def _int8_halves(lanes, n0, n1, ZERO: tl.constexpr, ZEROED: tl.constexpr, FP16: tl.constexpr, ASM: tl.constexpr):
-    """Return two ``[N, C]``: (code - zero point) / ``divisor`` of low and high bytes; n0, n1 as ``_int4_quarters``."""
+    """Return two ``[N, C]``: (code - zero point) / ``integer_divisor`` of low and high bytes.
+
+    n0, n1: words of both, as in ``_int4_quarters``.
+    """
     if ASM:
         z0 = _negative_zero_point(n0, lanes, ZERO, ZEROED, FP16)
         z1 = _negative_zero_point(n1, lanes, ZERO, ZEROED, FP16)
@@ -332,7 +335,7 @@ def _times_step(codes, steps, QUARTER: tl.constexpr):
 
 
 @triton.jit
-def words_of(first, PROJECTIONS: tl.constexpr, ASM: tl.constexpr):
+def load_tables(first, PROJECTIONS: tl.constexpr, ASM: tl.constexpr):
     """Return the tables ``[PROJECTIONS, 16]`` of an expert in the form that ``look_up`` takes.
 
     That is their address ``first``, and on the device one word for each lane of the warp, which any lane can read.
@@ -447,7 +450,7 @@ def _upper_half(words):
 
 
 @triton.jit
-def joined(a0, a1, a2, a3):
+def join_quarters(a0, a1, a2, a3):
     """Return the quarters ``[N, C]`` of a K block as ``[N, 4 C]``."""
     # By views alone: then the operand is built in registers, in its layout.
     both = tl.join(tl.join(a0, a2), tl.join(a1, a3))
@@ -457,7 +460,7 @@ def joined(a0, a1, a2, a3):
 @triton.jit
 def _minima(m0, m1, m2, m3):
     """Return float16 ``[N, 32]``, the operand that multiplies sums: each of four ``[N]`` eight times."""
-    # By views alone, not from column indices, as ``joined``.
+    # By views alone, not from column indices, as ``join_quarters``.
     both = tl.join(tl.join(m0, m2), tl.join(m1, m3))
     rows: tl.constexpr = m0.shape[0]
     return tl.reshape(tl.broadcast_to(tl.reshape(both, (rows, 4, 1)), (rows, 4, 8)), (rows, 32))
@@ -502,7 +505,7 @@ def _group_factors(words, SCALE: tl.constexpr, WORDS: tl.constexpr):
 
 
 @triton.jit
-def decoded(
+def decode_block(
     lanes,
     lanes1,
     scale,
@@ -518,10 +521,11 @@ def decoded(
     lanes: int16 ``[N, C]``; lanes1: the second halves of lanes of two codes. scale: ``[N]``, pointers to the first of
     WORDS words of scales, ``stride`` apart.
 
-    Quarters: four ``[N, C]``. Factors: float32 ``[N, 1]``, four or one for the K block (``is_whole``), of integers,
-    which are over ``divisor`` and without zero point; floating-point codes have the scales of groups in the quarters.
-    Minima, if ``has_minima``: float16 ``[N, 32]``, the operand that multiplies sums, and its factor. Codes that index a
-    table have factors alone; ``look_up`` returns their quarters. The rest is unspecified, and the compiler drops it.
+    Quarters: four ``[N, C]``; integers without their zero point and divided by ``integer_divisor``, floating-point
+    codes times the scales of groups. Factors, of integers alone: float32 ``[N, 1]``, four, or one for the K block
+    (``has_one_factor``). Minima, if ``has_minima``: float16 ``[N, 32]``, the operand that multiplies sums, and its
+    factor. Codes that index a table have factors alone; ``look_up`` returns their quarters. The rest is unspecified,
+    and the compiler removes it.
     """
     if (WEIGHT == E2M1_LANES) or (WEIGHT == E4M3_LANES):
         quarters = _decode_floats(lanes, lanes1, scale, WEIGHT, SCALE, FP16, ASM)
@@ -600,7 +604,7 @@ def _decode_integers(
 
 
 @triton.jit
-def in_units(acc, unit, factor, ASM: tl.constexpr):
+def rescale_sum(acc, unit, factor, ASM: tl.constexpr):
     """Return ``acc [N, T]``, a multiple of ``unit [N, 1]``, as a multiple of ``factor [N, 1]``: acc * unit / factor.
 
     No factor is zero. An empty sum has 0 for its unit.
@@ -613,7 +617,7 @@ def in_units(acc, unit, factor, ASM: tl.constexpr):
 
 
 @triton.jit
-def epilogue(acc, ASM: tl.constexpr):
+def wait_for_products(acc, ASM: tl.constexpr):
     """Return ``acc`` once its products are complete: until then the registers of their first operand must not change.
 
     Triton 3.6 lets the last product of a loop's step run on while the next step decodes into the registers it reads.

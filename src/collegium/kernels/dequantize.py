@@ -7,7 +7,7 @@ there: nothing is rounded, so a row has the same bits whichever kernel decoded i
 import triton
 import triton.language as tl
 
-from .decode import BLOCK_SCALE, E4M3_LANES, TABLE_LANES, decoded, look_up, words_of
+from .decode import BLOCK_SCALE, E4M3_LANES, TABLE_LANES, decode_block, load_tables, look_up
 
 __all__ = ["dequantize_kernel"]
 
@@ -55,7 +55,7 @@ def dequantize_kernel(
     lanes = tl.load(codes)
     more_lanes = tl.load(codes + QUARTER) if EIGHT_BITS else lanes
     words = scale + (matrix * K_BLOCKS + block) * (WORDS * n_out) + row
-    quarters, group_factors, _ = decoded(lanes, more_lanes, words, n_out, WEIGHT, SCALE, WORDS, HALF, ASM)
+    quarters, group_factors, _ = decode_block(lanes, more_lanes, words, n_out, WEIGHT, SCALE, WORDS, HALF, ASM)
     factors += matrix * groups * n_out + row
     if SCALE == BLOCK_SCALE:
         factor = tl.load(scale + (matrix * scale_rows + row // 128) * K_BLOCKS + block)
@@ -71,7 +71,7 @@ def dequantize_kernel(
         column = block * BLOCK_K + quarter * QUARTER
         quarter_inside = inside[:, None] & (column + j < k_in)[None, :]
         if TABLE:
-            large, small = look_up(lanes, words_of(table + matrix * 16, 1, ASM), 0, False, quarter, HALF, ASM)
+            large, small = look_up(lanes, load_tables(table + matrix * 16, 1, ASM), 0, False, quarter, HALF, ASM)
             tl.store(out + (column + column // GROUP_SIZE * GROUP_SIZE), large, mask=quarter_inside)
             tl.store(out + (column + column // GROUP_SIZE * GROUP_SIZE + GROUP_SIZE), small, mask=quarter_inside)
         else:
