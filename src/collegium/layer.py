@@ -33,7 +33,7 @@ from .runtime.warm_up import compile_batches, run_all_paths, sizes_for
 from .stages.call import Call, checked_call
 from .stages.checks import check_after_expert, check_input, check_weights, output_for
 from .stages.latent import latent_of
-from .stages.modules import InputTransform, RowFunction, SharedModule, module_name
+from .stages.modules import InputTransform, RowFunction, module_names, refuse_gradients
 from .stages.quantized_input import code_scales, dequantized
 from .stages.router import Choose, autocast_disabled, router_of
 from .stages.shared import SharedExpert, check_apart, check_shared_unchanged, shared_of
@@ -93,12 +93,14 @@ class MoELayer(PlannedModule):
         self.choose = choose
         self.router, self.gate = router_of(problem.spec, router)
         self.latent = latent_of(problem, latent)
-        self._has_shared = shared is not None or problem.spec.shared is not None
+        self.caller_modules = module_names(self.gate, shared, self.latent)
         self.after_expert = after_expert
         packed = kernel_named(plan.kernel).pack(weights, plan.routed_problem.routed)
         self.experts = with_measured_tiles(packed, problem)
         self._device = weights.down.device
         self._build(plan)
+        for group in plan.groups:
+            rendezvous_of(group).agree({"modules": sorted(self.caller_modules)}, "MoELayer: modules of the caller")
         self.identify(self._device, DTYPES[problem.dtype])
 
     @plain_torch()
@@ -145,8 +147,14 @@ class MoELayer(PlannedModule):
             )
         forced = replace(old.overrides, kernel=old.kernel, dispatcher=old.dispatcher)
         spec = replace(old.problem.spec, activation=activation)
-        layer = copy.copy(self)
         layer_plan = plan_layer(replace(old.problem, spec=spec), forced)
+        packed, needed = (old.down_kernel, old.shared_kernel), (layer_plan.down_kernel, layer_plan.shared_kernel)
+        if packed != needed:
+            raise InputError(
+                f"with_activation: with {activation} down and the shared expert need the kernels {needed}, they are "
+                f"packed for {packed}; load another layer with that activation"
+            )
+        layer = copy.copy(self)
         if isinstance(self.shared, SharedExpert):
             layer.__dict__["shared"] = self.shared.with_activation(layer_plan.problem.shared().activation)
         layer._continue_with(layer_plan, self.experts.with_activation(activation))
@@ -174,16 +182,9 @@ class MoELayer(PlannedModule):
         return latent.width if isinstance(latent, InputTransform) else self.spec.hidden_size
 
     @property
-    def caller_modules(self) -> dict[str, str]:
-        """Names of the functions and modules that the caller computes, by what they stand for."""
-        latent = self.latent.function if isinstance(self.latent, InputTransform) else None
-        shared = self.shared.function if isinstance(self.shared, SharedModule) else None
-        functions = {
-            "gate": None if self.gate is None else self.gate.gate,
-            "shared_experts": shared,
-            "routed_input_transform": latent,
-        }
-        return {name: module_name(function) for name, function in functions.items() if function is not None}
+    def has_router(self) -> bool:
+        """Whether the layer computes logits itself, with ``router`` or the caller's gate."""
+        return self.router is not None or self.gate is not None
 
     @property
     def nbytes(self) -> int:
@@ -192,9 +193,7 @@ class MoELayer(PlannedModule):
 
     def extra_repr(self) -> str:
         """Return the plan, and what packing rounded, as text."""
-        modules = ", ".join(f"{name} {function}" for name, function in self.caller_modules.items())
-        text = self.plan.explain() + (f"\nmodules    {modules}" if modules else "")
-        return text + self.experts.summary(self.plan.activation_format)
+        return self.plan.explain() + self.experts.summary(self.plan.activation_format)
 
     def forward(
         self,
@@ -276,7 +275,7 @@ class MoELayer(PlannedModule):
             self._executor.report_refusal(x, (router_logits, routing, token_ids, router_input), error)
             raise
         self._run(call)
-        if shared is None and self._has_shared:
+        if shared is None and self.has_shared:
             shared = torch.zeros_like(x, dtype=self.output_dtype, memory_format=torch.contiguous_format)
         return shared, routed
 
@@ -284,7 +283,9 @@ class MoELayer(PlannedModule):
         """Write the outputs of ``call``, as one operation where torch compiles."""
         if not torch.compiler.is_compiling():
             uncompiled_call()(self._executor.run, call)
-        elif call.shared_out is None:
+            return
+        refuse_gradients(self.gate, self.shared, self.latent)
+        if call.shared_out is None:
             torch.ops.collegium.moe_layer(*call[:-2], self.handle, call.out)
         else:
             torch.ops.collegium.moe_layer_apart(*call[:-2], self.handle, [call.out, call.shared_out])

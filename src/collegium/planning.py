@@ -63,6 +63,8 @@ class Plan:
     routed experts that the shared expert is split into; 0: it runs separately, or there is none. side_stream_tokens: up
     to how many tokens the shared expert runs on a side stream in a CUDA graph. overrides: what the caller forced.
     ranges_from_packing: the token ranges are not those that ``plan`` returned; see ``with_token_ranges``.
+    caller_modules: pairs of gate, shared_experts or routed_input_transform and the name of the caller's function for
+    it; set by the layer.
     """
 
     problem: Problem
@@ -82,6 +84,7 @@ class Plan:
     side_stream_tokens: int = 0
     overrides: Overrides = field(default_factory=Overrides, compare=False)
     ranges_from_packing: bool = False
+    caller_modules: tuple[tuple[str, str], ...] = ()
 
     @property
     def routed_problem(self) -> Problem:
@@ -149,8 +152,11 @@ class Plan:
             f"machine    {_device_text(self.problem.device)}",
             f"kernel     {self._kernel_text()}",
         ]
-        if spec.shared is not None:
+        if spec.shared is not None or "shared_experts" in dict(self.caller_modules):
             lines.append(f"shared     {self._shared_text()}")
+        if self.caller_modules:
+            modules = ", ".join(f"{name} {function}" for name, function in self.caller_modules)
+            lines.append(f"modules    {modules}, of the caller")
         lines += [f"batches    {self.batches()}", f"dispatch   {self._dispatch_text()}"]
         if compared is not None:
             lines.append(f"inputs     {compared}")

@@ -22,6 +22,7 @@ from .planning import kernel_named
 from .problem import ExpertsProblem
 from .runtime.checksum import Key, combined_checksum, tensor_checksum
 from .runtime.devices import plain_torch
+from .stages.modules import InputTransform
 from .stages.shared import SharedExpert, slice_shared, split_shared
 from .types import ExpertWeights, SharedWeights
 
@@ -109,6 +110,8 @@ class WeightUpdater:
         layer = self._layer
         self._slots = _experts_by_slot(layer)
         self._device = layer.experts.slots()[0].device
+        dense = {"router": layer.router, "latent": layer.latent}
+        absent = [name for name, owner in dense.items() if owner is None or isinstance(owner, InputTransform)]
         self._parameters = LayerParameters(
             layer.spec,
             self._candidates,
@@ -116,7 +119,7 @@ class WeightUpdater:
             slots=self._slots,
             placement=layer.plan.problem.placement or linear(layer.spec.num_experts),
             device=str(self._device),
-            router=layer.router is not None,
+            absent=absent,
         )
         self._sums: dict[Key, Tensor] = {}
 

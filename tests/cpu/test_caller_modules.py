@@ -15,6 +15,7 @@ from collegium import (
     ActivationSpec,
     InputError,
     LatentWeights,
+    LayerBuilder,
     Limits,
     MoELayer,
     MoESpec,
@@ -27,12 +28,13 @@ from collegium import (
     RoutingSpec,
     SharedSpec,
     SharedWeights,
+    WeightUpdater,
     merge_shared,
     plan,
     probe,
 )
 from collegium.graphs import capture
-from collegium.parallel.placement import expert_ids_of, linear
+from collegium.parallel.placement import expert_ids_of, linear, tensor_parallel
 from collegium.runtime import custom_op
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
 from raising import raises_with
@@ -122,7 +124,7 @@ def test_a_shared_expert_of_the_caller() -> None:
     assert shared is not None
     assert relative_error(shared, shared_truth(x)) < 1e-5
     assert relative_error(sums, routed_truth(x, routing)) < 1e-5
-    assert "modules    shared_experts Mlp" in repr(layer)
+    assert "shared     sequential\nmodules    shared_experts Mlp, of the caller\n" in layer.plan.explain()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x, routing=routing), found)
     for other in (copy.copy(layer), copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
@@ -180,7 +182,7 @@ def test_a_gate_of_the_caller(score: Any) -> None:
     layer = layer_of(spec, options={"router": router})
     assert torch.equal(layer.route(x).topk_ids, wanted.route(x).topk_ids)
     assert relative_error(layer(x), wanted(x)) < 1e-6
-    assert "modules    gate Gate" in repr(layer)
+    assert "modules    gate Gate, of the caller" in repr(layer)
     tuples = layer_of(
         spec,
         options={"router": replace(router, gate=lambda rows: (gate(rows), None))}
@@ -195,6 +197,8 @@ def test_a_gate_of_the_caller(score: Any) -> None:
     chosen = layer_of(spec, options={"router": router, "choose": lambda rows, logits, top_k: logits.topk(top_k)[::-1]})
     assert torch.equal(chosen.route(x).topk_ids, gate(x).topk(K).indices)
     layer.warm_up()
+    runner = capture(layer, budgets=(4, 8))
+    assert relative_error(runner(x[:7]), layer(x[:7])) < 1e-6
     if bias is not None:
         with pytest.raises(InputError, match="router: correction bias is missing"):
             layer_of(spec, options={"router": gate})
@@ -222,7 +226,11 @@ def test_an_input_transform_of_the_caller() -> None:
     same = layer_of(options={"latent": lambda rows: rows @ turned.T, "shared": module})
     wanted = routed_truth(x @ turned.T, routing) + shared_truth(x)
     assert relative_error(same(x, routing=routing), wanted) < 1e-5
-    assert "modules    shared_experts Mlp, routed_input_transform <lambda>" in repr(same)
+    assert "modules    shared_experts Mlp, routed_input_transform <lambda>, of the caller" in repr(same)
+    # Results may be views of any strides.
+    strided = layer_of(options={"latent": lambda rows: (turned @ rows.T).T, "shared": lambda rows: module(rows)[0].T.T})
+    turned_back = layer_of(options={"latent": lambda rows: rows @ turned.T, "shared": module})
+    assert relative_error(strided(x, routing=routing), turned_back(x, routing=routing)) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -254,11 +262,73 @@ def test_results_that_do_not_fit(options: dict[str, Any], text: str) -> None:
         ({}, {"router": torch.ones(E, H)}, "router: found a Tensor; allowed: RouterWeights"),
         ({}, {"latent": "x"}, "latent: found a str"),
         ({"latent_size": 32, "latent_norm_eps": 1e-6}, {"latent": nn.Identity()}, "without a norm of their sums"),
+        ({}, {"shared": Mlp(), "mode": "merged"}, r"a Mlp and Overrides\(shared='merged'\)"),
+        ({}, {"shared": Mlp(), "mode": "side_stream"}, r"a Mlp and Overrides\(shared='side_stream'\)"),
     ],
 )
 def test_modules_that_contradict_the_spec(spec: dict[str, Any], options: dict[str, Any], text: str) -> None:
+    overrides = Overrides(shared=options.get("mode"))
     with pytest.raises(InputError, match=text):
-        layer_of(spec_of(**spec), options=options)
+        layer_of(spec_of(**spec), overrides, options={key: options[key] for key in options if key != "mode"})
+
+
+def test_compiled_layers_refuse_modules_that_are_trained() -> None:
+    x, routing = inputs()
+    layer = layer_of(options={"shared": nn.Linear(H, H)})
+    compiled = torch.compile(layer, backend="aot_eager")
+    with pytest.raises(InputError, match="inference only: shared requires a gradient"):
+        compiled(x, routing=routing)
+    with torch.no_grad():
+        assert torch.equal(compiled(x, routing=routing), layer(x, routing=routing))
+
+
+def test_a_part_does_not_continue_as_another_rank() -> None:
+    made = random_experts(E, 2, INNER, H, seed=1)
+    plans = [
+        plan(
+            Problem(spec=spec_of(), device=probe("cpu"), dtype="fp32", placement=linear(E, rank, 2)),
+            Overrides(dispatcher="partial"),
+        )
+        for rank in range(2)
+    ]
+    layer = MoELayer(expert_ids_of(made, plans[1].problem.placement.expert_ids), plans[1], shared=Mlp())  # type: ignore[union-attr]
+    assert "shared     added by rank 0 alone" in layer.plan.explain()
+    with pytest.raises(InputError, match=r"replan: the plan has slice of the shared expert \(0, 1\), not None"):
+        layer.replan(plans[0], layer.experts)
+    without = MoELayer(expert_ids_of(made, plans[1].problem.placement.expert_ids), plans[1])  # type: ignore[union-attr]
+    without.replan(plans[0], without.experts)
+
+
+def test_layers_are_built_around_modules() -> None:
+    made = random_experts(E, 2, INNER, 32, seed=1)
+    transform = nn.Linear(H, 32, bias=False).requires_grad_(False)
+    options: dict[str, Any] = {"router": Gate(), "shared": Mlp(), "latent": transform}
+    spec = spec_of(latent_size=32)
+    builder = LayerBuilder(spec, device="cpu", dtype="fp32", limits=Limits(max_tokens=8), **options)
+    assert builder.names == ["weight"]
+
+    def load(target: LayerBuilder | WeightUpdater, factor: float) -> None:
+        target.load("weight", factor * made.gate_up.decode().flatten(1, 2), shard="w13")
+        target.load("weight", made.down.decode(), shard="w2")
+
+    load(builder, 1.0)
+    layer, x = builder.finish(), heavy_tailed(T, H, seed=5)
+    shared, sums = layer.shared_and_routed(x)
+    assert shared is not None
+    assert relative_error(shared, shared_truth(x)) < 1e-5
+    assert relative_error(sums, routed_truth(transform(x), layer.route(x), 32)) < 1e-5
+    updater = WeightUpdater(layer)
+    assert updater.names == ["weight"]
+    load(updater, 0.0)
+    updater.finish()
+    assert bool((layer.shared_and_routed(x)[1] == 0).all())
+    dummy = LayerBuilder(spec, device="cpu", dtype="fp32", **options).finish("dummy")
+    assert dummy.plan.caller_modules == layer.plan.caller_modules
+    assert dummy.shared_and_routed(x)[1].shape == (T, 32)
+    with pytest.raises(InputError, match=r"a function was passed as shared, and the spec has SharedSpec"):
+        LayerBuilder(spec_of(shared=SharedSpec(intermediate_size=WIDE)), device="cpu", shared=Mlp())
+    with raises_with(InputError, "unknown arguments ['gate']", "shared, latent"):
+        LayerBuilder(spec, device="cpu", gate=Gate())  # type: ignore[call-arg]
 
 
 def _ranks(rank: int) -> list[str]:
@@ -303,3 +373,62 @@ def _ranks(rank: int) -> list[str]:
 
 def test_over_ranks() -> None:
     assert run_ranks(_ranks, 2) == [[], []]
+
+
+def _transformed(rank: int) -> list[str]:
+    faults: list[str] = []
+    width = 32
+    made = random_experts(E, 2, INNER, width, seed=1)
+    down = heavy_tailed(width, H, seed=6) / 8
+    # Of the last two the ranks have the same tokens; of the last, each has slices of all experts.
+    for name, placement, tokens in (
+        ("all_to_all", linear(E, rank, 2), T + rank),
+        ("all_gather", linear(E, rank, 2), T + rank),
+        ("all_gather", Ranks.of(same_tokens=True).placement(E), T),
+        (None, tensor_parallel(E, rank, 2), T),
+    ):
+        weights: Any = expert_ids_of(made, placement.expert_ids)
+        if placement.tp_size > 1:
+            rows = slice(rank * INNER // 2, (rank + 1) * INNER // 2)
+            weights = replace(
+                weights,
+                gate_up=weights.gate_up.rows(rows.start, rows.stop),
+                down=weights.down.columns(rows.start, rows.stop),
+            )
+        problem = Problem(
+            spec=spec_of(latent_size=width),
+            device=probe("cpu"),
+            dtype="fp32",
+            limits=Limits(max_tokens=16),
+            placement=placement,
+        )
+        layer = MoELayer(
+            weights, plan(problem, Overrides(dispatcher=name)), router=Gate(), latent=lambda x: x @ down.T, shared=Mlp()
+        )
+        x = heavy_tailed(tokens, H, seed=tokens)
+        shared, sums = layer.shared_and_routed(x)
+        assert shared is not None
+        wanted = routed_truth(x @ down.T, layer.route(x), width)
+        for found, right in ((sums, wanted), (shared, shared_truth(x))):
+            if relative_error(found, right) > 1e-5:
+                faults.append(f"{layer.plan.dispatcher} {placement}: rank {rank} is {relative_error(found, right)} off")
+    return faults
+
+
+def test_transformed_inputs_over_ranks() -> None:
+    assert run_ranks(_transformed, 2) == [[], []]
+
+
+def _modules_of_one_rank(rank: int) -> str:
+    placement = linear(E, rank, 2)
+    problem = Problem(spec=spec_of(), device=probe("cpu"), dtype="fp32", placement=placement)
+    weights = expert_ids_of(random_experts(E, 2, INNER, H, seed=1), placement.expert_ids)
+    with pytest.raises(InputError) as caught:
+        MoELayer(weights, plan(problem, Overrides(dispatcher="all_to_all")), shared=Mlp() if rank else None)
+    return str(caught.value)
+
+
+def test_all_ranks_have_the_same_modules() -> None:
+    texts = run_ranks(_modules_of_one_rank, 2)
+    assert texts[0] == texts[1]
+    assert "modules of the caller: ranks 0 and 1 differ: modules [] and ['shared_experts']" in texts[0]

@@ -479,6 +479,11 @@ def test_another_clamp_without_packing_again(kernel: str) -> None:
         assert activation.limit is None or f"limit {activation.limit:g}" in other.plan.explain()
         assert {t.data_ptr() for t in other.experts.slots()} == {t.data_ptr() for t in layer.experts.slots()}
     assert torch.equal(layer(x, routing=routing), before)
+    # Compiled code runs the layer that it was compiled for.
+    other = layer.with_activation(ActivationSpec(limit=0.5))
+    for one in (layer, other):
+        compiled = torch.compile(one, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(x, routing=routing), one(x, routing=routing))
     with pytest.raises(InputError, match="found relu2 for a layer with a gate"):
         layer.with_activation(ActivationSpec(kind="relu2"))
     with pytest.raises(PlanError, match="fast=True was requested"):

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -40,10 +40,12 @@ class PlannedModule(PackedModule):
     creates another executor.
 
     plan: with the token ranges of the packed experts. workspaces: lends the memory of passes on a GPU to all layers of
-    the device; None: every pass allocates fresh memory.
+    the device; None: every pass allocates fresh memory. caller_modules: names of the functions and modules that the
+    caller computes, by what they stand for: gate, shared_experts, routed_input_transform.
     """
 
     packed_names = ("experts", "shared", "router", "gate", "latent")
+    caller_modules: dict[str, str]
     plan: Plan
     spec: MoESpec
     experts: PackedWeights
@@ -63,6 +65,7 @@ class PlannedModule(PackedModule):
 
     def _build(self, plan: Plan) -> None:
         """Build what runs ``self.experts`` as ``plan`` says; all ranks that share the experts call it together."""
+        plan = replace(plan, caller_modules=tuple(self.caller_modules.items()))
         context = build_context(plan, self.experts, self._device, self.after_expert)
         self.__dict__.update(
             plan=context.plan,
@@ -106,13 +109,18 @@ class PlannedModule(PackedModule):
         if built:
             self._renew_executor()
 
+    @property
+    def has_shared(self) -> bool:
+        """Whether the layer has a shared expert, maybe the caller's, which another rank may add."""
+        return self.spec.shared is not None or "shared_experts" in self.caller_modules
+
     def replan(self, plan: Plan, experts: PackedWeights) -> None:
         """Continue with ``experts``, packed for ``plan``, which may differ from the layer's plan in its placement.
 
         All ranks of the new placement call it together. CUDA graphs that captured the layer before are invalid. Raises
         InputError for a plan with another kernel, other formats or other sizes of an expert: ``swap`` packs experts.
         """
-        old, new = (_packing(layer_plan) for layer_plan in (self.plan, plan))
+        old, new = (_packing(layer_plan, shared=self.has_shared) for layer_plan in (self.plan, plan))
         different = [f"{name} {new[name]}, not {value}" for name, value in old.items() if new[name] != value]
         if different:
             raise InputError(
@@ -154,10 +162,15 @@ class PlannedModule(PackedModule):
         self.workspaces = workspaces
 
 
-def _packing(plan: Plan) -> dict[str, object]:
-    """Return, by name, what packed experts depend on, except how many there are and how large batches are."""
+def _packing(plan: Plan, *, shared: bool) -> dict[str, object]:
+    """Return, by name, what packed experts depend on, except how many there are and how large batches are.
+
+    shared: whether the layer has a shared expert.
+    """
     problem = plan.routed_problem.routed
     values = {field.name: getattr(problem, field.name) for field in fields(problem)}
     for name in ("experts", "tokens", "rows", "device"):
         values.pop(name)
+    if shared:
+        values["slice of the shared expert"] = plan.shared_slice if plan.adds_shared else None
     return {"kernel": plan.kernel, **values}

@@ -33,13 +33,12 @@ def _kind(layer: Any) -> tuple[Hashable, ...]:
 
     For layers over several ranks it has only what all ranks agree on, since they have to warm up the same layers.
     """
-    options = layer.router is None, layer.gate is None, layer.after_expert is None
+    if layer.caller_modules:
+        # A function of the caller may differ from that of any other layer. All ranks of a layer have the same ones.
+        return (id(layer),)
+    options = layer.router is None, layer.after_expert is None
     if layer.plan.groups:
         return layer.plan.problem, options
-    # A function of the caller may differ from that of any other layer.
-    modules = layer.gate, layer.latent, layer.shared
-    if layer.caller_modules:
-        return layer.plan, options, layer.experts.key, tuple(map(id, modules))
     shared = None if layer.shared is None else layer.shared.experts.key
     return layer.plan, options, layer.experts.key, shared
 
@@ -86,16 +85,12 @@ def _argument_kinds(layer: Any, x: torch.Tensor) -> Iterator[tuple[torch.Tensor 
     dtypes = tuple(dict.fromkeys((torch.float32, x.dtype)))
     for dtype, id_dtype in product(dtypes, (torch.int64, torch.int32)):
         yield None, ids.to(id_dtype), torch.ones(ids.shape, dtype=dtype, device=x.device), None, None
-    if (
-        layer.router is None
-        and layer.gate is None
-        and (routing.correction_bias or routing.hash_routing or routing.expert_scale)
-    ):
+    if not layer.has_router and (routing.correction_bias or routing.hash_routing or routing.expert_scale):
         return
     for dtype, id_dtype in product(dtypes, (torch.int64, torch.int32) if routing.hash_routing else (torch.int64,)):
         logits = torch.zeros(tokens, experts, dtype=dtype, device=x.device)
         yield logits, None, None, torch.zeros(tokens, dtype=id_dtype, device=x.device), None
-    if layer.router is not None or layer.gate is not None:
+    if layer.has_router:
         # The router's logits are float32, like the first logits above.
         token_ids = torch.zeros(tokens, dtype=torch.int64, device=x.device)
         yield None, None, None, token_ids, None if routing.input_norm_eps is None else x

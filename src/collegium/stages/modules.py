@@ -9,10 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import InputError
-from ..runtime.packed_module import check_tensors
+from ..runtime.packed_module import check_tensors, refuse_gradient
+from ..types import RouterModule, SharedWeights
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from ..runtime.memory import Memory
 
-__all__ = ["InputTransform", "RowFunction", "SharedModule", "module_name", "rows_of"]
+__all__ = ["InputTransform", "RowFunction", "SharedModule", "module_names", "refuse_gradients", "rows_of"]
 
 
 RowFunction = Callable[[Tensor], Any]
@@ -45,7 +46,37 @@ def rows_of(name: str, function: RowFunction, x: Tensor, width: int) -> Tensor:
     return rows
 
 
-def module_name(function: object) -> str:
+def module_names(gate: RouterModule | None, shared: object, latent: object) -> dict[str, str]:
+    """Return the names of the caller's functions and modules of a layer, by what they stand for.
+
+    shared, latent: as the layer was built with them, or None.
+    """
+    functions = {
+        "gate": None if gate is None else gate.gate,
+        "shared_experts": None if isinstance(shared, SharedWeights) else shared,
+        "routed_input_transform": latent.function if isinstance(latent, InputTransform) else None,
+    }
+    return {name: _name_of(function) for name, function in functions.items() if function is not None}
+
+
+def refuse_gradients(gate: RouterModule | None, shared: object, latent: object) -> None:
+    """Raise InputError if a module of the caller has parameters that require a gradient, while gradients are enabled.
+
+    For torch.compile, which runs the modules inside an operation whose results have no gradient: ``rows_of`` cannot
+    tell there. shared, latent: of a layer.
+    """
+    functions = {
+        "router": None if gate is None else gate.gate,
+        "shared": shared.function if isinstance(shared, SharedModule) else None,
+        "latent": latent.function if isinstance(latent, InputTransform) else None,
+    }
+    for name, function in functions.items():
+        if isinstance(function, nn.Module):
+            for parameter in function.parameters():
+                refuse_gradient(**{name: parameter})
+
+
+def _name_of(function: object) -> str:
     """Return the name of a function, or of a module's class."""
     return getattr(function, "__name__", None) or type(function).__name__
 

@@ -87,6 +87,11 @@ def shared_of(
                 f"shared: found a {type(shared).__name__}, and the spec has {plan.problem.spec.shared or 'none'}; "
                 "allowed: SharedWeights for a spec with SharedSpec(...), or a function or module for one without"
             )
+        if plan.overrides.shared in ("merged", "side_stream"):
+            raise InputError(
+                f"shared: found a {type(shared).__name__} and Overrides(shared={plan.overrides.shared!r}), which is "
+                "for SharedWeights; allowed: None, 'sequential', or 'sliced' with the dispatcher partial"
+            )
         return SharedModule(function=shared) if plan.adds_shared else None
     payloads = None if shared is None else SharedWeights(experts=as_payloads(shared.experts), gate=shared.gate)
     check_shared(plan, weights, payloads, after_expert)
