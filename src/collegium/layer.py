@@ -99,8 +99,6 @@ class MoELayer(PlannedModule):
         self.experts = with_measured_tiles(packed, problem)
         self._device = weights.down.device
         self._build(plan)
-        for group in plan.groups:
-            rendezvous_of(group).agree({"modules": sorted(self.caller_modules)}, "MoELayer: modules of the caller")
         self.identify(self._device, DTYPES[problem.dtype])
 
     @plain_torch()
@@ -394,9 +392,8 @@ class MoELayer(PlannedModule):
         ``counts[e]`` rows of ``x[e]`` are for expert e. Counts are clamped to 0..M; a checked layer raises RoutingError
         for others. Rows past ``counts`` are ignored, and the matching rows of ``out`` are left untouched. expected: the
         likely total number of rows, which decides tiles and no bit; None: E * M. scale: of rows that the caller has
-        quantised, x is then float8_e4m3fn: one number, ``[E, M]``, ``[E, M, 1]`` or ``[E, M, G]``, as in
-        ``run_quantized``. Nothing is routed, weighted or sent,
-        and neither shared expert nor latent projection takes part. The memory is fresh; only the kernel ``reference``
+        quantised, x is then float8_e4m3fn: one number, ``[E, 1, 1]``, ``[E, M]``, ``[E, M, 1]`` or ``[E, M, G]``, as in
+        ``run_quantized``. Nothing is routed, weighted or sent, and neither shared expert nor latent projection takes part. The memory is fresh; only the kernel ``reference``
         waits for the device. Raises InputError as ``forward`` does.
         """
         problem = self.plan.problem

@@ -26,7 +26,15 @@ from .runtime.devices import plain_torch, probe
 from .stages.modules import RowFunction
 from .types import MoESpec, RouterModule
 
-__all__ = ["DeclaredLayer", "LayerBuilder", "LayerOptions", "declared_layer", "load_mapped", "named_mapping"]
+__all__ = [
+    "BuilderOptions",
+    "DeclaredLayer",
+    "LayerBuilder",
+    "LayerOptions",
+    "declared_layer",
+    "load_mapped",
+    "named_mapping",
+]
 
 _MAX_LISTED = 20
 
@@ -79,18 +87,7 @@ class LayerBuilder:
         modules of the caller, as ``MoELayer`` takes them. Nothing is loaded for what the caller computes.
         Raises InputError, SpecError and, with Ranks, RankError.
         """
-        if placement is not None and isinstance(device, Ranks):
-            raise InputError(
-                f"LayerBuilder: Ranks and the placement {placement} were given, and each determines the experts of "
-                "this rank; give one of them"
-            )
-        known = [*LayerOptions.__annotations__, "shared", "latent"]
-        unknown = sorted(options.keys() - set(known))
-        if unknown:
-            raise InputError(
-                f"LayerBuilder: unknown arguments {unknown}; allowed: spec, device, placement, stored, shared_stored, "
-                f"router, {', '.join(known)}"
-            )
+        _check_arguments(spec, device, placement, options)
         self._weight_format = options.get("weight_format")
         if self._weight_format is not None:
             by_name(self._weight_format)
@@ -107,11 +104,6 @@ class LayerBuilder:
         self._overrides = options.get("overrides")
         self._checked = options.get("checked", False)
         self._router, self._shared, self._latent = router, options.get("shared"), options.get("latent")
-        if self._shared is not None and spec.shared is not None:
-            raise InputError(
-                f"LayerBuilder: a function was passed as shared, and the spec has {spec.shared}; allowed: one of them, "
-                "so use replace(spec, shared=None)"
-            )
         self._mapping: NameMapping | None = None
         shared = None
         if spec.shared is not None:
@@ -317,6 +309,27 @@ class LayerBuilder:
                     f"LayerBuilder.finish: ranks {sorted(by_rank)} hold expert {expert} and loaded different weights "
                     "for it; send the same tensors to all ranks"
                 )
+
+
+def _check_arguments(spec: MoESpec, device: object, placement: Placement | None, options: Mapping[str, object]) -> None:
+    """Raise InputError for arguments of ``LayerBuilder`` that contradict each other, and for unknown ones."""
+    if placement is not None and isinstance(device, Ranks):
+        raise InputError(
+            f"LayerBuilder: Ranks and the placement {placement} were given, and each determines the experts of "
+            "this rank; give one of them"
+        )
+    known = [*LayerOptions.__annotations__, "shared", "latent"]
+    unknown = sorted(options.keys() - set(known))
+    if unknown:
+        raise InputError(
+            f"LayerBuilder: unknown arguments {unknown}; allowed: spec, device, placement, stored, shared_stored, "
+            f"router, {', '.join(known)}"
+        )
+    if options.get("shared") is not None and spec.shared is not None:
+        raise InputError(
+            f"LayerBuilder: a function was passed as shared, and the spec has {spec.shared}; allowed: one of them, "
+            "so use replace(spec, shared=None)"
+        )
 
 
 def named_mapping(mapping: Iterable[Sequence[Any]] | None, spec: MoESpec, default: NameMapping | None) -> NameMapping:

@@ -13,6 +13,7 @@ from ..experts import PackedWeights
 from ..experts.measured import with_measured_tiles
 from ..parallel import Dispatcher
 from ..parallel.input_check import InputCheck
+from ..parallel.rendezvous import rendezvous_of
 from ..planning import Plan
 from ..runtime.memory import Memory, Workspaces
 from ..runtime.packed_module import PackedModule
@@ -76,6 +77,8 @@ class PlannedModule(PackedModule):
             _input_check=context.input_check(checked=self.checked),
         )
         self._renew_executor()
+        for group in plan.groups:
+            rendezvous_of(group).agree({"modules": sorted(self.caller_modules)}, "MoELayer: modules of the caller")
         if plan.groups:
             _LOG.info("MoE layer with kernel %s: %s", plan.kernel, plan.problem.placement)
 
