@@ -393,8 +393,9 @@ class MoELayer(PlannedModule):
         for others. Rows past ``counts`` are ignored, and the matching rows of ``out`` are left untouched. expected: the
         likely total number of rows, which decides tiles and no bit; None: E * M. scale: of rows that the caller has
         quantised, x is then float8_e4m3fn: one number, ``[E, 1, 1]``, ``[E, M]``, ``[E, M, 1]`` or ``[E, M, G]``, as in
-        ``run_quantized``. Nothing is routed, weighted or sent, and neither shared expert nor latent projection takes part. The memory is fresh; only the kernel ``reference``
-        waits for the device. Raises InputError as ``forward`` does.
+        ``run_quantized``. Nothing is routed, weighted or sent, and neither shared expert nor latent projection takes
+        part. The memory is fresh; only the kernel ``reference`` waits for the device. Raises InputError as ``forward``
+        does.
         """
         problem = self.plan.problem
         check_batched(x, counts, problem.routed, self._device, quantized=scale is not None, checked=self.checked)

@@ -67,6 +67,7 @@ PUBLIC = {
     "merge_shared",
     "slice_shared",
     "moe",
+    "moe_batched",
     "plan",
     "probe",
     "warm_up",
