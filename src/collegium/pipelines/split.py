@@ -43,7 +43,7 @@ class Split:
         memory: Memory | None = None,
         *,
         dtype: torch.dtype,
-        shared: Callable[[], Tensor] | None = None,
+        shared: Callable[[], Tensor | None] | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """Return the weighted sums ``[T, H]``; see ``Pipeline``."""
@@ -80,7 +80,7 @@ class OverlappedSplit:
         memory: Memory | None = None,
         *,
         dtype: torch.dtype,
-        shared: Callable[[], Tensor] | None = None,
+        shared: Callable[[], Tensor | None] | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """Return the weighted sums ``[T, H]``; see ``Pipeline``."""
