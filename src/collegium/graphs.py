@@ -310,6 +310,11 @@ def _check(layer: MoELayer, budgets: Sequence[int], routing_input: RoutingInput)
             f"graphs: budgets {tuple(budgets)}; allowed: from 1 to {limit:,}, the max_tokens of the layer's plan. "
             "Leave the others out, or plan with Limits(max_tokens=...)"
         )
+    if layer.routed_size != layer.spec.hidden_size:
+        raise InputError(
+            f"graphs: the caller's latent function leaves sums of width {layer.routed_size}, x has "
+            f"{layer.spec.hidden_size}; capture calls of shared_and_routed in a graph of your own"
+        )
     if layer.checked:
         raise InputError(
             "graphs: the layer is checked, which reads ids on the host in every call, as no CUDA graph can; set "

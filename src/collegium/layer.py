@@ -426,8 +426,9 @@ class MoELayer(PlannedModule):
             # A rank with fewer experts may need other batches; all ranks run the batches of all ranks.
             rank_sizes = rendezvous_of(group).exchange(sizes, "warm_up")
             sizes = sorted(set().union(*rank_sizes))
-        # One thread where ranks wait for each other: several would call in a different order on each rank.
-        threads = 1 if self.plan.groups else 8
+        # One thread where ranks wait for each other, since several would call in a different order on each rank, and
+        # for modules of the caller, which may not be made for more.
+        threads = 1 if self.plan.groups or self.caller_modules else 8
         return compile_batches(partial(run_all_paths, self), sizes, self._device, progress, threads=threads)
 
     def check(self) -> None:

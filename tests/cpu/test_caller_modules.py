@@ -218,8 +218,9 @@ def test_an_input_transform_of_the_caller() -> None:
     assert relative_error(sums, routed_truth(x @ down.T, routing, width)) < 1e-5
     whole = layer_of(spec, options={"latent": LatentWeights(down=down, up=up)})
     assert relative_error(sums @ up.T, whole(x, routing=routing)) < 1e-5
-    with raises_with(InputError, "width 32", "64", "shared_and_routed"):
-        layer(x, routing=routing)
+    for call in (lambda: layer(x, routing=routing), lambda: capture(layer, budgets=(4,))):
+        with raises_with(InputError, "width 32", "64", "shared_and_routed"):
+            call()
     layer.warm_up()
     # Of the same width, everything can be added.
     turned = torch.linalg.qr(heavy_tailed(H, H, seed=11, channels=False)).Q

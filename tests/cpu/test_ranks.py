@@ -226,7 +226,7 @@ def _with_redundancy(rank: int) -> list[str]:
     return faults
 
 
-def test_several_slots_of_an_expert_on_a_rank() -> None:
+def test_several_slots_of_one_expert() -> None:
     assert run_ranks(_with_redundancy, 2) == [[], []]
 
 
