@@ -21,6 +21,7 @@ from .formats.payload import Payload
 from .formats.unquantised import DTYPES
 from .ops.route_wide import append_shared_experts
 from .parallel import Local, Partial
+from .parallel.collectives import sum_over_ranks
 from .parallel.rendezvous import rendezvous_of
 from .pipelines.batched import check_batched, run_batched
 from .pipelines.quantized import check_quantized, run_quantized
@@ -172,6 +173,19 @@ class MoELayer(PlannedModule):
     def output_is_reduced(self) -> bool:
         """Whether the output is complete; False: the caller adds the outputs of all ranks (dispatcher ``partial``)."""
         return self.plan.output_is_reduced
+
+    def reduce(self, output: Tensor) -> Tensor:
+        """Return the complete output, where ``output`` is what this layer returned.
+
+        A complete output is returned unchanged. A part of a sum is replaced by the sum over all ranks that share the
+        experts, in its dtype; every rank calls this. Raises RankError where a rank does not respond, and InputError
+        without their process groups.
+        """
+        placement = self.plan.problem.placement
+        if placement is not None and not self.output_is_reduced:
+            for group in placement.groups:
+                sum_over_ranks(output, group=group, phase="reduce")
+        return output
 
     @property
     def routed_size(self) -> int:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["all_gather_rows", "all_to_all_rows", "reduce_scatter_rows"]
+__all__ = ["all_gather_rows", "all_to_all_rows", "reduce_scatter_rows", "sum_over_ranks"]
 
 
 @contextmanager
@@ -122,3 +122,9 @@ def all_to_all_rows(
         )
         _run_collective(exchange, out, rows.contiguous(), ranks=ranks, group=group)
         return out
+
+
+def sum_over_ranks(tensor: Tensor, *, group: str, phase: str) -> None:
+    """Replace ``tensor`` by its sum over the ranks of ``group``; raises RankError where one does not respond."""
+    with _process_group(group, phase) as ranks:
+        _run_collective(distributed.all_reduce, tensor, ranks=ranks, group=group)
