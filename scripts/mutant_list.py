@@ -1264,7 +1264,7 @@ MUTANTS: tuple[Mutant, ...] = (
     # The shared expert.
     Mutant(
         "shared expert dropped", "execution/executor.py",
-        (Edit("Executor.run_chunk", "self._shared is not None", "False"),), _HOST[1:],
+        (Edit("Executor.run_pass", "self._shared is not None", "False"),), _HOST[1:],
     ),
     Mutant(
         "merged: routed scaling factor on the shared expert", "ops/route_wide.py",
