@@ -122,6 +122,12 @@ def _x_columns(FUSED, WEIGHT, BLOCK_K):
     return BLOCK_K if FUSED or WEIGHT in (enums.PLAIN, enums.E4M3_E4M3) else BLOCK_K // 4
 
 
+@triton.constexpr_function
+def _w_columns(WEIGHT, BLOCK_K):
+    """Return the columns of ``Weights.packed`` that a K block is read from: lanes of four codes, or numbers."""
+    return BLOCK_K if WEIGHT in (enums.PLAIN, enums.E4M3_E4M3) else BLOCK_K // 4
+
+
 @triton.jit
 def _load(pointers, mask, EVEN: tl.constexpr):
     if EVEN:
@@ -142,11 +148,11 @@ def _load_rows(pointers, valid, inside, EVEN: tl.constexpr):
 @triton.jit
 def _load_weights(pointers, left, FORMAT: tl.constexpr):
     """Return a K block of weights, and the second halves of lanes of two codes (otherwise the same again)."""
-    WIDTH: tl.constexpr = FORMAT.block_k // 4 if _is_decoded(FORMAT.weight) else FORMAT.block_k
-    k = tl.arange(0, WIDTH)[None, :]
+    COLUMNS: tl.constexpr = _w_columns(FORMAT.weight, FORMAT.block_k)
+    k = tl.arange(0, COLUMNS)[None, :]
     w = _load(pointers, k < left, FORMAT.even_k or _is_decoded(FORMAT.weight))
     if (FORMAT.weight == E4M3_LANES) or (FORMAT.weight == INT8_LANES):
-        return w, tl.load(pointers + WIDTH)
+        return w, tl.load(pointers + COLUMNS)
     else:
         return w, w
 
@@ -303,13 +309,13 @@ def _first_pointers(
     """Return the ``_Pointers`` of the first K block. rows: ``_WeightRows``."""
     ACCUMULATORS: tl.constexpr = 1 if TILE.interleave_gate_up else PROJ.count
     FUSED: tl.constexpr = _is_fused(TILE.fuse_k_block, FORMAT.weight, FORMAT.scale, FORMAT.words)
-    W_WIDTH: tl.constexpr = FORMAT.block_k // 4 if _is_decoded(FORMAT.weight) else FORMAT.block_k
-    X_WIDTH: tl.constexpr = _x_columns(FUSED, FORMAT.weight, FORMAT.block_k)
+    W_COLUMNS: tl.constexpr = _w_columns(FORMAT.weight, FORMAT.block_k)
+    X_COLUMNS: tl.constexpr = _x_columns(FUSED, FORMAT.weight, FORMAT.block_k)
     w_row = weights.packed + rows.matrix * strides.matrix + n_first.to(tl.int64) * strides.row
     w_row += rows.column * strides.row
     if TILE.interleave_gate_up:
         w_row += rows.projection.to(tl.int64) * strides.matrix
-    w_ptr = w_row[:, None] + tl.arange(0, W_WIDTH)[None, :]
+    w_ptr = w_row[:, None] + tl.arange(0, W_COLUMNS)[None, :]
     if FORMAT.scale == BLOCK_SCALE:
         scale_ptr = weights.scale + (rows.matrix * strides.scale_rows + n_first // 128) * FORMAT.k_blocks
         scale_matrix = tl.cast(strides.scale_rows, tl.int64) * FORMAT.k_blocks
@@ -318,7 +324,7 @@ def _first_pointers(
         scale_ptr = weights.scale + rows.matrix * scale_matrix + n_first + rows.column
     if TILE.interleave_gate_up:
         scale_ptr += rows.projection * scale_matrix
-    x_ptr = tokens.x + token[None, :] * tokens.stride + tl.arange(0, X_WIDTH)[:, None]
+    x_ptr = tokens.x + token[None, :] * tokens.stride + tl.arange(0, X_COLUMNS)[:, None]
     x_scale_ptr = tokens.scale
     if FORMAT.x_scale == X_BLOCK_SCALE:
         x_scale_ptr = tokens.scale + token * FORMAT.k_blocks
