@@ -83,7 +83,7 @@ class _Block(NamedTuple):
     w: ``[BLOCK_N, .]``, codes or numbers. w1: the second halves of lanes of two codes, otherwise ``w``. scale: pointers
     to the first words of the weights' scales, and scale_stride the elements between words. x: a tuple of
     ``[., BLOCK_T]``, one for each operand of weights. x_scale: of the tokens. sums: ``[32, BLOCK_T]``, of the tokens'
-    columns, for weights with minima; for codes that index a table, that table (``load_tables``).
+    columns, for weights with minima. tables: of ``load_tables``, for codes that index a table.
     """
 
     w: Any
@@ -93,6 +93,7 @@ class _Block(NamedTuple):
     x: Any
     x_scale: Any
     sums: Any
+    tables: Any
 
 
 class _Output(NamedTuple):
@@ -249,7 +250,7 @@ def _add_table_lanes(
     for first in tl.static_range(0, 4, COUNT):
         terms = ()
         for quarter in tl.static_range(first, first + COUNT):
-            terms += (look_up(block.w, block.sums, PROJECTION, TILE.interleave_gate_up, quarter, HALF, ASM),)
+            terms += (look_up(block.w, block.tables, PROJECTION, TILE.interleave_gate_up, quarter, HALF, ASM),)
         product = tl.zeros_like(acc)
         for term in tl.static_range(2):
             for quarter in tl.static_range(COUNT):
@@ -383,7 +384,7 @@ def _sum_in_steps_of_depth(
             operands += ((x, x_scale, w),)
         for index in tl.static_range(DEPTH):
             x, x_scale, w = operands[index]
-            block = _Block(w, w, scale_ptr + index * scale_step, n_out, x, x_scale, pointers.sums)
+            block = _Block(w, w, scale_ptr + index * scale_step, n_out, x, x_scale, pointers.sums, pointers.sums)
             acc, unit = _add_block(acc, unit, block, FORMAT, TILE, 0, ASM)
         w_ptr += DEPTH * strides.k_block
         scale_ptr += DEPTH * scale_step
@@ -426,7 +427,7 @@ def _sum_over_k(
         left = k_in - k_block * FORMAT.block_k
         x = _load_tokens(x_ptr, valid, left, FORMAT, TILE)
         x_scale = tl.load(x_scale_ptr + k_block) if FORMAT.x_scale == X_BLOCK_SCALE else 0.0
-        sums = tables
+        sums = sums_ptr
         if has_minima(FORMAT.scale, FORMAT.words):
             sums = _load_rows(sums_ptr + k_block * 32, valid, valid, True)
         if ACCUMULATORS == 2:
@@ -434,13 +435,13 @@ def _sum_over_k(
             if FUSED:
                 # Read before gate is multiplied, and decoded while the tensor core is busy.
                 up_w, up_w1 = _load_weights(up_ptr, left, FORMAT)
-            block = _Block(gate_w, gate_w1, gate_scale_ptr, n_out, x, x_scale, sums)
+            block = _Block(gate_w, gate_w1, gate_scale_ptr, n_out, x, x_scale, sums, tables)
             gate, gate_unit = _add_block(gate, gate_unit, block, FORMAT, TILE, 0, ASM)
             gate_ptr += strides.k_block
             gate_scale_ptr += scale_step
         if ACCUMULATORS == 1 or not FUSED:
             up_w, up_w1 = _load_weights(up_ptr, left, FORMAT)
-        block = _Block(up_w, up_w1, up_scale_ptr, n_out, x, x_scale, sums)
+        block = _Block(up_w, up_w1, up_scale_ptr, n_out, x, x_scale, sums, tables)
         up, up_unit = _add_block(up, up_unit, block, FORMAT, TILE, ACCUMULATORS - 1, ASM)
         up_ptr += strides.k_block
         up_scale_ptr += scale_step
