@@ -861,7 +861,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the first K block's scale for the second of a step", "kernels/grouped_gemm.py",
-        (Edit("_sum_in_steps_of_depth", "_Block($w, $w, $scale_ptr + $index * $scale_step, $n_out, $x, $x_scale, $pointers.sums)", "_Block($w, $w, $scale_ptr, $n_out, $x, $x_scale, $pointers.sums)"),), _MEGA,
+        (Edit("_sum_in_steps_of_depth", "_Block($w, $w, $scale_ptr + $index * $scale_step, $n_out, $x, $x_scale, $pointers.sums, $pointers.sums)", "_Block($w, $w, $scale_ptr, $n_out, $x, $x_scale, $pointers.sums, $pointers.sums)"),), _MEGA,
     ),
     Mutant(
         "tokens' scales of the first K block for the second of a step", "kernels/grouped_gemm.py",
@@ -1264,7 +1264,7 @@ MUTANTS: tuple[Mutant, ...] = (
     # The shared expert.
     Mutant(
         "shared expert dropped", "execution/executor.py",
-        (Edit("Executor.run_chunk", "self._shared is not None", "False"),), _HOST[1:],
+        (Edit("Executor.run_pass", "self._shared is not None", "False"),), _HOST[1:],
     ),
     Mutant(
         "merged: routed scaling factor on the shared expert", "ops/route_wide.py",

@@ -46,6 +46,17 @@ __all__ = ["MoELayer"]
 class MoELayer(PlannedModule):
     """One Mixture-of-Experts layer: router, routed experts, shared expert.
 
+    A forward pass of T tokens ``x [T, D]`` with E experts, of which each token takes K:
+
+    1. Route: logits ``[T, E]`` give ``topk_ids [T, K]`` and ``topk_weights [T, K]``.
+    2. Dispatch: sort the T * K assignments by expert; over several ranks, send tokens to the ranks of their experts.
+       R assignments are this rank's, with input rows ``[R, H]``.
+    3. Experts: gate and up ``[R, I]`` each, activation ``[R, I]``, down ``[R, H]``.
+    4. Combine: multiply the rows of a token by its weights and add them, ``[T, H]``; over several ranks, return them.
+    5. Shared: add the shared expert's rows ``[T, D]``, and round once to the output dtype.
+
+    H is D, or the latent size, where the layer projects tokens before step 2 and sums after step 4.
+
     The layer owns packed weights on one device and makes every decision when it is built; ``forward`` only computes.
     ``print(layer)`` shows the plan. Inference only. Any number of threads may call a layer, on any streams. It can be
     copied and pickled; it cannot be moved to another device and has no ``state_dict``.

@@ -202,10 +202,10 @@ def _tile(tile: TileChoice) -> str:
         words.append(f"d{tile.depth}")
     if tile.registers:
         words.append(f"r{tile.registers}")
-    if tile.stacked:
-        words.append("stacked")
-    if tile.joined:
-        words.append("joined")
+    if tile.interleave_gate_up:
+        words.append("interleaved")
+    if tile.fuse_k_block:
+        words.append("fused")
     return " ".join(words)
 
 

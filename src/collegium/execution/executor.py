@@ -1,6 +1,6 @@
 """Running a call: compare it between ranks, borrow a workspace, split it into chunks, replay recorded launches.
 
-``Executor.run_chunk`` is the pass itself; everything else decides in which memory and how often it runs.
+``Executor.run_pass`` is the pass itself; everything else decides in which memory and how often it runs.
 """
 
 from collections.abc import Callable
@@ -94,15 +94,9 @@ class Executor:
                         memory = workspace.memory(self._memory_map)
                 if self._chunk_tokens is not None and tokens > self._chunk_tokens:
                     self._run_in_chunks(call, memory, workspace, record=self._records_chunks and not capturing)
-                elif workspace is None or memory is None:
-                    self.run_chunk(call, memory)
                 else:
-                    top_k = self._top_k if call.topk_ids is None else call.topk_ids.shape[1]
-                    key = workspace.number, self._handshake.sync_pass(memory, tokens, top_k)
-                    if self._records and not capturing and tokens <= self._max_tokens:
-                        self.replay(partial(self.run_chunk, memory=memory), call, key)
-                    else:
-                        self.run_chunk(call, memory)
+                    record = self._records and not capturing and tokens <= self._max_tokens
+                    self._replay_or_run(call, memory, workspace, record=record)
         except Exception as error:
             if self.comparison is not None:
                 self.comparison.note_error(error)
@@ -128,16 +122,32 @@ class Executor:
             rows = slice(start, min(start + step, tokens))
             chunk_routing = Routing(topk_ids=routing.topk_ids[rows], topk_weights=routing.topk_weights[rows])
             chunk = call.chunk(rows, chunk_routing)
-            if workspace is None or memory is None:
-                self.run_chunk(chunk, memory, chunk_routing)
-                continue
-            key = workspace.number, self._handshake.sync_pass(memory, *chunk_routing.topk_ids.shape)
-            if record:
-                self.replay(partial(self.run_chunk, memory=memory), chunk, key)
-            else:
-                self.run_chunk(chunk, memory, chunk_routing)
+            self._replay_or_run(chunk, memory, workspace, chunk_routing, record=record)
 
-    def run_chunk(self, call: Call, memory: Memory | None, routing: Routing | None = None) -> None:
+    def _replay_or_run(
+        self,
+        call: Call,
+        memory: Memory | None,
+        workspace: Workspace | None,
+        routing: Routing | None = None,
+        *,
+        record: bool,
+    ) -> None:
+        """Run one pass, once the ranks have agreed on it; record: replay its launches, or record them.
+
+        routing: the pass's routing, if it is known; a recorded pass takes it from ``call``.
+        """
+        if workspace is None or memory is None:
+            self.run_pass(call, memory, routing)
+            return
+        top_k = self._top_k if call.topk_ids is None else call.topk_ids.shape[1]
+        key = workspace.number, self._handshake.sync_pass(memory, call.x.shape[0], top_k)
+        if record:
+            self.replay(partial(self.run_pass, memory=memory), call, key)
+        else:
+            self.run_pass(call, memory, routing)
+
+    def run_pass(self, call: Call, memory: Memory | None, routing: Routing | None = None) -> None:
         """Run one pass: route, dispatch, experts, shared expert, combine. routing: None: the router chooses it."""
         x, out = call.x, call.out
         assert out is not None

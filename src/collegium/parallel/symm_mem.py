@@ -334,7 +334,7 @@ class SymmMemKind:
     def wire_format(self, problem: Problem) -> str:
         """Describe what travels; on a CPU unquantised tokens."""
         sent = problem if problem.device.kind == "cuda" else replace(problem, sent_as=None)
-        return f"{describe_tokens(sent)} once to each rank of their experts, {describe_return(problem)},"
+        return f"{describe_tokens(sent)} once to each rank of their experts, {describe_return(problem)}"
 
     def rows(self, problem: Problem, tokens: int) -> int:
         """Return this rank's share of the assignments of ``tokens`` tokens on every rank."""

@@ -198,8 +198,8 @@ def kernel_tile(tile: TileChoice) -> Tile:
         narrow=tile.narrow,
         depth=tile.depth,
         stages=tile.stages,
-        interleave_gate_up=tile.stacked,
-        fuse_k_block=tile.joined,
+        interleave_gate_up=tile.interleave_gate_up,
+        fuse_k_block=tile.fuse_k_block,
         warps=tile.warps,
     )
 
