@@ -22,6 +22,7 @@ from ..stages.shared import SharedExpert
 from ..types import MoESpec, RouterWeights
 from .context import ExecutionContext, build_context
 from .executor import Executor
+from .layer_comparison import LayerParts, compare_with_ranks
 
 __all__ = ["PlannedModule"]
 
@@ -60,6 +61,7 @@ class PlannedModule(PackedModule):
 
     def _build(self, plan: Plan) -> None:
         """Build what runs ``self.experts`` as ``plan`` says; all ranks that share the experts call it together."""
+        compare_with_ranks(plan, self._compared_parts(), checked=self.checked)
         context = build_context(plan, self.experts, self._device, self.after_expert)
         self.__dict__.update(
             plan=context.plan,
@@ -72,6 +74,20 @@ class PlannedModule(PackedModule):
         self._renew_executor()
         if plan.groups:
             _LOG.info("MoE layer with kernel %s: %s", plan.kernel, plan.problem.placement)
+
+    def _compared_parts(self) -> LayerParts:
+        """Return what ranks compare when they build the layer."""
+        return LayerParts(
+            experts=self.experts,
+            router=self.router,
+            shared=self.shared,
+            latent=self.latent,
+            options={
+                "checked": self.checked,
+                "choose given": self.choose is not None,
+                "after_expert given": self.after_expert is not None,
+            },
+        )
 
     def _renew_executor(self) -> None:
         """Create an executor for the layer's present options, without recorded launches."""

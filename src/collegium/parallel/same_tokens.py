@@ -15,7 +15,6 @@ import torch
 from ..types import Routing
 from .collectives import all_gather_rows
 from .dispatch_wrapper import DispatchWrapper, DispatchWrapperKind, WrapperHandle, check_same_tokens
-from .rendezvous import rendezvous_of
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -163,7 +162,6 @@ class SameTokensKind(DispatchWrapperKind):
     def build(self, problem: Problem) -> SameTokens:
         """Return the dispatcher; all ranks call it together."""
         placement = self.placement
-        rendezvous_of(placement.group).agree(problem.limits, "same_tokens: building a layer")
         wrapper = SymmetricSameTokens if self.inner.symmetric else SameTokens
         return wrapper(
             inner=self.inner.build(self.inner_problem(problem)),

@@ -14,7 +14,6 @@ import torch
 
 from .collectives import all_gather_rows
 from .dispatch_wrapper import DispatchWrapper, DispatchWrapperKind, WrapperHandle, check_same_tokens
-from .expert_parallel import layer_settings
 from .groups import check_ranks
 from .rendezvous import rendezvous_of
 
@@ -97,14 +96,10 @@ class SlicesKind(DispatchWrapperKind):
     def build(self, problem: Problem) -> Slices:
         """Return the dispatcher; all ranks call it together.
 
-        Raises InputError on every rank where torch.distributed has other ranks than the placement, or where the ranks
-        of a slice group were planned for different layers.
+        Raises InputError where torch.distributed has other ranks than the placement.
         """
         placement = self.placement
         check_ranks(self.name, placement)
-        settings = layer_settings(problem)
-        settings["experts"] = placement.expert_ids
-        settings["slice_size"] = placement.slice_size
-        number = rendezvous_of(placement.slice_group).build(settings, "slices: building a layer")
+        number = rendezvous_of(placement.slice_group).number_layer()
         inner = self.inner.build(self.inner_problem(problem))
         return Slices(inner=inner, size=placement.tp_size, group=placement.slice_group, number=number)

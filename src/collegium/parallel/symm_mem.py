@@ -22,7 +22,7 @@ from ..runtime.memory import FreshMemory, alloc, elementwise_max, part, with_pre
 from ..types import Routing
 from .combine import describe_return, reduced_combine, return_bytes
 from .expert_map import ExpertMap
-from .expert_parallel import agree_on_layer, refuse_split
+from .expert_parallel import number_layer, refuse_split
 from .local import Local, LocalKind
 from .message_format import describe_tokens
 from .partial import PartialKind, share
@@ -399,10 +399,9 @@ class SymmMemKind:
     def build(self, problem: Problem) -> SymmMem:
         """Return the dispatcher; all ranks call it together.
 
-        Raises InputError on every rank where torch.distributed has other ranks than the placement, or where the ranks
-        were planned for different layers.
+        Raises InputError where torch.distributed has other ranks than the placement.
         """
-        placement, _ = agree_on_layer(self.name, problem)
+        placement, _ = number_layer(self.name, problem)
         device = torch.device(problem.device.place)
         return SymmMem(
             inner=Local(num_experts=problem.slots, weight_on_input=problem.spec.routing.weight_on_input),
