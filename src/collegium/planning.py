@@ -20,13 +20,13 @@ from .ops import linear
 from .ops.quantize import ACTIVATION_FORMATS, activation_format
 from .ops.route import route_regions
 from .ops.route_wide import append_shared_experts_regions
-from .parallel import DispatcherKind
+from .parallel import EXCHANGES, DispatcherKind
 from .parallel.input_check import compared_words
 from .parallel.traffic import OutgoingTokens, Traffic
 from .pipelines import PipelineKind, PipelineQuery
 from .problem import DeviceFacts, ExpertsProblem, Overrides, Problem, Refusal
 from .runtime.memory import Region, Regions, elementwise_max, memory_map, with_prefix
-from .sharing import SharedPlan, plan_shared
+from .sharing import SharedPlan, forced_shared_error, no_overlap, plan_shared
 from .types import MoESpec, format_names, named, require
 
 __all__ = [
@@ -61,7 +61,8 @@ class Plan:
     this rank's slots in one layer. regions: temporary memory of a pass. capturable: whether a CUDA graph can capture
     the forward pass. refusals: the other candidates, and why they were not chosen. merged_shared_experts: number of
     routed experts that the shared expert is split into; 0: it runs separately, or there is none. side_stream_tokens: up
-    to how many tokens the shared expert runs on a side stream in a CUDA graph. overrides: what the caller forced.
+    to how many tokens the shared expert runs on a side stream in a CUDA graph. shared_overlap: the exchange with other
+    ranks during which it runs, of ``parallel.EXCHANGES``; empty: none. overrides: what the caller forced.
     ranges_from_packing: the token ranges are not those that ``plan`` returned; see ``with_token_ranges``.
     """
 
@@ -80,6 +81,7 @@ class Plan:
     refusals: tuple[Refusal, ...]
     merged_shared_experts: int = 0
     side_stream_tokens: int = 0
+    shared_overlap: str = ""
     overrides: Overrides = field(default_factory=Overrides, compare=False)
     ranges_from_packing: bool = False
 
@@ -180,8 +182,19 @@ class Plan:
         if count:
             return f"merged into {count} routed expert{'s' * (count > 1)} that receive{'s' * (count == 1)} every token"
         if self.side_stream_tokens:
-            return f"side_stream for up to {self.side_stream_tokens} tokens in a CUDA graph, otherwise sequential"
-        return "sequential"
+            return f"side_stream for up to {self.side_stream_tokens} tokens in a CUDA graph, otherwise {self._order()}"
+        return self._order()
+
+    def _order(self) -> str:
+        """Return as text when the shared expert runs on the stream of the others."""
+        if self.shared_overlap:
+            return f"overlapped: runs {EXCHANGES[self.shared_overlap]}"
+        if self.problem.world_size == 1 and not self.groups:
+            return "sequential"
+        kinds = [kind for kind in pipelines.PIPELINES if kind.name in self.pipelines]
+        dispatcher = parallel.wrapped_for(dispatcher_named(self.dispatcher), self.problem)
+        when = "before the kernel" if any(kind.fills_gpu for kind in kinds) else "after the routed experts"
+        return f"sequential, {when}: {no_overlap(self.problem, dispatcher, kinds, self.overrides)}"
 
     def _dispatch_text(self) -> str:
         text = f"{self.dispatcher}, up to {self.capacity:,} rows"
@@ -199,6 +212,7 @@ class Plan:
             "shared_kernel": self.shared_kernel,
             "merged_shared_experts": self.merged_shared_experts,
             "side_stream_tokens": self.side_stream_tokens,
+            "shared_overlap": self.shared_overlap,
             "dispatcher": self.dispatcher,
             "token_ranges": [asdict(token_range) for token_range in self.token_ranges],
             "device": self.problem.device.kind,
@@ -317,6 +331,7 @@ def plan(problem: Problem, overrides: Overrides | None = None) -> Plan:
         pipeline=overrides.pipeline,
     )
     kinds = _choose_pipelines(query, refusals)
+    shared_overlap = _choose_overlap(problem, shared, wrapped, kinds, overrides)
     regions = _layer_regions(problem, routed_problem, shared) | _pipeline_regions(kinds, query)
     bytes_per_expert = expert_bytes(problem.spec, problem.routed.intermediate)
     return Plan(
@@ -335,6 +350,7 @@ def plan(problem: Problem, overrides: Overrides | None = None) -> Plan:
         refusals=tuple(refusals),
         merged_shared_experts=shared.merged_experts,
         side_stream_tokens=shared.side_stream_tokens,
+        shared_overlap=shared_overlap,
         overrides=overrides,
     )
 
@@ -386,6 +402,22 @@ def _choose_dispatcher(problem: Problem, overrides: Overrides, refusals: list[Re
             f"no dispatcher serves {problem.placement or 'one rank'}:\n{reasons}\nChange the override or the placement."
         )
     return kind
+
+
+def _choose_overlap(
+    problem: Problem,
+    shared: SharedPlan,
+    dispatcher: DispatcherKind,
+    kinds: Sequence[PipelineKind],
+    overrides: Overrides,
+) -> str:
+    """Return the exchange during which the shared expert runs; empty: none. Raises PlanError where one was forced."""
+    if shared.kernel is None or shared.merged_experts:
+        return ""
+    reason = no_overlap(problem, dispatcher, kinds, overrides)
+    if reason is not None and overrides.shared == "overlapped":
+        raise forced_shared_error("overlapped", reason)
+    return dispatcher.overlaps if reason is None else ""
 
 
 def _layer_regions(problem: Problem, routed_problem: Problem, shared: SharedPlan) -> Regions:

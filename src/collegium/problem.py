@@ -21,8 +21,8 @@ __all__ = [
 
 Combine = Literal["exact", "reduced", "reduced_fp8"]
 COMBINES = ("exact", "reduced", "reduced_fp8")
-SharedMode = Literal["sequential", "side_stream", "merged"]
-SHARED_MODES = ("sequential", "side_stream", "merged")
+SharedMode = Literal["sequential", "side_stream", "overlapped", "merged"]
+SHARED_MODES = ("sequential", "side_stream", "overlapped", "merged")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -208,7 +208,8 @@ class Overrides:
 
     combine: one of ``COMBINES``, for layers over ranks. shared: one of ``SHARED_MODES``, how the shared expert runs.
     ``sequential``: after the routed experts; ``side_stream``: on a side stream in a CUDA graph, for small batches;
-    ``merged``: split into routed experts that receive every token. Ignored for layers without a shared expert.
+    ``overlapped``: during an exchange with other ranks; ``merged``: split into routed experts that receive every
+    token. Ignored for layers without a shared expert.
     """
 
     kernel: str | None = None

@@ -83,9 +83,8 @@ def _layer(
         parts["shared"] = None
     asked: dict[str, Any] = {"limits": Limits(max_tokens=16), "dtype": "fp32", **changes}
     problem = Problem(spec=spec, device=probe("cpu"), placement=placed, **asked)
-    if weights is None:
-        weights = taken(_experts(E, 32, 1), placed.expert_ids)
-    return MoELayer(weights, plan(problem, overrides or Overrides(dispatcher="all_to_all")), checked=checked, **parts)
+    given = taken(_experts(E, 32, 1), placed.expert_ids) if weights is None else weights
+    return MoELayer(given, plan(problem, overrides or Overrides(dispatcher="all_to_all")), checked=checked, **parts)
 
 
 def _changed(tensor: torch.Tensor) -> torch.Tensor:
@@ -128,7 +127,7 @@ def _plans(rank: int) -> dict[str, Any]:
         "checked": lambda: _layer(placed, checked=last),
         "ranks": lambda: _layer(_with_replicas(rank, world) if last else placed),
     }
-    found = {name: _outcome(build) for name, build in asks.items()}
+    found: dict[str, Any] = {name: _outcome(build) for name, build in asks.items()}
     found["right"] = bool(_layer(placed)(torch.ones(2, HIDDEN)).isfinite().all())
     return found
 
@@ -178,7 +177,7 @@ def _weights(rank: int) -> dict[str, Any]:
         ),
         "the same experts": lambda: _layer(placed, first_half),
     }
-    found = {name: _outcome(build) for name, build in asks.items()}
+    found: dict[str, Any] = {name: _outcome(build) for name, build in asks.items()}
     layer = _layer(copied)
     before = layer(torch.ones(2, HIDDEN))
     found["swap"] = _outcome(lambda: layer.swap(wrong if last else taken(whole, copied.expert_ids)))
@@ -221,7 +220,7 @@ def _slices(rank: int) -> dict[str, Any]:
         weights = expert_weights(gate_up.contiguous(), down.contiguous())
         if form is None:
             return weights
-        coded = type(encode_experts(weights, form).gate_up)
+        coded: Any = type(encode_experts(weights, form).gate_up)
         return replace(weights, gate_up=coded.encode(weights.gate_up.decode(), group_size=group))
 
     local = Overrides()

@@ -156,6 +156,7 @@ class ExpertParallelKind:
     collective = True
     symmetric = False
     partial_sums = False
+    overlaps = "return"
 
     def refuse(self, problem: Problem, *, requested: bool) -> str | None:
         """Refuse what ``refuse_split`` refuses."""

@@ -208,6 +208,12 @@ class SymmMem:
         """Send and receive; tokens travel unquantised."""
         return self.receive(self.send(x, routing, memory), memory, block_t=block_t)
 
+    def send_back(
+        self, rows: Tensor, handle: SymmMemHandle, memory: Memory | None = None, *, overlap: bool = False
+    ) -> Tensor:
+        """Return ``rows``, which the experts stored at their owners or ``combine`` reads from the peers."""
+        return rows
+
     def combine(
         self,
         rows: Tensor,
@@ -298,6 +304,7 @@ class SymmMemKind:
     capturable = True
     collective = True
     symmetric = True
+    overlaps = "dispatch"
     partial_sums = False
 
     def refuse(self, problem: Problem, *, requested: bool) -> str | None:

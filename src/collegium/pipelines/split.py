@@ -29,9 +29,10 @@ def _run_experts(parts: PipelineParts, batch: ContiguousBatch, memory: Memory | 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
-    """Dispatch, experts, shared expert, combine.
+    """Dispatch, experts, return of rows, shared expert, combine.
 
-    The router weight is applied in ``combine``, or on the experts' input, and nowhere else.
+    The shared expert runs while rows travel, unless the plan is sequential. The router weight is applied in
+    ``combine``, or on the experts' input, and nowhere else.
     """
 
     parts: PipelineParts
@@ -53,9 +54,16 @@ class Split:
             batch, handle = dispatcher.dispatch(x, routing, memory, block_t=block_t)
         with step("experts", x.device):
             rows = _run_experts(self.parts, batch, memory)
-        shared_rows = None if shared is None else shared()
+        shared_rows = None
+        if shared is not None and not self.parts.overlap_shared:
+            shared_rows = shared()
+        overlap = shared is not None and self.parts.overlap_shared
+        with step("combine: send", x.device):
+            returning = dispatcher.send_back(rows, handle, memory, overlap=overlap)
+        if shared is not None and overlap:
+            shared_rows = shared()
         with step("combine", x.device):
-            return dispatcher.combine(rows, handle, memory, dtype=dtype, shared=shared_rows, out=out)
+            return dispatcher.combine(returning, handle, memory, dtype=dtype, shared=shared_rows, out=out)
 
     def variants(self, tokens: int) -> frozenset[Hashable]:
         """Return the variants of the experts' kernel for the rows of ``tokens`` tokens."""
@@ -67,7 +75,7 @@ class Split:
 class OverlappedSplit:
     """Send, shared expert, receive, experts, combine: for ranks that read each other's memory.
 
-    The shared expert runs while tokens are on their way, and while other ranks are late.
+    The shared expert runs while tokens are on their way, and while other ranks are late, unless the plan is sequential.
     """
 
     parts: PipelineParts
@@ -87,7 +95,9 @@ class OverlappedSplit:
         experts = self.parts.experts
         with step("dispatch: send", x.device):
             posted = self.dispatcher.send(x, routing, memory, codes=experts.input_codes)
-        shared_rows = None if shared is None else shared()
+        shared_rows = None
+        if shared is not None and self.parts.overlap_shared:
+            shared_rows = shared()
         # ``after_expert`` has to see the rows before other ranks do.
         storing = experts.output_spec(x.dtype) if self.parts.after_expert is None else None
         with step("dispatch: receive", x.device):
@@ -95,6 +105,8 @@ class OverlappedSplit:
             batch, handle = self.dispatcher.receive(posted, memory, block_t=block_t, storing=storing)
         with step("experts", x.device):
             rows = _run_experts(self.parts, batch, memory)
+        if shared is not None and not self.parts.overlap_shared:
+            shared_rows = shared()
         with step("combine", x.device):
             return self.dispatcher.combine(rows, handle, memory, dtype=dtype, shared=shared_rows, out=out)
 
