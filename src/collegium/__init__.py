@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .encoding import encode_experts as encode_experts, expert_weights as expert_weights
     from .errors import *  # noqa: F403 -- every error is public
     from .formats import FORMATS as FORMATS
-    from .functional import moe as moe
+    from .functional import MoEOptions as MoEOptions, moe as moe
     from .integrations.transformers import load_model as load_model
     from .layer import MoELayer as MoELayer
     from .layer_builder import LayerBuilder as LayerBuilder
@@ -81,7 +81,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "UnknownTensorError",
     ),
     "formats": ("FORMATS",),
-    "functional": ("moe",),
+    "functional": ("MoEOptions", "moe"),
     "integrations.transformers": ("load_model",),
     "layer": ("MoELayer",),
     "layer_builder": ("LayerBuilder",),

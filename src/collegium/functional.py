@@ -1,20 +1,64 @@
-"""moe(): run routed experts once, on plain tensors or on payloads."""
+"""moe(): run routed experts once, on plain tensors, on raw codes with scales, or on payloads.
 
-from typing import Any, cast
+Shape letters: T tokens, K experts per token, E local experts, G experts of all ranks, P parts (2: gate and up; 1), I
+intermediate size, H hidden size.
+"""
 
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
 from torch import Tensor
 
 from .errors import InputError
+from .formats.from_scales import payload_from_scales
 from .formats.payload import Payload
 from .formats.unquantised import FLOAT_FORMATS, as_stored
 from .layer import MoELayer
+from .ops.quantize import activation_format
 from .planning import plan
 from .problem import Limits, Overrides, Problem
 from .runtime.devices import probe
-from .runtime.packed_module import refuse_gradient
+from .runtime.packed_module import check_tensors, refuse_gradient
 from .types import ActivationSpec, ExpertWeights, MoESpec, Routing, RoutingSpec
 
-__all__ = ["moe"]
+__all__ = ["MoEOptions", "moe"]
+
+Scale = Tensor | float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoEOptions:
+    """Options of ``moe``, by the names that serving engines use.
+
+    w1_scale, w2_scale: scales of ``gate_up`` and ``down`` where these are raw FP8 or FP4 codes; their dtypes and shapes
+        tell the format (``collegium.formats.payload_from_scales``). w1_global_scale, w2_global_scale: of NVFP4, as
+        ModelOpt's ``weight_scale_2``. block_shape: rows and columns of an FP8 block, None: (128, 128).
+    a1_scale: of x, where it is float8_e4m3fn: one number, ``[T]``, ``[T, 1]``, or ``[T, ceil(H / 128)]``. With
+        unquantised x, one number: x is quantised with it. a2_scale: one number, for the rows between the products;
+        None: these rows are quantised with scales of their values.
+    expert_map: ``[G]`` integers, the local expert of each expert of all ranks, -1 for an expert of another rank; ids
+        are then global. global_num_experts: G; None or -1: as many as ``expert_map`` has, or E.
+    apply_router_weight_on_input: the router weight multiplies the experts' input instead of their output.
+    inplace: write the result to x and return it. out: write it there. out_dtype: of the result, None: that of x, or
+        bfloat16 for float8_e4m3fn.
+    overrides: as in ``plan``.
+    """
+
+    w1_scale: Tensor | None = None
+    w2_scale: Tensor | None = None
+    w1_global_scale: Tensor | None = None
+    w2_global_scale: Tensor | None = None
+    block_shape: tuple[int, int] | None = None
+    a1_scale: Scale | None = None
+    a2_scale: Scale | None = None
+    expert_map: Tensor | None = None
+    global_num_experts: int | None = None
+    apply_router_weight_on_input: bool = False
+    inplace: bool = False
+    out: Tensor | None = None
+    out_dtype: torch.dtype | None = None
+    overrides: Overrides = field(default_factory=Overrides)
 
 
 def moe(
@@ -26,66 +70,218 @@ def moe(
     *,
     activation: ActivationSpec | None = None,
     biases: tuple[Tensor, Tensor] | None = None,
-    overrides: Overrides | None = None,
+    options: MoEOptions | None = None,
 ) -> Tensor:
     """Run routed experts once, without building a layer: ``x [T, H]`` to ``[T, H]``, same dtype.
 
-    gate_up: a payload ``[E, P, I, H]``, or a tensor ``[E, P*I, H]`` with the gate rows first. down: a payload or
-    tensor ``[E, H, I]``. topk_ids ``[T, K]`` integers (-1: not here), topk_weights ``[T, K]``. biases: gate_up
+    gate_up: a payload ``[E, P, I, H]``, or a tensor ``[E, P*I, H]`` with the gate rows first (w13). down: a payload or
+    tensor ``[E, H, I]`` (w2). Tensors of codes need ``options.w1_scale`` and ``w2_scale``. topk_ids ``[T, K]`` integers
+    (-1: not here), topk_weights ``[T, K]``. activation: with its clamp, ``ActivationSpec(limit=...)``. biases: gate_up
     ``[E, P*I]`` or ``[E, P, I]`` and down ``[E, H]``. Weights are packed at every call: build a MoELayer for repeated
     use of a quantised format. Inference only. Raises InputError for wrong shapes and dtypes and where a gradient is
     required, and PlanError.
     """
-    inputs: dict[str, object] = {
-        "x": x,
-        "gate_up": gate_up,
-        "down": down,
-        "topk_ids": topk_ids,
-        "topk_weights": topk_weights,
-    }
-    for name, value in inputs.items():
-        if not isinstance(value, Tensor | Payload):
-            raise InputError(f"moe: {name} is a {type(value).__name__}; allowed: a tensor, for weights a payload too")
+    options = options or MoEOptions()
+    _check_types(x=x, gate_up=gate_up, down=down, topk_ids=topk_ids, topk_weights=topk_weights)
     _check(x, topk_ids, topk_weights, biases)
     activation = activation or ActivationSpec()
-    gate_up = _payload("gate_up", gate_up, 2 if activation.gated else 1)
-    down = _payload("down", down, None)
+    gate_up, down = _payloads(gate_up, down, 2 if activation.gated else 1, options)
     experts, parts, intermediate, hidden = gate_up.shape
+    routing = Routing(topk_ids=_local_ids(topk_ids, experts, options), topk_weights=topk_weights)
+    quantization = _input_quantization(x, options)
     spec = MoESpec(
         hidden_size=hidden,
         intermediate_size=intermediate,
         num_experts=experts,
-        routing=RoutingSpec(top_k=min(topk_ids.shape[-1], experts)),
+        routing=RoutingSpec(
+            top_k=min(topk_ids.shape[-1], experts), weight_on_input=options.apply_router_weight_on_input
+        ),
         activation=activation,
         weight_format=gate_up.name,
         down_format=None if down.name == gate_up.name else down.name,
         expert_bias=biases is not None,
-    )
-    problem = Problem(
-        spec=spec,
-        device=probe(x.device),
-        limits=Limits(max_tokens=max(1, x.shape[0])),
-        dtype=cast("Any", FLOAT_FORMATS[x.dtype].name),
     )
     weights = ExpertWeights(
         gate_up=gate_up,
         down=down,
         gate_up_bias=None if biases is None else _gate_up_bias(biases[0], (experts, parts, intermediate)),
         down_bias=None if biases is None else biases[1],
+        input_reach=quantization.reach,
     )
-    layer = MoELayer(weights, plan(problem, overrides))
-    return layer(x, routing=Routing(topk_ids=topk_ids, topk_weights=topk_weights))
+    layer = MoELayer(weights, plan(_problem(x, topk_ids.shape[-1], spec, quantization, options), options.overrides))
+    out = _output(x, options)
+    if quantization.scale is not None:
+        return layer.run_quantized(x, quantization.scale, routing, out=out)
+    return layer(x, routing=routing, out=out)
+
+
+class _InputQuantization(NamedTuple):
+    """How the experts' rows are quantised.
+
+    activation_format: None: the default, or that of ``overrides``. scale: of x, where x is codes. reach: as in
+    ``ExpertWeights``.
+    """
+
+    activation_format: str | None = None
+    scale: Tensor | None = None
+    reach: tuple[float, float] | None = None
+
+
+def _problem(x: Tensor, top_k: int, spec: MoESpec, quantization: _InputQuantization, options: MoEOptions) -> Problem:
+    """Return the problem of one call with ``top_k`` ids for each token of x, of which a spec has at most E."""
+    dtype = _name_of(options.out_dtype or torch.bfloat16) if x.dtype == torch.float8_e4m3fn else _name_of(x.dtype)
+    assignments = max(1, x.shape[0] * top_k)
+    return Problem(
+        spec=spec,
+        device=probe(x.device),
+        limits=Limits(max_tokens=-(-assignments // spec.routing.top_k)),
+        dtype=dtype,
+        out_dtype=None if options.out_dtype is None else _name_of(options.out_dtype),
+        activation_format=options.overrides.activation_format or quantization.activation_format,
+    )
+
+
+def _name_of(dtype: torch.dtype) -> Any:
+    if dtype not in FLOAT_FORMATS:
+        raise InputError(f"moe: out_dtype is {dtype}; allowed: {', '.join(map(str, FLOAT_FORMATS))}")
+    return FLOAT_FORMATS[dtype].name
+
+
+def _check_types(**inputs: object) -> None:
+    for name, value in inputs.items():
+        if not isinstance(value, Tensor | Payload):
+            raise InputError(f"moe: {name} is a {type(value).__name__}; allowed: a tensor, for weights a payload too")
 
 
 def _check(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, biases: tuple[Tensor, Tensor] | None) -> None:
-    if x.dim() != 2 or x.dtype not in FLOAT_FORMATS:
+    if x.dim() != 2 or x.dtype not in (*FLOAT_FORMATS, torch.float8_e4m3fn):
         allowed = ", ".join(map(str, FLOAT_FORMATS))
-        raise InputError(f"moe: x is {tuple(x.shape)} {x.dtype}; allowed: [T, H] of {allowed}")
+        raise InputError(
+            f"moe: x is {tuple(x.shape)} {x.dtype}; allowed: [T, H] of {allowed}, or float8_e4m3fn with a1_scale"
+        )
     for name, tensor in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
         if tensor.dim() != 2 or tensor.shape[0] != x.shape[0] or tensor.shape[1] < 1:
             raise InputError(f"moe: {name} is {tuple(tensor.shape)}; allowed: [{x.shape[0]}, K], as many rows as x")
     gate_up_bias, down_bias = biases or (None, None)
     refuse_gradient(x=x, topk_weights=topk_weights, gate_up_bias=gate_up_bias, down_bias=down_bias)
+
+
+def _input_quantization(x: Tensor, options: MoEOptions) -> _InputQuantization:
+    """Return how x and the rows between the products are quantised; reads scales of static formats on the host."""
+    first, second = options.a1_scale, options.a2_scale
+    middle = None if second is None else _number("a2_scale", second)
+    if x.dtype != torch.float8_e4m3fn:
+        if first is None and middle is None:
+            return _InputQuantization()
+        if first is None or middle is None:
+            raise InputError(
+                f"moe: {'a2_scale' if first is None else 'a1_scale'} was passed alone, for x of {x.dtype}; pass both "
+                "numbers, or none: overrides=Overrides(activation_format='fp8_token') computes scales for each row"
+            )
+        form = activation_format(options.overrides.activation_format or "fp8_static")
+        reach = _number("a1_scale", first) * form.max_value, middle * form.max_value
+        return _InputQuantization(form.name, reach=reach)
+    if first is None:
+        raise InputError("moe: x is float8_e4m3fn and a1_scale is missing; pass its scales")
+    scale = first if isinstance(first, Tensor) else torch.tensor(first, dtype=torch.float32, device=x.device)
+    grouped = scale.dim() == 2 and scale.shape[1] > 1
+    if middle is None:
+        return _InputQuantization("fp8_group128" if grouped else "fp8_token", scale)
+    if grouped:
+        raise InputError(
+            f"moe: a1_scale is {tuple(scale.shape)}, one for 128 columns, and a2_scale is one number; no activation "
+            "format has both. Pass a2_scale=None, which computes scales for groups of the rows between the products"
+        )
+    form = activation_format("fp8_static")
+    # The first number is for tokens that are not quantised yet, so any would do.
+    return _InputQuantization(form.name, scale, (middle * form.max_value, middle * form.max_value))
+
+
+def _number(name: str, scale: Scale) -> float:
+    if isinstance(scale, Tensor) and scale.numel() != 1:
+        rows = (
+            "x is unquantised" if name == "a1_scale" else "the rows between the products do not exist before the call"
+        )
+        raise InputError(
+            f"moe: {name} is {tuple(scale.shape)}; allowed: one number, since {rows}. Scales per token or group are "
+            "computed with overrides=Overrides(activation_format='fp8_token') or 'fp8_group128'"
+        )
+    return float(scale)
+
+
+def _local_ids(topk_ids: Tensor, experts: int, options: MoEOptions) -> Tensor:
+    """Return ``topk_ids`` as local experts: -1 for those of other ranks, E for an id that is no expert."""
+    expert_map, count = options.expert_map, options.global_num_experts
+    count = None if count == -1 else count
+    if expert_map is None:
+        if count not in (None, experts):
+            raise InputError(
+                f"moe: global_num_experts is {count} and the weights have {experts} experts; pass expert_map, which "
+                "tells which of all experts these are"
+            )
+        return topk_ids
+    check_tensors(topk_ids.device, expert_map=expert_map)
+    total = expert_map.numel()
+    if expert_map.dim() != 1 or expert_map.is_floating_point() or count not in (None, total):
+        raise InputError(
+            f"moe: expert_map is {tuple(expert_map.shape)} {expert_map.dtype}; allowed: integers "
+            f"[{count or 'global_num_experts'}], the local expert of each, or -1"
+        )
+    # Ids that are no expert of any rank are found without waiting for the device, as in ``parallel/partial.py``.
+    table = torch.cat((expert_map.to(torch.int64), expert_map.new_tensor([-1, experts], dtype=torch.int64)))
+    ids = topk_ids.to(torch.int64)
+    return table[torch.where((ids >= 0) & (ids < total), ids, torch.where(ids == -1, total, total + 1))]
+
+
+def _output(x: Tensor, options: MoEOptions) -> Tensor | None:
+    if not options.inplace:
+        return options.out
+    dtype = options.out_dtype or x.dtype
+    if options.out is not None or x.dtype not in FLOAT_FORMATS or dtype != x.dtype or not x.is_contiguous():
+        raise InputError(
+            f"moe: inplace with x of {x.dtype}, out_dtype {options.out_dtype} and out "
+            f"{'missing' if options.out is None else 'passed'}; allowed: contiguous unquantised x, results of its "
+            "dtype, and no out"
+        )
+    return x
+
+
+def _payloads(
+    gate_up: Payload | Tensor, down: Payload | Tensor, parts: int, options: MoEOptions
+) -> tuple[Payload, Payload]:
+    """Return gate_up ``[E, P, I, H]`` and down ``[E, H, I]``."""
+    first = _with_scales("gate_up", gate_up, parts, (options.w1_scale, options.w1_global_scale), options)
+    second = _with_scales("down", down, None, (options.w2_scale, options.w2_global_scale), options)
+    return _payload("gate_up", first, parts), _payload("down", second, None)
+
+
+def _with_scales(
+    name: str,
+    weight: Payload | Tensor,
+    parts: int | None,
+    scales: tuple[Tensor | None, Tensor | None],
+    options: MoEOptions,
+) -> Payload | Tensor:
+    """Return raw codes as a payload, other weights unchanged."""
+    scale, global_scale = scales
+    raw = isinstance(weight, Tensor) and weight.dtype not in FLOAT_FORMATS
+    argument = "w1" if name == "gate_up" else "w2"
+    if raw and scale is not None:
+        assert isinstance(weight, Tensor)
+        check_tensors(weight.device, **{f"{argument}_scale": scale})
+        try:
+            return payload_from_scales(
+                weight, scale, global_scale=global_scale, block_shape=options.block_shape, parts=parts
+            )
+        except InputError as error:
+            raise InputError(f"moe: {name}: {error}") from error
+    if raw != (scale is not None):
+        found = "a payload" if isinstance(weight, Payload) else f"{weight.dtype}"
+        raise InputError(
+            f"moe: {name} is {found} and {argument}_scale is {'missing' if scale is None else 'passed'}; scales belong "
+            "to raw codes, float8_e4m3fn or uint8; a payload contains its scales"
+        )
+    return weight
 
 
 def _payload(name: str, weight: Payload | Tensor, parts: int | None) -> Payload:

@@ -22,6 +22,7 @@ from .errors import InputError
 from .formats.unquantised import DTYPES
 from .layer import MoELayer
 from .runtime.devices import current_device, recording
+from .stages.checks import output_for
 from .types import Routing
 
 __all__ = ["BUDGETS", "GraphRunner", "ModelGraphs", "RoutingInput", "capture", "capture_all", "capture_model"]
@@ -38,6 +39,7 @@ class _Sizes:
 
     device: torch.device
     dtype: torch.dtype
+    out_dtype: torch.dtype
     hidden_size: int
     num_experts: int
     top_k: int
@@ -53,6 +55,7 @@ class _Sizes:
         return _Sizes(
             device=layer.device,
             dtype=DTYPES[problem.dtype],
+            out_dtype=layer.output_dtype,
             hidden_size=layer.spec.hidden_size,
             num_experts=layer.spec.num_experts,
             top_k=rule.top_k,
@@ -91,7 +94,7 @@ class _Buffers:
         logits = zeros(rows, sizes.num_experts, dtype=torch.float32)
         return _Buffers(
             x=zeros(rows, sizes.hidden_size, dtype=sizes.dtype),
-            out=zeros(rows, sizes.hidden_size, dtype=sizes.dtype),
+            out=zeros(rows, sizes.hidden_size, dtype=sizes.out_dtype),
             router_logits=logits if sizes.routing_input == "router_logits" else None,
             topk_ids=torch.full((rows, sizes.top_k), -1, dtype=_ID_DTYPE, device=device) if passes_routing else None,
             topk_weights=zeros(rows, sizes.top_k, dtype=torch.float32) if passes_routing else None,
@@ -180,7 +183,7 @@ class GraphRunner:
             elif tokens < budget:
                 buffers.topk_ids[tokens:budget].fill_(-1)
             self._replay(budget)
-            result = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
+            result = output_for(x, out, self.layer.plan.problem)
             result.view(-1, self._sizes.hidden_size).copy_(buffers.out[:tokens])
             if buffers.idle is not None:
                 buffers.idle.record()

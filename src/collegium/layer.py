@@ -19,17 +19,21 @@ from .execution.planned_module import PlannedModule
 from .experts.measured import with_measured_tiles
 from .formats.payload import Payload
 from .formats.unquantised import DTYPES
+from .ops.route_wide import append_shared_experts
+from .parallel import Local, Partial
 from .parallel.rendezvous import rendezvous_of
 from .pipelines.batched import check_batched, run_batched
+from .pipelines.quantized import check_quantized, run_quantized
 from .planning import Plan, kernel_named, plan_swap
 from .problem import Overrides
 from .runtime.custom_op import uncompiled_call
 from .runtime.devices import plain_torch
-from .runtime.packed_module import stored_bytes
+from .runtime.packed_module import check_tensors, stored_bytes
 from .runtime.warm_up import compile_batches, run_all_paths, sizes_for
-from .stages.call import checked_call
+from .stages.call import Call, checked_call
 from .stages.checks import check_after_expert, check_extras, check_input, check_weights, output_for
 from .stages.latent import latent_of
+from .stages.quantized_input import code_scales, dequantized
 from .stages.router import Choose, autocast_disabled, in_float32
 from .stages.shared import check_shared, check_shared_unchanged, pack_shared
 from .types import ExpertWeights, LatentWeights, RouterWeights, Routing, SharedWeights
@@ -120,12 +124,17 @@ class MoELayer(PlannedModule):
             )
         plan = plan_swap(self.plan, weights.formats, overrides)
         check_shared_unchanged(self.plan, plan)
-        self.replan(plan, kernel_named(plan.kernel).pack(weights, plan.problem.routed))
+        self._continue_with(plan, kernel_named(plan.kernel).pack(weights, plan.problem.routed))
 
     @property
     def device(self) -> torch.device:
         """The device of the layer's weights, inputs and outputs."""
         return self._device
+
+    @property
+    def output_dtype(self) -> torch.dtype:
+        """The dtype of the layer's output."""
+        return DTYPES[self.plan.problem.output_dtype]
 
     @property
     def nbytes(self) -> int:
@@ -146,18 +155,19 @@ class MoELayer(PlannedModule):
         router_input: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return the layer's output for ``x [..., D]`` (bf16, fp16 or float32), same shape and dtype.
+        """Return the layer's output for ``x [..., D]`` (bf16, fp16 or float32), same shape, in the output dtype.
 
         router_logits: ``[T, E]`` from an external router. routing: chosen experts and weights, used unchanged. Without
         both, the layer's router chooses. token_ids: ``[T]`` integers, needed for hash routing only.
         router_input: the input of the layer's router, like ``x``, where the model gives it another one (Gemma-4).
-        T is the product of the leading dimensions and may be 0. out: contiguous, like x; written and returned instead
-        of fresh memory. Raises InputError on shapes, dtypes, devices and where a gradient is required, RoutingError
-        in checked mode, and RankError on every rank where ranks that need the same inputs have different ones.
+        T is the product of the leading dimensions and may be 0. out: contiguous, shaped like x, in the output dtype;
+        written and returned instead of fresh memory. Raises InputError on shapes, dtypes, devices and where a gradient
+        is required, RoutingError in checked mode, and RankError on every rank where ranks that need the same inputs
+        have different ones.
         """
         try:
             check_input(x, routing, self.plan.problem, self._device)
-            result = output_for(x, out)
+            result = output_for(x, out, self.plan.problem)
             call = checked_call(
                 self.spec,
                 self._device,
@@ -205,24 +215,89 @@ class MoELayer(PlannedModule):
         with autocast_disabled(x.device):
             return router(call)
 
+    def run_quantized(self, x: Tensor, scale: Tensor, routing: Routing, *, out: Tensor | None = None) -> Tensor:
+        """Return the layer's output ``[T, D]`` for tokens that the caller has quantised, in the output dtype.
+
+        x: ``[T, D]`` float8_e4m3fn. scale: one number, or one per token ``[T]`` or ``[T, 1]``, or one per group of
+        columns ``[T, G]``, as the plan's activation format has them (``fp8_token`` and ``fp8_static``: one per token or
+        for all; ``fp8_group128``: one for 128 columns); a token is ``x * scale``. routing: chosen experts and weights.
+        The experts multiply the codes as they are; rows between the products are quantised by the plan's format. A
+        shared expert gets ``x * scale`` rounded to the input dtype. The memory is fresh, and ``torch.compile`` does not
+        trace the call. Raises InputError as ``forward`` does, for layers over ranks that exchange tokens, for latent
+        layers and for router weights on the input.
+        """
+        problem = self.plan.problem
+        check_tensors(self._device, x=x, topk_ids=routing.topk_ids, topk_weights=routing.topk_weights)
+        if x.dtype != torch.float8_e4m3fn or self.latent is not None:
+            layer = "a latent layer, which projects tokens first" if self.latent is not None else "any layer"
+            raise InputError(f"run_quantized: x is {x.dtype}, for {layer}; allowed: float8_e4m3fn without latent_size")
+        check_quantized(x, self.dispatcher, self.spec.hidden_size, weight_on_input=self.spec.routing.weight_on_input)
+        scale = code_scales("run_quantized", self.plan.activation_format, x, scale)
+        call = Call(x, topk_ids=routing.topk_ids, topk_weights=routing.topk_weights, out=output_for(x, out, problem))
+        self._executor.note_capture()
+        with autocast_disabled(x.device):
+            uncompiled_call()(self._run_quantized, call, scale)
+        assert call.out is not None
+        return call.out
+
+    def _run_quantized(self, call: Call, scale: Tensor) -> None:
+        """Write ``call.out`` for codes ``call.x [T, D]`` with scales ``[T, G]``, ``max_tokens`` tokens at a time."""
+        merged = self.plan.merged_shared_experts
+        routing = append_shared_experts(self._executor.router(call), self.spec.num_experts, merged, None)
+        step = self.plan.problem.limits.max_tokens
+        for start in range(0, call.x.shape[0], step):
+            rows = slice(start, start + step)
+            chunk_routing = Routing(topk_ids=routing.topk_ids[rows], topk_weights=routing.topk_weights[rows])
+            self._run_quantized_chunk(call.chunk(rows, chunk_routing), scale[rows], chunk_routing)
+
+    def _run_quantized_chunk(self, call: Call, scale: Tensor, routing: Routing) -> None:
+        assert call.out is not None
+        assert isinstance(self.dispatcher, Local | Partial)
+        dtype = DTYPES[self.plan.problem.dtype]
+        shared = None
+        if self.shared is not None:
+            shared = self.shared(dequantized(self.plan.activation_format, call.x, scale).to(dtype))
+        run_quantized(
+            self.experts,
+            self.dispatcher,
+            (call.x, scale, dtype),
+            routing,
+            call.out,
+            after_expert=self.after_expert,
+            shared=shared,
+        )
+
     def run_batched(
-        self, x: Tensor, counts: Tensor, *, out: Tensor | None = None, expected: int | None = None
+        self,
+        x: Tensor,
+        counts: Tensor,
+        *,
+        scale: Tensor | None = None,
+        out: Tensor | None = None,
+        expected: int | None = None,
     ) -> Tensor:
         """Return ``[E, M, H]``: the output of this rank's E experts for rows that are already packed by expert.
 
-        Low-latency dispatchers of serving engines send rows in this form. x: ``[E, M, H]`` in the layer's dtype, H the
-        experts' width. counts: ``[E]`` int32 or int64 on x's device; the first ``counts[e]`` rows of ``x[e]`` are for
-        expert e. Counts are clamped to 0..M; a checked layer raises RoutingError for others. Rows past ``counts`` are
-        ignored, and the matching rows of ``out`` are left untouched. expected: the likely total number of rows, which
-        decides tiles and no bit; None: E * M. Nothing is routed, weighted or sent, and neither shared expert nor latent
-        projection takes part. The memory is fresh; only the kernel ``reference`` waits for the device. Raises
-        InputError as ``forward`` does.
+        Low-latency dispatchers of serving engines send rows in this form. x: ``[E, M, H]`` in the layer's input dtype,
+        H the experts' width; the result has the output dtype. counts: ``[E]`` int32 or int64 on x's device; the first
+        ``counts[e]`` rows of ``x[e]`` are for expert e. Counts are clamped to 0..M; a checked layer raises RoutingError
+        for others. Rows past ``counts`` are ignored, and the matching rows of ``out`` are left untouched. expected: the
+        likely total number of rows, which decides tiles and no bit; None: E * M. scale: of rows that the caller has
+        quantised, x is then float8_e4m3fn: one number, ``[E, M]``, ``[E, M, 1]`` or ``[E, M, G]``, as in
+        ``run_quantized``. Nothing is routed, weighted or sent,
+        and neither shared expert nor latent projection takes part. The memory is fresh; only the kernel ``reference``
+        waits for the device. Raises InputError as ``forward`` does.
         """
-        check_batched(x, counts, self.plan.problem.routed, self._device, checked=self.checked)
-        out = output_for(x, out)
+        problem = self.plan.problem
+        check_batched(x, counts, problem.routed, self._device, quantized=scale is not None, checked=self.checked)
+        codes = None
+        if scale is not None:
+            codes = code_scales("run_batched", self.plan.activation_format, x, scale), DTYPES[problem.dtype]
+        out = output_for(x, out, self.plan.problem)
         self._executor.note_capture()
         run = partial(
             run_batched,
+            codes=codes,
             expected=expected,
             after_expert=self.after_expert,
             merged_shared_experts=self.plan.merged_shared_experts,

@@ -142,7 +142,7 @@ class Plan:
         if compared is not None:
             lines.append(f"inputs     {compared}")
         lines += [
-            f"formats    weights {format_names(spec.formats)}, activations {self.activation_format}",
+            f"formats    {self._formats_text()}",
             f"bytes      {self.expert_bytes:,} per expert, {self.weight_bytes:,} per layer, "
             f"workspace up to {self.workspace_bytes:,} for {self.problem.limits.max_tokens:,} tokens",
             f"graph      a CUDA graph {'can' if self.capturable else 'cannot'} capture the layer",
@@ -196,6 +196,13 @@ class Plan:
         when = "before the kernel" if any(kind.fills_gpu for kind in kinds) else "after the routed experts"
         return f"sequential, {when}: {no_overlap(self.problem, dispatcher, kinds, self.overrides)}"
 
+    def _formats_text(self) -> str:
+        problem = self.problem
+        text = f"weights {format_names(problem.spec.formats)}, activations {self.activation_format}"
+        if problem.output_dtype != problem.dtype:
+            text += f", {problem.dtype} input, {problem.output_dtype} output"
+        return text
+
     def _dispatch_text(self) -> str:
         text = f"{self.dispatcher}, up to {self.capacity:,} rows"
         if self.problem.placement is not None:
@@ -221,6 +228,8 @@ class Plan:
             "down_format": self.problem.spec.formats[1],
             "down_kernel": self.down_kernel,
             "activation_format": self.activation_format,
+            "dtype": self.problem.dtype,
+            "out_dtype": self.problem.output_dtype,
             "wire_format": self.wire_format,
             "rank": 0 if placement is None else placement.rank,
             "world_size": self.problem.world_size,
@@ -244,6 +253,9 @@ def _layer_text(spec: MoESpec) -> str:
         text += f" limit {spec.activation.limit:g}"
     if spec.activation.fast:
         text += " with fast math"
+    rounding = spec.routing.round_logits
+    if rounding:
+        text += f", router logits rounded to {'the input dtype' if rounding is True else rounding}"
     return text
 
 

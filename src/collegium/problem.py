@@ -23,6 +23,7 @@ Combine = Literal["exact", "reduced", "reduced_fp8"]
 COMBINES = ("exact", "reduced", "reduced_fp8")
 SharedMode = Literal["sequential", "side_stream", "overlapped", "merged"]
 SHARED_MODES = ("sequential", "side_stream", "overlapped", "merged")
+_DTYPES = ("bf16", "fp16", "fp32")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +114,7 @@ class Problem:
     """What ``plan()`` decides about, as a printable value.
 
     activation_format: format of activations before each product (``collegium.ops.quantize``); None: the plan chooses
-        the one that loses nothing. dtype: of the layer's input and output.
+        the one that loses nothing. dtype: of the layer's input. out_dtype: of its output; None: ``dtype``.
     placement: the experts of this rank; None: all experts, whole. graph: a CUDA graph must be able to capture the
         layer.
     combine: how rows return from other ranks, one of ``COMBINES``. sent_as: activation format of the codes that travel
@@ -129,16 +130,23 @@ class Problem:
     graph: bool = False
     combine: Combine = "exact"
     sent_as: str | None = None
+    out_dtype: Literal["bf16", "fp16", "fp32"] | None = None
 
     def __post_init__(self) -> None:
         require(self.device.kind in ("cpu", "cuda"), "device kind", self.device.kind, "cpu, cuda")
         require(self.combine in COMBINES, "combine", self.combine, ", ".join(COMBINES))
-        require(self.dtype in ("bf16", "fp16", "fp32"), "dtype", self.dtype, "bf16, fp16, fp32")
+        require(self.dtype in _DTYPES, "dtype", self.dtype, ", ".join(_DTYPES))
+        require(self.out_dtype in (None, *_DTYPES), "out_dtype", self.out_dtype, f"None, {', '.join(_DTYPES)}")
         require(type(self.limits) is Limits, "limits", self.limits, "Limits(max_tokens=...)")
         if self.placement is not None:
             ranks = self.placement.ranks or (self.placement.expert_ids,)
             unknown = [expert for ids in ranks for expert in ids if not 0 <= expert < self.spec.num_experts]
             require(not unknown, "placement.expert_ids", unknown, f"0 to {self.spec.num_experts - 1}")
+
+    @property
+    def output_dtype(self) -> str:
+        """Name of the dtype of the layer's output."""
+        return self.out_dtype or self.dtype
 
     @property
     def local_experts(self) -> tuple[int, ...]:

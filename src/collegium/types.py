@@ -103,7 +103,7 @@ class ActivationSpec:
     alpha, beta: of ``swiglu_oai``: the factor inside the sigmoid, and the constant added to up (gpt-oss: 1.702 and 1).
     gate_bound, up_bound: the two tanh bounds of ``situ`` (Kimi-K3: 4 and 25).
     fast: Triton kernels use the GPU's approximate sigmoid and tanh, with absolute errors up to 2^-11 and 2^-10, also
-        for values near zero. Other kernels ignore it.
+        for values near zero. Other kernels refuse it.
     """
 
     kind: ActivationKind = "swiglu"
@@ -143,8 +143,9 @@ class RoutingSpec:
     hash_routing: experts are looked up by token id in a table; the weights still come from the scores.
     input_norm_eps: epsilon of an RMS norm without weight on the router's input (Gemma-4); None: no norm.
     expert_scale: whether the weight of each assignment is finally multiplied by a factor of its expert.
-    round_logits: whether logits of the layer's router are rounded to the dtype of the layer's input before they are
-        scored, as in models that compute the router in that dtype; False: they stay float32.
+    round_logits: whether logits of the layer's router are rounded before they are scored, as in models that compute
+        the router in 16 bits. True: to the dtype of the layer's input; ``bf16`` or ``fp16``: to that dtype, whatever
+        the input; False: they stay float32.
     id_dtype: of the ``topk_ids`` that this rule chooses, ``int64`` or ``int32``.
     """
 
@@ -163,7 +164,7 @@ class RoutingSpec:
     jitter: float = 0.01
     input_norm_eps: float | None = None
     expert_scale: bool = False
-    round_logits: bool = False
+    round_logits: bool | Literal["bf16", "fp16"] = False
     id_dtype: Literal["int64", "int32"] = "int64"
 
     def __post_init__(self) -> None:
@@ -175,6 +176,8 @@ class RoutingSpec:
         require(self.group_score in ("max", "top2_sum"), "group_score", self.group_score, "max, top2_sum")
         require(self.renormalize_eps >= 0, "renormalize_eps", self.renormalize_eps, "0 or more")
         require(self.renormalize_floor >= 0, "renormalize_floor", self.renormalize_floor, "0 or more")
+        rounded = "False, True (to the dtype of the input), 'bf16', 'fp16'"
+        require(self.round_logits in (False, True, "bf16", "fp16"), "round_logits", self.round_logits, rounded)
         signed = "int64, int32 (an unsigned id cannot be -1, which means not here)"
         require(self.id_dtype in ("int64", "int32"), "id_dtype", self.id_dtype, signed)
         if self.score == "sparsemixer":

@@ -108,19 +108,19 @@ def test_activate_every_kind_matches_its_formula(spec):
 
 
 @pytest.mark.parametrize("spec", [s for s in SPECS if s.gated], ids=lambda s: f"{s.kind}-{s.limit}")
-def test_activate_gate_and_up_are_not_exchangeable(spec):
+def test_gate_and_up_not_exchangeable(spec):
     x = inputs(spec, 4, 17, seed=1)
     assert not torch.allclose(activate(x, spec), activate(x.flip(1), spec), rtol=1e-2)
 
 
-def test_activate_gate_is_clamped_from_above_only():
+def test_gate_clamped_only_from_above():
     low = torch.tensor([[[-9.0], [1.0]]])
     for kind in ("swiglu", "swiglu_oai", "swiglu_step"):
         kept = activate(low, ActivationSpec(kind=kind, limit=2.0))
         assert torch.equal(kept, activate(low, ActivationSpec(kind=kind)))
 
 
-def test_activate_step_clamps_after_silu_and_swiglu_before():
+def test_clamp_order_of_swiglu_and_step():
     x = torch.tensor([[[7.003], [1.0]]])  # silu(7.003) < 7 < 7.003: only the clamp before silu acts
     before = activate(x, ActivationSpec(kind="swiglu", limit=7.0)).item()
     after = activate(x, STEP).item()
@@ -150,12 +150,12 @@ def test_activate_finite_inputs_never_give_nan(spec):
     assert not found.isnan().any()
 
 
-def test_activate_silu_of_a_very_negative_number_is_zero():
+def test_silu_of_large_negative_is_zero():
     assert activate(torch.full((1, 1, 1), -1e30), ActivationSpec(kind="silu")).item() == 0.0
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: f"{s.kind}-{s.limit}")
-def test_activate_bits_do_not_depend_on_the_batch(spec):
+def test_activate_is_batch_invariant(spec):
     x = inputs(spec, 8, 33, seed=3)
     whole = activate(x, spec)
     assert torch.equal(whole, torch.cat([activate(row[None], spec) for row in x]))
@@ -171,7 +171,7 @@ def test_activate_in_chunks_is_the_same(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_activate_low_precision_inputs_are_computed_wide(dtype):
+def test_low_precision_inputs_computed_in_fp32(dtype):
     x = inputs(OAI, 3, 17).to(dtype)
     assert torch.equal(activate(x, OAI), activate(x.float(), OAI))
 
@@ -186,7 +186,7 @@ def test_activate_refuses_wrong_shapes(shape):
         activate(torch.zeros(shape), OAI)
 
 
-def test_activate_refuses_a_gate_it_does_not_use():
+def test_ungated_activation_refuses_gate():
     with pytest.raises(InputError, match=r"relu2: .*\[R, 1, I\]"):
         activate(torch.zeros(3, 2, 4), ActivationSpec(kind="relu2"))
 

@@ -126,7 +126,7 @@ def close(found: Tensor, wanted: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_model_with_an_adapter_is_the_merged_model(
+def test_adapter_matches_merged_model(
     kind: str, dtype: torch.dtype, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = model_of(kind, tmp_path / "base", dtype)
@@ -153,7 +153,7 @@ def test_a_model_with_an_adapter_is_the_merged_model(
             assert torch.equal(joined, getattr(whole, which).decode())
 
 
-def test_what_arrives_from_memory_is_merged_too(tmp_path: Path) -> None:
+def test_streamed_tensors_are_merged(tmp_path: Path) -> None:
     adapter = write(tmp_path / "adapter", stacks(model_of("gpt_oss", tmp_path / "base")))
     base = Checkpoint.open(tmp_path / "base")
     arrived = TensorStream(base.config, [(name, base.read(name)) for name in reversed([*base.tensors])])
@@ -165,7 +165,7 @@ def test_what_arrives_from_memory_is_merged_too(tmp_path: Path) -> None:
         assert len({fingerprint(layer.checkpoint, layer.expert_tensors.infos()) for layer in opened}) == 1
 
 
-def test_a_slice_holds_the_bits_of_the_whole(tmp_path: Path) -> None:
+def test_tp_slices_match_whole_bitwise(tmp_path: Path) -> None:
     model = model_of("gpt_oss", tmp_path / "base")
     found = with_adapter(Checkpoint.open(tmp_path / "base"), write(tmp_path / "adapter", stacks(model)))
     layer = CheckpointLayer.open(found, 1)
@@ -178,7 +178,7 @@ def test_a_slice_holds_the_bits_of_the_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_are_those_of_the_merged_model(kind: str, tmp_path: Path) -> None:
+def test_logits_match_merged_model(kind: str, tmp_path: Path) -> None:
     model = model_of(kind, tmp_path / "base", torch.float32)
     tensors = stacks(model)
     adapter = write(tmp_path / "adapter", tensors, use_rslora=True)
@@ -222,7 +222,7 @@ def test_single_experts_and_wrapped_bases(wrapped: bool, tmp_path: Path) -> None
     assert not torch.equal(one, other)
 
 
-def test_names_with_and_without_wrappers_are_doubled(tmp_path: Path) -> None:
+def test_wrapped_and_plain_names_are_duplicates(tmp_path: Path) -> None:
     model_of("qwen3_moe", tmp_path / "base")
     file = tmp_path / "base" / "model.safetensors"
     name = "model.layers.0.mlp.experts.0.gate_proj"
@@ -233,7 +233,7 @@ def test_names_with_and_without_wrappers_are_doubled(tmp_path: Path) -> None:
         Checkpoint.open(tmp_path / "base")
 
 
-def test_the_command_writes_what_the_merged_model_writes(tmp_path: Path) -> None:
+def test_generate_matches_merged_model(tmp_path: Path) -> None:
     model = model_of("qwen3_moe", tmp_path / "base")
     tensors = stacks(model)
     adapter = write(tmp_path / "adapter", tensors)
@@ -316,7 +316,7 @@ FAULTS: dict[str, tuple[type[CheckpointError], str, Callable[[dict[str, Tensor]]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_cannot_be_merged_is_refused_by_name(fault: str, tmp_path: Path) -> None:
+def test_unmergeable_adapters_refused_by_name(fault: str, tmp_path: Path) -> None:
     kind, message, edit, config = FAULTS[fault]
     tensors = stacks(model_of("qwen3_moe", tmp_path / "base"))
     with_adapter(Checkpoint.open(tmp_path / "base"), write(tmp_path / "adapter", tensors))
@@ -363,7 +363,7 @@ def test_stack_parameters_are_named(tmp_path: Path, wide: int) -> None:
             with_adapter(base, write(tmp_path / "adapter", tensors, target_parameters=None))
 
 
-def test_quantised_experts_are_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_quantised_experts_refused_with_advice(tmp_path: Path) -> None:
     tensors = stacks(model_of("qwen3_moe", tmp_path / "base"))
     adapter = write(tmp_path / "adapter", tensors)
     assert command("quantize", tmp_path / "base", "--to", "fp8_channel", "--out", tmp_path / "fp8")[0] == 0
@@ -378,7 +378,7 @@ def test_quantised_experts_are_refused_with_what_to_do(tmp_path: Path) -> None:
     assert 0 < float((one - two).norm() / one.norm()) < 0.2
 
 
-def test_ranks_notice_that_they_read_different_adapters(tmp_path: Path) -> None:
+def test_fingerprint_covers_adapter(tmp_path: Path) -> None:
     tensors = stacks(model_of("qwen3_moe", tmp_path / "base"))
     base = Checkpoint.open(tmp_path / "base")
     seen: list[str] = []
@@ -392,7 +392,7 @@ def test_ranks_notice_that_they_read_different_adapters(tmp_path: Path) -> None:
     assert len({*seen, fingerprint(base, plain.expert_tensors.infos())}) == 3
 
 
-def test_a_scale_is_of_the_adapter_alone(tmp_path: Path) -> None:
+def test_scale_applies_only_to_adapter(tmp_path: Path) -> None:
     tensors = stacks(model_of("gpt_oss", tmp_path / "base", torch.float32))
     base, name = Checkpoint.open(tmp_path / "base"), "model.layers.0.mlp.experts.down_proj"
     added = [
@@ -449,7 +449,7 @@ def test_patterns_of_ranks_and_alphas(case: str, rooted: bool, tmp_path: Path) -
         )
 
 
-def test_patterns_match_names_of_parameters_in_stacks(tmp_path: Path) -> None:
+def test_alpha_pattern_matches_stack_parameters(tmp_path: Path) -> None:
     model = model_of("gpt_oss", tmp_path / "base", torch.float32)
     tensors = stacks(model)
     base = Checkpoint.open(tmp_path / "base")
@@ -463,7 +463,7 @@ def test_patterns_match_names_of_parameters_in_stacks(tmp_path: Path) -> None:
             assert float((steps[1] - factor * steps[0]).norm() / steps[1].norm()) < 1e-5
 
 
-def test_rank_and_alpha_are_8_where_absent(tmp_path: Path) -> None:
+def test_rank_and_alpha_default_to_8(tmp_path: Path) -> None:
     model_of("qwen3_moe", tmp_path / "base", torch.float32)
     path = "model.layers.0.self_attn.q_proj"
     tensors = {
@@ -499,7 +499,7 @@ SELECTED: dict[str, tuple[dict[str, Any], set[str]]] = {
 
 
 @pytest.mark.parametrize("case", SELECTED)
-def test_modules_are_selected_as_peft_selects_them(case: str, tmp_path: Path) -> None:
+def test_module_selection_matches_peft(case: str, tmp_path: Path) -> None:
     """Every pair that an entry selects is merged, and every one that an entry excludes is refused."""
     entries, selected = SELECTED[case]
     model_of("qwen3_moe", tmp_path / "base", torch.float32)
@@ -543,7 +543,7 @@ def test_peft_matches_patterns_alike(case: str) -> None:
         assert (ranks.get(match(ranks, key), RANK), alphas.get(match(alphas, key), ALPHA)) == pair
 
 
-def test_what_is_not_targeted_is_merged_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_untargeted_pairs_merged_with_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tensors = stacks(model_of("qwen3_moe", tmp_path / "base"))
     base = Checkpoint.open(tmp_path / "base")
     found = with_adapter(base, write(tmp_path / "adapter", tensors, target_modules=["k_proj"]))
@@ -553,7 +553,7 @@ def test_what_is_not_targeted_is_merged_with_a_warning(tmp_path: Path, caplog: p
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_modules_saved_in_full_replace_the_base_weights(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_modules_to_save_replace_base_weights(dtype: torch.dtype, tmp_path: Path) -> None:
     model = model_of("qwen3_moe", tmp_path / "base", dtype)
     tensors = stacks(model)
     head, norm = heavy_tailed(40, H, seed=3), heavy_tailed(H, 1, seed=4)[:, 0].contiguous()
@@ -574,7 +574,7 @@ def test_modules_saved_in_full_replace_the_base_weights(dtype: torch.dtype, tmp_
         with_adapter(base, write(tmp_path / "wrong", wrong, modules_to_save=["lm_head", "norm"]))
 
 
-def test_a_head_that_is_tied_is_refused(tmp_path: Path) -> None:
+def test_adapter_on_tied_head_refused(tmp_path: Path) -> None:
     model_of("qwen3_moe", tmp_path / "base")
     config = json.loads((tmp_path / "base" / "config.json").read_text())
     tensors = {
@@ -588,7 +588,7 @@ def test_a_head_that_is_tied_is_refused(tmp_path: Path) -> None:
         with_adapter(Checkpoint.open(tmp_path / "base"), adapter)
 
 
-def test_two_adapters_are_added_one_after_the_other(tmp_path: Path) -> None:
+def test_adapters_stack_in_sequence(tmp_path: Path) -> None:
     tensors = stacks(model_of("qwen3_moe", tmp_path / "base", torch.float32))
     base = Checkpoint.open(tmp_path / "base")
     first = write(tmp_path / "first", tensors)

@@ -183,7 +183,7 @@ def test_a_stack_of_one_expert(name: str, tmp_path: Path) -> None:
     compare(loaded(model, tmp_path / "base", adapter, tmp_path / "merged"), wanted, set(added))
 
 
-def test_a_stack_that_peft_cannot_merge_is_refused(tmp_path: Path) -> None:
+def test_stack_peft_cannot_merge_refused(tmp_path: Path) -> None:
     """One expert, [in, out] and not square: PEFT takes it for a matrix [out, in]."""
     model = build(single("gpt_oss", 32), tmp_path / "base")
     tensors, _, config = random_pairs(copy.deepcopy(model))
@@ -204,7 +204,7 @@ def test_a_stack_that_peft_cannot_merge_is_refused(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("width", [24, 32, 16])
 @pytest.mark.parametrize("name", [*CLASSES, *(f"{name} of one expert" for name in SINGLE)])
-def test_what_peft_writes_is_what_peft_merges(name: str, width: int, tmp_path: Path) -> None:
+def test_saved_adapters_merge_like_peft(name: str, width: int, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     kind, _, one = name.partition(" of ")
     model = build(single(kind, width) if one else sized(CLASSES[kind], width), tmp_path / "base")
@@ -251,7 +251,7 @@ def test_families_declare_what_their_classes_are(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["nemotron_h", "kimi_linear", "deepseek_v4", "minimax_m3_vl", "step3p7", "hy_v3"])
-def test_published_names_fit_files_that_transformers_saved(name: str, tmp_path: Path) -> None:
+def test_published_names_match_resaved_checkpoints(name: str, tmp_path: Path) -> None:
     """Code published with a model names modules as the files do; a copy saved by transformers names them otherwise."""
     build(CASES[name], tmp_path / "published")
     build(CASES[name], tmp_path / "saved", original=False)
@@ -289,7 +289,7 @@ def test_published_names_fit_files_that_transformers_saved(name: str, tmp_path: 
 
 
 @pytest.mark.parametrize("width", [24, 32, 16])
-def test_stacks_that_are_modules_in_transformers_4(width: int, tmp_path: Path) -> None:
+def test_granite_stacks_as_transformers_4_modules(width: int, tmp_path: Path) -> None:
     """Granite's stacks were weights of two modules; each has one pair."""
     model = build(sized(CASES["granitemoe"], width), tmp_path / "base")
     generator = torch.Generator().manual_seed(3)
@@ -328,7 +328,7 @@ RENAMED = [
 
 
 @pytest.mark.parametrize("name", RENAMED)
-def test_whole_models_compute_with_adapters_in_memory_names(name: str, tmp_path: Path) -> None:
+def test_whole_models_accept_in_memory_names(name: str, tmp_path: Path) -> None:
     model = build(CASES[name], tmp_path / "base")
     tensors, added, config = random_pairs(model)
     # Small enough that activations stay finite and few tokens change their experts in the last bit.

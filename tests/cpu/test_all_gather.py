@@ -16,7 +16,7 @@ def test_ranks_equal_one_layer(world: int) -> None:
     assert run_ranks(partial(compare, dispatchers=("all_gather",)), world, seconds=300) == [[]] * world
 
 
-def test_ranks_that_disagree_are_told_so_on_every_rank() -> None:
+def test_disagreement_reported_on_every_rank() -> None:
     for errors in run_ranks(partial(disagree, name="all_gather"), 2):
         assert "rank 0: 5 tokens, top-3, layer 1; rank 1: 65 tokens, top-3, layer 1" in errors[0]
         assert "rank 0: 2 tokens, top-2, layer 1; rank 1: 2 tokens, top-3, layer 1" in errors[1]
@@ -25,7 +25,7 @@ def test_ranks_that_disagree_are_told_so_on_every_rank() -> None:
         assert "rank 0: 4 tokens, top-3, layer 1; rank 1: 4 tokens, top-3, layer 2" in errors[4]
 
 
-def test_what_it_cannot_split_is_refused_by_name() -> None:
+def test_unsplittable_placements_refused_by_name() -> None:
     spec = MoESpec(hidden_size=64, intermediate_size=64, num_experts=3, routing=RoutingSpec(top_k=2))
 
     def why(placement: Placement) -> str:

@@ -49,7 +49,7 @@ def test_ranks_equal_one_layer(world: int) -> None:
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_ranks_that_disagree_are_told_so_on_every_rank(name: str) -> None:
+def test_disagreement_reported_on_every_rank(name: str) -> None:
     for errors in run_ranks(partial(disagree, name=name), 2):
         assert "rank 0: 5 tokens, top-3, layer 1; rank 1: 65 tokens, top-3, layer 1" in errors[0]
         assert "rank 0: 2 tokens, top-2, layer 1; rank 1: 2 tokens, top-3, layer 1" in errors[1]
@@ -102,7 +102,7 @@ def _room(rank: int) -> Any:
     return said, faults
 
 
-def test_tokens_over_capacity_raise_on_every_rank() -> None:
+def test_over_capacity_raises_on_every_rank() -> None:
     for said, faults in run_ranks(_room, 3):
         assert faults == []
         assert "rank_tokens=4" in said[0]
@@ -158,7 +158,7 @@ def _planned(rank: int) -> list[str]:
     return faults
 
 
-def test_messages_are_in_the_memory_of_the_plan() -> None:
+def test_messages_use_planned_memory() -> None:
     assert run_ranks(_planned, 2) == [[], []]
 
 

@@ -111,7 +111,7 @@ def truth(tiny: TinyCheckpoint, layer: int, x: torch.Tensor, routing: Routing) -
 @pytest.mark.parametrize(
     ("family", "name"), [("qwen3_moe", "bf16"), ("deepseek_v3", "fp8_block"), ("mixtral", "mxfp4")]
 )
-def test_layers_in_memory_equal_layers_from_files(tmp_path: Path, family: str, name: str) -> None:
+def test_streamed_layers_match_file_layers(tmp_path: Path, family: str, name: str) -> None:
     tiny = write_checkpoint(tmp_path, family, name, size=TinySize(experts=5))
     layer = max(tiny.experts)
     found, wanted = (
@@ -293,7 +293,7 @@ def test_a_slice_of_the_width(tmp_path: Path, tp_rank: int) -> None:
     assert torch.equal(found.gate_up_bias, wanted.gate_up_bias)
 
 
-def test_a_rank_without_experts_knows_what_they_look_like(tmp_path: Path) -> None:
+def test_rank_without_experts_knows_shapes(tmp_path: Path) -> None:
     tiny = write_checkpoint(tmp_path, size=SMALL)
     held = Placement(rank=3, world_size=4, expert_ids=())
     checkpoint = TensorStream(tiny.config, tiny.tensors.items(), placement=held).checkpoint

@@ -89,7 +89,7 @@ def test_forbidden_numbers_are_refused_by_name(tmp_path, name, storage, suffix, 
 
 
 @pytest.mark.parametrize("suffix", [".weight_g_idx", ".weight_zero_point"])
-def test_a_column_order_out_of_range_is_refused(tmp_path, suffix: str) -> None:
+def test_out_of_range_column_order_refused(tmp_path, suffix: str) -> None:
     order = torch.full((256,), 1 << 30, dtype=torch.int32)
     path = attacked(
         tmp_path, lambda t: t.update({HEAD.format(0, 1, "up") + suffix: order}), "int4_group", "compressed-tensors"
@@ -124,7 +124,7 @@ def test_copied_experts_are_found(tmp_path, name: str) -> None:
     assert list(found) == wanted
 
 
-def test_a_gate_in_the_place_of_up_is_found(tmp_path) -> None:
+def test_gate_copied_to_up_is_detected(tmp_path) -> None:
     change = copy(HEAD.format(0, 2, "gate"), HEAD.format(0, 2, "up"), ".weight")
     (found,) = findings(attacked(tmp_path, change, "bf16"))
     assert_values(found, "expert 2, up: its weights", "layer 0, expert 2, gate")
@@ -142,7 +142,7 @@ def test_a_copied_layer_is_found(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(("name", "suffix"), [("mxfp4", ".weight_scale"), ("nvfp4", ".weight_scale")])
-def test_scales_copied_from_another_layer_are_found(tmp_path, name: str, suffix: str) -> None:
+def test_scales_copied_across_layers_detected(tmp_path, name: str, suffix: str) -> None:
     change = copy(HEAD.format(0, 2, "down"), HEAD.format(1, 2, "down"), suffix)
     found = findings(attacked(tmp_path, change, name, "compressed-tensors"))
     assert_values(found[0], "layer 1, expert 2, down: its scales", "layer 0, expert 2, down")
@@ -170,7 +170,7 @@ def test_constant_weights_are_found(tmp_path) -> None:
         ("bf16", None, ".weight", 1e30),
     ],
 )
-def test_a_size_far_from_the_other_experts_is_found(tmp_path, name, storage, suffix, value) -> None:
+def test_outlier_expert_magnitude_is_detected(tmp_path, name, storage, suffix, value) -> None:
     found = findings(attacked(tmp_path, fill(HEAD.format(0, 3, "up") + suffix, value), name, storage))
     assert any(
         re.search(r"layer 0, expert 3, up: its largest scale is .* usual for layer 0, up", text) for text in found
@@ -230,7 +230,7 @@ def test_no_pattern_can_hang_a_load(pattern: str) -> None:
         ("(?>a+)b", "atomic"),
     ],
 )
-def test_patterns_that_cannot_be_used_are_named(pattern: str, text: str) -> None:
+def test_unusable_patterns_are_named(pattern: str, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         matches_prefix(pattern, "aamodel")
 
@@ -258,13 +258,13 @@ def test_patterns_match_as_re_does(pattern: str) -> None:
 
 @pytest.mark.parametrize("key", ["num_hidden_layers", "num_experts", "hidden_size"])
 @pytest.mark.parametrize("value", [1 << 31, 10**30, -(10**30)])
-def test_sizes_no_machine_could_loop_over_are_refused(key: str, value: int) -> None:
+def test_absurd_config_sizes_refused(key: str, value: int) -> None:
     with pytest.raises(ConfigError, match=f"{key} is .* allowed is [0-9]+ at most") as caught:
         Config({key: value}).integer(key)
     assert len(str(caught.value)) < 100
 
 
-def test_an_unreadable_file_name_is_a_named_error(tmp_path) -> None:
+def test_unreadable_file_name_raises_checkpoint_error(tmp_path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "' + "x" * 5000 + '"}}')
     with pytest.raises(CheckpointError, match="names the file") as caught:
         Checkpoint.open(tmp_path)

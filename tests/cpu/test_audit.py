@@ -236,7 +236,7 @@ def test_wrong_family_says_where_experts_are(tmp_path: Path) -> None:
         audit(rewrite(tmp_path, lambda tensors: None, table))
 
 
-def test_all_problems_are_listed_up_to_twenty(tmp_path: Path) -> None:
+def test_lists_up_to_twenty_problems(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, size=TinySize(hidden=32, intermediate=32, experts=16, layers=1))
     names = [f"model.layers.0.mlp.experts.{e}.{p}_proj.weight" for e in range(1, 9) for p in ("gate", "up", "down")]
     checkpoint = rewrite(tmp_path, drop(*[n for n in names if ".8.gate" not in n]))
@@ -252,7 +252,7 @@ def test_all_problems_are_listed_up_to_twenty(tmp_path: Path) -> None:
     assert "- and 19 more" in str(caught.value)
 
 
-def test_unequal_global_scales_are_a_finding_and_stay_apart(tmp_path: Path) -> None:
+def test_unequal_global_scales_reported_and_preserved(tmp_path: Path) -> None:
     tiny = write_checkpoint(tmp_path, "mixtral", "nvfp4", size=SIZE)
     checkpoint = Checkpoint.open(tmp_path)
     report = audit(checkpoint)

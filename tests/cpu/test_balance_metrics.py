@@ -63,7 +63,7 @@ def test_engines_have_separate_metrics():
     assert not [name for name in lines(one) if name.startswith("expert_tokens_total")], "half of it was counted"
 
 
-def test_without_the_extra_it_is_one_clear_error(monkeypatch):
+def test_missing_metrics_extra_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with raises_with(MissingExtraError, "'collegium[metrics]'"):
         Metrics()
@@ -86,7 +86,7 @@ def test_ranges_are_named_on_a_gpu(monkeypatch):
     assert seen[1:] == ["end"]
 
 
-def test_steps_are_named_only_while_they_are_shown(monkeypatch):
+def test_profiler_ranges_only_while_shown(monkeypatch):
     seen: list[str] = []
 
     @contextmanager

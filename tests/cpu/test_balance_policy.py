@@ -129,7 +129,7 @@ def test_least_moves_by_hand():
     assert LEAST([5, 5], ((0,), (1,))) == ((0,), (1,))
 
 
-def test_least_moves_moves_little_for_nearly_the_same_balance():
+def test_least_moves_nearly_matches_greedy_balance():
     rng, moved, reached = np.random.default_rng(3), [], []
     for _ in range(20):
         load = np.ceil(rng.pareto(1.2, 256) * 100)
@@ -142,7 +142,7 @@ def test_least_moves_moves_little_for_nearly_the_same_balance():
     assert max(reached) < 0.1
 
 
-def test_groups_stay_on_a_host_with_every_copy():
+def test_groups_and_replicas_share_a_host():
     rng = np.random.default_rng(5)
     for _ in range(100):
         load = np.ceil(rng.pareto(1.0, 32) * 50)
@@ -170,14 +170,14 @@ def test_experts_of_lost_ranks_are_reloaded():
         rank_loads(load, left)
 
 
-def test_moves_spread_over_the_ranks_that_have_an_expert():
+def test_moves_spread_over_source_ranks():
     old, new = ((0, -1), (0, -1), (1, -1), (2, -1)), ((0, 1), (0, 2), (1, 0), (2, 0))
     assert [(m.expert, m.source_rank) for m in moves(old, new)] == [(1, 2), (2, 3), (0, 0), (0, 1)]
     assert moves(old, old) == ()
     assert aligned(((3, 1, -1),), [{1, 5, 0}]) == ((0, 1, 5),)
 
 
-def test_balancedness_of_steps_is_not_that_of_their_sum():
+def test_balancedness_sums_maxima_over_steps():
     slots = ((0,), (1,))
     assert balancedness([10, 10], slots) == 1
     assert balancedness([[10, 0], [0, 10]], slots) == 0.5
@@ -225,7 +225,7 @@ def test_what_cannot_be_placed_is_refused(policy, load, slots, more, text):
         policy.place(load, slots, **more)
 
 
-def test_an_unknown_policy_names_the_known_ones():
+def test_unknown_policy_lists_known_policies():
     with pytest.raises(InputError, match=r"'best'.*greedy, least_moves"):
         policy_named("best")
     with pytest.raises(InputError, match="requested are 1"):

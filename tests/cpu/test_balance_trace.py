@@ -61,7 +61,7 @@ def chosen(model, ids):
     return [found[n] for n in range(len(gates))]
 
 
-def test_what_is_recorded_is_what_the_routers_choose(model):
+def test_recorded_counts_match_router_choices(model):
     torch.manual_seed(0)
     batches = [torch.randint(0, 4096, shape) for shape in ((1, 33), (3, 7), (1, 1))]
     with recording(model) as found, torch.inference_mode():
@@ -76,7 +76,7 @@ def test_what_is_recorded_is_what_the_routers_choose(model):
     assert found.trace("fables").counts.shape[0] == 3, "it counts after it ended"
 
 
-def test_passes_that_do_not_run_every_layer_are_refused(model):
+def test_incomplete_passes_refused(model):
     with recording(model) as found:
         pass
     with pytest.raises(InputError, match="0 of 0 passes"):
@@ -89,7 +89,7 @@ def test_passes_that_do_not_run_every_layer_are_refused(model):
         pass
 
 
-def test_a_trace_comes_back_from_its_file(tmp_path):
+def test_trace_round_trips_through_file(tmp_path):
     trace = skewed()
     trace.save(tmp_path / "load")
     trace.save(tmp_path / "again")
@@ -124,7 +124,7 @@ def rewritten(path: Path, **more: object) -> None:
         (lambda f: rewritten(f, layers=7), "cannot be read"),
     ],
 )
-def test_a_damaged_trace_is_one_clear_error(damage, text, tmp_path):
+def test_damaged_trace_gives_clear_error(damage, text, tmp_path):
     file = tmp_path / "load"
     skewed().save(file)
     damage(file)
@@ -134,7 +134,7 @@ def test_a_damaged_trace_is_one_clear_error(damage, text, tmp_path):
     assert str(file) in str(error.value)
 
 
-def test_flipped_bytes_are_errors_or_other_counts(tmp_path):
+def test_flipped_bytes_raise_or_change_counts(tmp_path):
     file, rng = tmp_path / "load", np.random.default_rng(0)
     skewed().save(file)
     whole = bytearray(file.read_bytes())
@@ -214,7 +214,7 @@ def test_the_commands_record_simulate_and_draw(tmp_path):
         assert (tmp_path / "h.png").stat().st_size > 5000
 
 
-def test_the_committed_trace_is_of_the_shipped_model(model):
+def test_committed_trace_matches_shipped_model(model):
     """Its first steps are computed again; another processor may round a router's score to the other side."""
     from collegium.commands.generate import Writer
 
@@ -247,7 +247,7 @@ def test_the_committed_trace_is_of_the_shipped_model(model):
         (("record", "absent", "--out", "x"), "CheckpointError", "absent: no such folder"),
     ],
 )
-def test_what_a_user_gets_wrong_is_one_message(words, kind, text, tmp_path, monkeypatch):
+def test_user_errors_are_single_messages(words, kind, text, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     code, out, said = command("balance", *words)

@@ -82,7 +82,7 @@ def check(found: torch.Tensor, x: torch.Tensor, weights: Any, bound: float) -> N
         ),
     ],
 )
-def test_a_layer_runs_rows_that_are_packed_by_expert(kernel: str, weights: str, dtype: str) -> None:
+def test_layer_runs_expert_packed_rows(kernel: str, weights: str, dtype: str) -> None:
     problem = problem_of(weights, dtype, DeviceFacts(kind="cpu"))
     made = encode_experts(random_experts(E, 2, INNER, H, seed=1, bias=True), weights)
     layer = MoELayer(made, plan(problem, Overrides(kernel=kernel)))
@@ -119,7 +119,7 @@ def test_a_layer_runs_rows_that_are_packed_by_expert(kernel: str, weights: str, 
     ids=["bf16", "fp16", "fp8", "mxfp4"],
 )
 @pytest.mark.parametrize(("expected", "ordered_by"), [(None, "torch"), (9, "a kernel"), (1 << 15, "a kernel")])
-def test_triton_kernels_store_the_rows_where_they_belong(
+def test_triton_kernels_write_batched_layout(
     kernel: Any,
     weights: str,
     dtype: str,
@@ -143,7 +143,7 @@ def test_triton_kernels_store_the_rows_where_they_belong(
     assert torch.equal(torch.where(HELD[..., None], -out, 7), again)
 
 
-def test_experts_of_one_rank_and_functions_of_their_rows() -> None:
+def test_local_experts_with_after_expert() -> None:
     placed = linear(E, 1, 2)
     problem = replace(problem_of("fp32", "fp32", DeviceFacts(kind="cpu")), placement=placed)
     whole = random_experts(E, 2, INNER, H, seed=1, bias=True)

@@ -96,12 +96,12 @@ def test_routings_are_skewed_as_they_say():
 
 
 @pytest.mark.parametrize(("style", "what"), [("skewed", "64x32x6x2"), ("half", "64x32x6x4")])
-def test_a_routing_that_cannot_be_made_is_refused(style, what):
+def test_impossible_routing_refused(style, what):
     with pytest.raises(InputError, match="half"):
         random_routing(3, spec(what), style, generator())
 
 
-def test_turns_rotate_and_the_median_is_per_pass():
+def test_turns_rotate_and_passes_repeat():
     order: list[str] = []
     passes = {name: (lambda name=name: order.append(name)) for name in "abc"}
     times = take_turns(passes, CPU, rounds=4)
@@ -112,7 +112,7 @@ def test_turns_rotate_and_the_median_is_per_pass():
     assert ran == [1, 2, 1, 2]
 
 
-def test_recipes_take_turns_at_one_token_count_after_another(monkeypatch):
+def test_recipes_alternate_per_token_count(monkeypatch):
     turns: list[list[tuple[str, str, int]]] = []
 
     def noted(passes, *given, **more):
@@ -184,7 +184,7 @@ def test_the_caches_of_all_cores_count():
         pytest.param("1024x1024x48x4", ("bf16", "bf16"), (1, 16, 256), marks=pytest.mark.exhaustive),
     ],
 )
-def test_no_layer_is_faster_than_its_floor(what, recipe, tokens):
+def test_layers_are_not_below_floor(what, recipe, tokens):
     report = bench(what, [recipe], tokens=tokens, device="cpu", rounds=3)
     assert all(row.of_floor < 1.1 for row in report.rows), [(r.tokens, r.of_floor, r.bound) for r in report.rows]
 
@@ -205,7 +205,7 @@ def test_reference_agrees_with_hand_written_truth(weights):
     assert relative_error(wrong, truth) > 0.3
 
 
-def test_no_row_of_the_weights_is_an_input(monkeypatch):
+def test_inputs_differ_from_weight_rows(monkeypatch):
     """One seed for both once made a row of gate equal to the first input, and one product larger than all others."""
     seen: list[float] = []
 
@@ -220,7 +220,7 @@ def test_no_row_of_the_weights_is_an_input(monkeypatch):
     assert max(seen) < 0.5
 
 
-def test_experts_differ_and_the_spec_is_kept():
+def test_random_experts_differ_and_match_spec():
     own = replace(spec("64x32x9x2", "nvfp4"), expert_bias=True)
     made = random_weights(own, CPU)
     assert made.gate_up.shape == (9, 2, 32, 64)
@@ -248,12 +248,12 @@ def test_specs_from_names_sizes_and_configs():
 
 
 @pytest.mark.parametrize("what", ["dsv5", "64x32x6", "64x32x6x2x1", "64xwidex6x2", "0x32x6x2", "64x32x6x7"])
-def test_a_shape_that_means_nothing_is_refused(what):
+def test_meaningless_shape_refused(what):
     with pytest.raises((InputError, SpecError)):
         named_layer(what)
 
 
-def test_a_folder_without_a_config_is_refused(tmp_path):
+def test_folder_without_config_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"config\.json is missing"):
         named_layer(str(tmp_path))
 
@@ -265,7 +265,7 @@ def arguments(*more: str) -> list[str]:
 RECIPES = (("bf16", "bf16"), ("nvfp4", "nvfp4"), ("int4_group", "fp16"))
 
 
-def test_the_command_reports_every_recipe_at_every_token_count():
+def test_reports_all_recipes_and_token_counts():
     result = RUNNER.invoke(
         cli.app, [*arguments(), "--format", "bf16", "--format", "nvfp4:nvfp4", "--format", "int4_group:fp16", "--json"]
     )

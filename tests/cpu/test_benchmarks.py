@@ -40,7 +40,7 @@ for program in sorted(Path(sys.argv[1]).glob("*.py")):
 """
 
 
-def test_every_program_prints_its_help_and_measures_nothing() -> None:
+def test_every_program_prints_help_without_measuring() -> None:
     pytest.importorskip("transformers")
     surroundings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'scripts'}"}
     command = [sys.executable, "-c", ASK, str(ROOT / "benchmarks")]
@@ -61,7 +61,7 @@ def test_rebalance_benchmark_catches_damage(tmp_path):
     assert 0 < float(row["stall_us"]) < 1e6
 
 
-def test_bench_layer_has_a_row_per_recipe(tmp_path):
+def test_bench_layer_writes_row_per_recipe(tmp_path):
     recipes = ("bf16:bf16", "mxfp4:fp8_token", "mxfp4:nothing")
     rows = rows_of(
         "bench_layer.py",

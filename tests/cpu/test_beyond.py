@@ -101,7 +101,7 @@ def test_routing_by_others_is_checked() -> None:
         layer.route(x[:, :-1])
 
 
-def test_zero_experts_give_their_input_and_take_no_row() -> None:
+def test_zero_experts_return_input_without_rows() -> None:
     """LongCat-Flash: experts from E on return the token itself, which the caller adds with its weight."""
     layer, x = layer_of(SPECS["plain"]), heavy_tailed(T, H, seed=2)
     logits, bias = heavy_tailed(T, E + 4, seed=4), torch.linspace(-0.1, 0.1, E + 4)
@@ -142,7 +142,7 @@ def test_image_tokens_have_another_bias() -> None:
     assert relative_error(weights, picked / picked.sum(1, keepdim=True)) < 1e-6
 
 
-def test_some_experts_alone_take_the_tokens_of_the_others() -> None:
+def test_expert_subset_takes_all_tokens() -> None:
     """Expert substitution: logits of -inf keep a subset, in which every token finds its best experts."""
     layer, x, kept = layer_of(SPECS["plain"]), heavy_tailed(T, H, seed=2), torch.tensor([0, 2, 5])
     logits = heavy_tailed(T, E, seed=4)
@@ -153,7 +153,7 @@ def test_some_experts_alone_take_the_tokens_of_the_others() -> None:
     assert bool(layer(x, routing=Routing(topk_ids=chosen.topk_ids, topk_weights=chosen.topk_weights)).isfinite().all())
 
 
-def test_a_whole_model_tells_what_every_layer_chose() -> None:
+def test_hooks_see_routing_of_every_layer() -> None:
     """A hook before each layer's experts sees what the model's own router chose; ids of a byte give the same bits."""
     pytest.importorskip("transformers")
     from collegium.integrations.transformers import experts_modules, layers_of, load_model

@@ -169,7 +169,7 @@ def test_rate_excludes_the_first_token(monkeypatch):
     assert writer.write("The old king", 1).tokens_per_second == 0.01
 
 
-def test_generate_repeats_tokens_unless_a_penalty_is_asked_for(monkeypatch):
+def test_generate_defaults_to_no_repetition_penalty(monkeypatch):
     """A penalty of 1.2 was multiplied in without a word."""
     prompt = "Once upon a time there was a"  # whose tokens are not as likely as others, which bfloat16 could confuse
     arguments = ("generate", str(SHIPPED), "--tokens", "24", "--device", "cpu", "--json", "--prompt", prompt)
@@ -200,7 +200,7 @@ def test_it_runs_as_a_module():
     ],
     ids=["truncated", "header length", "file gone"],
 )
-def test_a_damaged_checkpoint_is_one_clear_message(damage, text, tmp_path, monkeypatch, capsys):
+def test_damaged_checkpoint_gives_clear_message(damage, text, tmp_path, monkeypatch, capsys):
     shutil.copytree(SHIPPED, tmp_path / "model")
     damage(tmp_path / "model" / "model.safetensors")
     message = failing(monkeypatch, capsys, "inspect", str(tmp_path / "model"))
@@ -220,7 +220,7 @@ def test_unknown_quantization_names_the_known_ones(tmp_path, monkeypatch, capsys
     assert "compressed-tensors" in message
 
 
-def test_a_forced_kernel_that_cannot_run_lists_the_refusals(monkeypatch, capsys):
+def test_unusable_forced_kernel_lists_refusals(monkeypatch, capsys):
     arguments = ("plan", str(SHIPPED), "--device", "cpu", "--kernel", "cpu_grouped", "--activations", "nvfp4")
     message = failing(monkeypatch, capsys, *arguments)
     assert message.startswith("PlanError")

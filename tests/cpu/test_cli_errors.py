@@ -97,7 +97,7 @@ def test_a_config_that_says_nothing(command, config, text, tmp_path, said):
 
 
 @pytest.mark.parametrize("command", ["generate", "bench-model", "demo"])
-def test_a_config_with_a_value_of_another_kind(command, tmp_path, said):
+def test_config_value_of_wrong_type(command, tmp_path, said):
     config = json.loads((SHIPPED / "config.json").read_text()) | {"num_experts": "many"}
     assert "num_experts" in said(*on(command, damaged(tmp_path / "model", json.dumps(config))))
 
@@ -118,7 +118,7 @@ def test_a_format_that_is_not_known(command, said):
 
 
 @pytest.mark.parametrize("command", ["bench", "bench-model", "tune"])
-def test_an_activation_format_that_is_not_known(command, said):
+def test_unknown_activation_format(command, said):
     message = said(command, str(SHIPPED), "--device", "cpu", "--format", "bf16:fp3")
     assert re.match("(Spec|Input)Error: .*'fp3'.*fp8_token", message)
 
@@ -142,7 +142,7 @@ def test_a_tokenizer_of_another_model(tmp_path, said):
     assert "error" in json.loads(command("generate", folder, "--device", "cpu", "--json")[1])
 
 
-def test_a_text_needs_a_tokenizer_and_a_word(tmp_path, said, monkeypatch):
+def test_text_needs_tokenizer_and_tokens(tmp_path, said, monkeypatch):
     monkeypatch.setattr("collegium.integrations.transformers.loading", None)  # nothing is loaded before
     folder = damaged(tmp_path / "model", (SHIPPED / "config.json").read_text())
     (folder / "tokenizer.json").unlink()
@@ -173,7 +173,7 @@ def test_sizes_beyond_memory_are_refused(words, text, said, monkeypatch):
     assert re.search(r"[0-9.]+ [GM]B free", message)
 
 
-def test_tune_is_refused_by_its_bytes_on_a_gpu(monkeypatch):
+def test_tune_refused_when_gpu_memory_insufficient(monkeypatch):
     from collegium.commands import tune as tuning
     from collegium.problem import DeviceFacts
 
@@ -185,7 +185,7 @@ def test_tune_is_refused_by_its_bytes_on_a_gpu(monkeypatch):
         tuning.tune("dsv3", ("mxfp4", "bf16"), tokens=(1,))
 
 
-def test_room_is_counted_from_what_is_really_held():
+def test_memory_check_counts_actual_bytes():
     assert bytes_per_weight("bf16") == 2
     assert 0.53 < bytes_per_weight("mxfp4") < 0.54
     facts = probe("cpu")
@@ -237,7 +237,7 @@ def test_impossible_pictures_are_refused_first(tmp_path, said, monkeypatch):
         (MemoryError(), "MemoryError: out of memory"),
     ],
 )
-def test_what_the_machine_refuses_is_one_message(error, text, said, monkeypatch):
+def test_system_errors_are_single_messages(error, text, said, monkeypatch):
     def refuse(*_: object, **__: object) -> None:
         raise error
 
@@ -260,7 +260,7 @@ def test_what_the_machine_refuses_is_one_message(error, text, said, monkeypatch)
     ],
 )
 @pytest.mark.parametrize("at_once", [False, True])
-def test_a_stream_that_takes_nothing_is_no_traceback(where, code, text, at_once, monkeypatch):
+def test_unwritable_stream_gives_no_traceback(where, code, text, at_once, monkeypatch):
     if at_once:
         monkeypatch.setenv("PYTHONUNBUFFERED", "1")
     else:  # the usual case: a process writes what is left when it ends
@@ -274,7 +274,7 @@ def test_a_stream_that_takes_nothing_is_no_traceback(where, code, text, at_once,
     assert "Exception ignored" not in done.stderr
 
 
-def test_a_fault_of_our_own_keeps_its_traceback(monkeypatch):
+def test_internal_errors_keep_their_traceback(monkeypatch):
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("shapes")
 
@@ -285,7 +285,7 @@ def test_a_fault_of_our_own_keeps_its_traceback(monkeypatch):
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc to see how far a process is")
-def test_an_interrupted_command_says_no_more_than_that(tmp_path):
+def test_interrupt_gives_no_traceback(tmp_path):
     shutil.copytree(SHIPPED, tmp_path / "model")
     # Who runs the tests in the background of a script has them ignore the signal.
     command = ["env", "--default-signal=INT", sys.executable, "-m", "collegium", "demo", "--device", "cpu"]
@@ -300,7 +300,7 @@ def test_an_interrupted_command_says_no_more_than_that(tmp_path):
     assert "Traceback" not in err
 
 
-def test_a_name_is_no_folder_to_write_beside(tmp_path, monkeypatch, capsys):
+def test_named_model_writes_to_current_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["collegium", "quantize", "fables-16m", "--to", "mxfp4"])
     with pytest.raises(SystemExit) as ended:
@@ -311,7 +311,7 @@ def test_a_name_is_no_folder_to_write_beside(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("text", ["[]", '{"eos_token_id": "x"}', "{"])
-def test_a_generation_config_that_is_none_is_named(text, said, tmp_path):
+def test_invalid_generation_config_is_named(text, said, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(SHIPPED, folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
@@ -331,6 +331,6 @@ def test_absent_attention_and_huge_seeds(said, tmp_path):
     assert "--seed: 99999" in said("generate", str(SHIPPED), "--seed", "9" * 30, "--device", "cpu")
 
 
-def test_json_has_no_numbers_that_json_lacks(capsys):
+def test_json_output_replaces_nonfinite_numbers(capsys):
     print_json({"a": [float("inf"), 1.5], "b": {"c": float("nan")}})
     assert json.loads(capsys.readouterr().out) == {"a": [None, 1.5], "b": {"c": None}}

@@ -28,7 +28,7 @@ MISTAKES = ((), ("nothing",))
 
 
 @pytest.mark.parametrize("words", [*MISTAKES, ("generate", "--help"), ("balance", "-h"), ("--version",)])
-def test_help_and_mistakes_do_not_wait_for_torch(words: tuple[str, ...]) -> None:
+def test_help_and_usage_errors_skip_torch(words: tuple[str, ...]) -> None:
     program = """
 import sys
 from collegium.cli import main
@@ -63,7 +63,7 @@ assert callable(load_layer)
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_the_version_is_that_of_the_package() -> None:
+def test_version_matches_package() -> None:
     import collegium as package
 
     assert collegium("--version").stdout == f"collegium {package.__version__}\n"
@@ -80,7 +80,7 @@ def test_the_version_is_that_of_the_package() -> None:
         (("generate", str(SHIPPED), "--device", "cuda:97"), 1, "InputError", "allowed: cpu"),
     ],
 )
-def test_errors_are_json_where_json_is_asked_for(words: tuple[str, ...], code: int, kind: str, text: str) -> None:
+def test_errors_are_json_with_json_flag(words: tuple[str, ...], code: int, kind: str, text: str) -> None:
     ended, out, said = command(*words, "--json")
     found = json.loads(out)
     assert (ended, set(found), found["error"]["kind"]) == (code, {"error"}, kind)
@@ -118,7 +118,7 @@ def test_cached_models_are_found_by_id(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("device", "kernel"), [("h200", "triton_bf16"), ("B200", "triton_bf16"), ("cpu", "cpu_grouped")]
 )
-def test_a_plan_for_a_machine_that_is_not_here(device: str, kernel: str) -> None:
+def test_plan_for_absent_device(device: str, kernel: str) -> None:
     found = json.loads(command("plan", str(SHIPPED), "--device", device, "--json")[1])
     assert found["kernel"] == kernel
     if device != "cpu":
@@ -135,7 +135,7 @@ def test_pipes_get_plain_whole_lines(tmp_path: Path) -> None:
     assert widest > 150
 
 
-def test_a_text_is_all_that_generate_prints() -> None:
+def test_generate_stdout_is_only_text() -> None:
     words = ("--device", "cpu", "--tokens", "5", "--kernel", "reference", "--prompt", "The old king")
     _, out, said = command("generate", str(SHIPPED), *words)
     assert out.startswith("The old king")
@@ -158,6 +158,6 @@ def test_bench_sizes_on_a_cpu() -> None:
         *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("int4_ordered", "int8_affine")),
     ],
 )
-def test_formats_that_are_only_read_are_measured_too(weights: str) -> None:
+def test_bench_covers_read_only_formats(weights: str) -> None:
     report: Any = bench("256x128x6x2", [(weights, "bf16")], tokens=[3], device="cpu", rounds=1)
     assert [(row.weights, row.error < 0.02) for row in report.rows] == [(weights, True)]

@@ -144,7 +144,7 @@ def test_instructions_registers_and_shared_memory(compiled: dict[int, Any], inde
     assert shared <= most_shared * 1024
 
 
-def test_scales_of_groups_are_loaded_where_they_are_used(compiled: dict[int, Any]) -> None:
+def test_group_scales_bypass_shared_memory(compiled: dict[int, Any]) -> None:
     """Two a thread for each eight rows, from one address a K block; none is copied to shared memory first."""
     found = 0
     for (arch, changes, *_), (*_, loop, _, _) in ran(compiled):
@@ -157,7 +157,7 @@ def test_scales_of_groups_are_loaded_where_they_are_used(compiled: dict[int, Any
     assert found
 
 
-def test_scales_of_groups_arrive_while_products_run(compiled: dict[int, Any]) -> None:
+def test_group_scale_loads_overlap_products(compiled: dict[int, Any]) -> None:
     """Of two K blocks none is waited for with loads still to start."""
     found = 0
     for (_, changes, *_), (*_, loop, _, _) in ran(compiled):
@@ -182,7 +182,7 @@ def test_decoded_weights_stay_in_registers(compiled: dict[int, Any]) -> None:
         assert all(text.split(",")[1].strip().startswith("R") for text in products), products
 
 
-def test_the_tensor_cores_of_sm_100_scale_blocks_themselves(compiled: dict[int, Any]) -> None:
+def test_sm100_tensor_cores_apply_block_scales(compiled: dict[int, Any]) -> None:
     for (arch, changes, *_), (*_, scaled) in ran(compiled):
         assert scaled == (arch == 100 and changes.get("WEIGHT") == 9)
 

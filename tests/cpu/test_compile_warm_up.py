@@ -131,7 +131,7 @@ print("RESULT" + json.dumps(found))
 
 @pytest.fixture(scope="module")
 def called(request: pytest.FixtureRequest) -> dict[int, Any]:
-    test = "test_no_call_after_warming_up_needs_another_variant"
+    test = "test_warm_up_covers_every_variant"
     return compile_selected(request, test, _PROGRAM, list(LAYERS.values()))
 
 
@@ -142,7 +142,7 @@ MAIN = ("FP8, biased groups, shared", "MXFP4, latent", "NVFP4, weighted input", 
     "index",
     [pytest.param(i, id=n, marks=() if n in MAIN else pytest.mark.exhaustive) for i, n in enumerate(LAYERS)],
 )
-def test_no_call_after_warming_up_needs_another_variant(called: dict[int, Any], index: int) -> None:
+def test_warm_up_covers_every_variant(called: dict[int, Any], index: int) -> None:
     batches, calls, variants, missed = called[index]
     assert not missed
     assert batches < 40

@@ -46,7 +46,7 @@ def test_routers_with_a_separate_input() -> None:
         assert not torch.equal(made(x), wanted)
 
 
-def test_layers_are_compiled_after_a_call_that_raised() -> None:
+def test_layers_compile_after_failed_call() -> None:
     torch._dynamo.reset()
     x, first, second = heavy_tailed(3, 40, seed=4), layer(), layer()
     compiled = torch.compile(first, backend="aot_eager")
@@ -91,14 +91,14 @@ def test_a_handle_dies_with_its_layer() -> None:
         torch.ops.collegium.moe_layer(x, None, None, None, None, None, handle, torch.empty_like(x))
 
 
-def test_a_handle_that_was_copied_names_no_layer() -> None:
+def test_copied_handle_names_no_layer() -> None:
     made = layer()
     x = torch.zeros(1, 40)
     with pytest.raises(InputError, match="no layer"):
         torch.ops.collegium.moe_layer(x, None, None, None, None, None, made.handle.clone(), torch.empty_like(x))
 
 
-def test_a_given_output_is_written_and_returned() -> None:
+def test_out_argument_is_written_and_returned() -> None:
     made = layer()
     x = heavy_tailed(2, 3, 40, seed=7)
     out = torch.full_like(x, torch.nan)
@@ -108,7 +108,7 @@ def test_a_given_output_is_written_and_returned() -> None:
         made(x, out=torch.empty(6, 40))
 
 
-def test_what_follows_an_expert_is_applied_before_the_weights() -> None:
+def test_after_expert_precedes_router_weights() -> None:
     made = layer(after_expert=lambda rows: rows.square())
     x = heavy_tailed(6, 40, seed=8)
     chosen = routing(6)

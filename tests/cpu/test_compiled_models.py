@@ -125,7 +125,7 @@ def test_copied_layers_outlive_originals() -> None:
 
 
 @pytest.mark.parametrize("first", ["eager", "compiled"])
-def test_a_transformers_model_compiled_whole_gives_its_eager_logits(first: str) -> None:
+def test_compiled_transformers_model_matches_eager(first: str) -> None:
     register()
     model = qwen()
     wanted = {length: eager(model, IDS[:, :length]) for length in (9, 4, 6)}
@@ -153,7 +153,7 @@ def test_compiled_models_see_changed_weights() -> None:
     assert relative_error(before, eager(model, IDS)) > 1e-2
 
 
-def test_a_loaded_model_compiled_whole_gives_its_own_logits() -> None:
+def test_compiled_loaded_model_matches_eager() -> None:
     model = load_model(str(SHIPPED), device="cpu")
     with torch.inference_mode():
         wanted = model(IDS).logits
@@ -163,7 +163,7 @@ def test_a_loaded_model_compiled_whole_gives_its_own_logits() -> None:
         assert relative_error(compiled(IDS[:, :5]).logits, model(IDS[:, :5]).logits) < 1e-2
 
 
-def test_a_graph_does_not_outlive_its_model() -> None:
+def test_stale_graph_handle_refused() -> None:
     with pytest.raises(InputError, match="no experts module"):
         torch.ops.collegium.transformers_experts(
             torch.zeros(1, 4), torch.zeros(1, 1).long(), torch.ones(1, 1), torch.zeros(3), torch.zeros(1, 4)

@@ -144,13 +144,13 @@ def test_ungated_experts_and_stacks_are_written(tmp_path, family: str, name: str
     check_values(tmp_path / "in", tmp_path / "out", name)
 
 
-def test_experts_that_follow_each_other_along_rows_are_refused(tmp_path) -> None:
+def test_row_concatenated_experts_refused(tmp_path) -> None:
     build(CASES["dbrx"], tmp_path / "in")
     with pytest.raises(InputError, match=r"experts of dbrx .* can be written as: no other format"):
         quantize_model(str(tmp_path / "in"), "fp16")
 
 
-def test_gate_and_up_share_their_global_scale(tmp_path) -> None:
+def test_gate_and_up_share_global_scale(tmp_path) -> None:
     write_checkpoint(tmp_path / "in", "mixtral", "bf16", size=SIZE)
     quantize_model(str(tmp_path / "in"), "nvfp4", str(tmp_path / "out"))
     assert audit(Checkpoint.open(tmp_path / "out")).findings == ()
@@ -374,7 +374,7 @@ def qwen_of(folder: Path, hidden: int, wide: int) -> Path:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("sizes", "grouped"), UGLY.items())
-def test_odd_sizes_are_refused_or_read_alike(tmp_path, sizes: tuple[int, int], grouped: tuple[str, ...]) -> None:
+def test_odd_sizes_refused_or_read_identically(tmp_path, sizes: tuple[int, int], grouped: tuple[str, ...]) -> None:
     from transformers import AutoModelForCausalLM
 
     source = qwen_of(tmp_path / "in", *sizes)

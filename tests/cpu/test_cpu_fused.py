@@ -175,7 +175,7 @@ def judge(kernel, batch, weights, activation=None, most=1e-3, like=None):
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize(("hidden", "wide", "bias"), [(64, 32, True), (320, 192, False), (192, 64, True)])
-def test_rows_of_bfloat16_are_multiplied_where_they_lie(kernel, hidden, wide, bias, weighted):
+def test_bf16_weights_are_not_copied(kernel, hidden, wide, bias, weighted):
     weights = make_weights("bf16", 5, hidden, wide, bias=bias)
     packed = CpuGrouped().pack(weights, problem("bf16").routed)
     both = packed._as_fused()
@@ -198,7 +198,7 @@ def test_rows_of_bfloat16_are_multiplied_where_they_lie(kernel, hidden, wide, bi
 
 
 @pytest.mark.parametrize(("hidden", "wide"), [(64, 33), (90, 64), (64, 48)])
-def test_rows_of_other_sizes_go_to_the_library(kernel, hidden, wide):
+def test_unsupported_sizes_use_the_library(kernel, hidden, wide):
     weights, batch = make_weights("bf16", 3, hidden, wide), make_batch([1, 0, 9], hidden)
     packed = CpuGrouped().pack(weights, problem("bf16").routed)
     assert packed._as_fused() is None
@@ -237,7 +237,7 @@ def test_float16_rows_keep_all_their_bits(kernel, name, hidden, wide, weighted):
         assert torch.equal(packed.run(alone(batch, row))[0], wanted[row]), "a row's bits depend on the rows beside it"
 
 
-def test_an_infinite_float16_number_stays_in_its_row(kernel):
+def test_fp16_infinity_stays_in_its_row(kernel):
     batch = make_batch([3, 0, 2], 64, dtype=torch.float16)
     packed = kernel.pack(make_weights("mxfp4", 3, 64, 64), problem("mxfp4").routed)
     wanted = packed.run(batch)
@@ -318,7 +318,7 @@ def test_formats_that_are_only_read(kernel, name, hidden, wide):
 
 @pytest.mark.each_choice
 @pytest.mark.parametrize("name", READ)
-def test_every_code_that_is_only_read_is_rounded_once(kernel, name):
+def test_read_only_codes_rounded_once(kernel, name):
     """Rows of x with a single one read single weights."""
     payload = READ[name](2, 70, 512)
     matrix = pack_fused(payload, None, "down")
@@ -331,7 +331,7 @@ def test_every_code_that_is_only_read_is_rounded_once(kernel, name):
 
 
 @pytest.mark.parametrize("kind", [Int4Affine, Int8Affine])
-def test_zeros_under_float32_scales_are_subtracted_first(kernel, kind):
+def test_zero_points_subtracted_before_fp32_scaling(kernel, kind):
     """A scale of 24 bits times a zero is not exact: a code that is the zero would not become one."""
     payload = affine(kind, 1, 64, 512, dtype=torch.float32)
     found = pack_fused(payload, None, "down").multiply(
@@ -341,7 +341,7 @@ def test_zeros_under_float32_scales_are_subtracted_first(kernel, kind):
 
 
 @pytest.mark.parametrize("kind", [Int4Ordered, Int8Ordered])
-def test_a_part_of_the_columns_in_activation_order(kernel, kind):
+def test_column_slice_with_activation_order(kernel, kind):
     whole = affine(kind, 2, 70, 512)
     order = torch.stack([torch.randperm(512) // 32 for _ in range(2)]).int()
     part = replace(whole, group_of=order).columns(128, 384)
@@ -354,7 +354,7 @@ def test_a_part_of_the_columns_in_activation_order(kernel, kind):
 
 @pytest.mark.each_choice
 @pytest.mark.parametrize("name", READ)
-def test_bits_of_a_row_that_is_only_read(kernel, name):
+def test_read_only_formats_are_batch_invariant(kernel, name):
     weights = ExpertWeights(gate_up=READ[name](2, 2, 64, 256), down=READ[name](2, 256, 64))
     packed, x = kernel.pack(weights, problem(weights.down.name).routed), heavy_tailed(30, 256, seed=8).bfloat16()
 
@@ -420,7 +420,7 @@ print(layer.plan.explain())
     assert re.search(f"cpu_fused: .*{switch}.*unset", done.stdout)
 
 
-def test_the_runtime_of_torch_is_found_beside_other_files(kernel, monkeypatch, tmp_path):
+def test_openmp_runtime_located_among_other_files(kernel, monkeypatch, tmp_path):
     """Also in a folder with a space in its name, beside a library that was replaced and a file that is none."""
     from collegium.kernels import cpu_fused as device
 
@@ -493,7 +493,7 @@ def test_run_with_groups_and_zero_points(kernel, group, dtype):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_code_under_every_scale_is_decoded_exactly(kernel, name):
+def test_every_code_and_scale_decodes_exactly(kernel, name):
     """Rows of x with a single one read single weights."""
     payload = by_name(name).encode(heavy_tailed(2, 70, 160, seed=7) * torch.logspace(-6, 3, 70)[:, None])
     codes = torch.randint(0, 256, payload.codes.shape, dtype=torch.uint8)
@@ -530,7 +530,7 @@ def test_blocks_of_other_sizes(kernel, block):
     judge(kernel, make_batch([2, 0, 9], 200), made)
 
 
-def test_blocks_of_an_odd_width_are_refused(kernel):
+def test_odd_block_width_refused(kernel):
     payload = Fp8Block.encode(heavy_tailed(1, 64, 70, seed=2), block=(64, 35))
     with raises_with(InputError, "(64, 35)"):
         pack_fused(payload, None, "down")
@@ -562,7 +562,7 @@ def test_activations(kernel, activation):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_row_has_the_same_bits_in_any_batch(kernel, name):
+def test_rows_are_batch_invariant(kernel, name):
     packed = kernel.pack(make_weights(name, 2, 200, 70), problem(name).routed)
     x = heavy_tailed(50, 200, seed=8).bfloat16()
 
@@ -587,7 +587,7 @@ def test_a_row_of_nan_stays_alone(kernel):
 
 
 @pytest.mark.parametrize("bits", [0x7FFF, 0x7F81, -1])
-def test_a_nan_scale_of_int4_is_not_hidden(kernel, bits):
+def test_int4_nan_scale_propagates(kernel, bits):
     weights = make_weights("int4_group", 1, 64, 64, bias=False)
     weights.down.scales.view(torch.int16)[0, 5, 1] = bits
     found = kernel.pack(weights, problem("int4_group").routed).run(make_batch([2], 64))
@@ -596,7 +596,7 @@ def test_a_nan_scale_of_int4_is_not_hidden(kernel, bits):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_two_threads_at_once_and_products_of_torch_between(kernel, threads):
+def test_concurrent_threads_with_torch_products(kernel, threads):
     packed = kernel.pack(make_weights("nvfp4", 3, 128, 96), problem("nvfp4").routed)
     batches = [make_batch(counts, 128) for counts in ([1, 0, 0], [3, 7, 30], [0, 17, 2])]
     left, right = heavy_tailed(64, 256, seed=9).bfloat16(), heavy_tailed(256, 64, seed=10).bfloat16()
@@ -620,7 +620,7 @@ def test_two_threads_at_once_and_products_of_torch_between(kernel, threads):
         torch.set_num_threads(before)
 
 
-def test_bits_do_not_depend_on_the_threads(kernel):
+def test_bits_independent_of_thread_count(kernel):
     packed = kernel.pack(make_weights("mxfp4", 3, 128, 96), problem().routed)
     batch, before = make_batch([1, 9, 30], 128), torch.get_num_threads()
     found = []

@@ -222,7 +222,7 @@ def test_fast_swiglu_agrees_with_activate(limit):
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "mxfp8", "fp8_tensor", "fp8_channel"])
-def test_tiles_are_exact_but_for_the_row_scale(name):
+def test_tiles_exact_up_to_row_scale(name):
     payload = by_name(name).encode(heavy(2, 2, 24, 80) * torch.logspace(-6, 3, 24)[:, None])
     matrix = pack_matrix(payload, "gate_up")
     found = torch.stack(

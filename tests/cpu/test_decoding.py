@@ -43,7 +43,7 @@ def test_greedy_tokens_without_a_cache(model, penalty):
     assert torch.equal(found, without_cache(model, ids, 8, penalty))
 
 
-def test_it_stops_when_every_sequence_has_ended(model):
+def test_stops_when_all_sequences_end(model):
     ids = ids_of(2, 5)
     free = Decoder(model).generate(ids, 6)
     ends = tuple(free[:, 7].tolist())
@@ -93,7 +93,7 @@ def test_other_ids_are_refused(model, shape, tokens):
         (lambda x: x[torch.arange(2)], None),
     ],
 )
-def test_a_wait_for_the_device_is_seen(work, seen):
+def test_device_synchronisation_is_detected(work, seen):
     from collegium.integrations.transformers.host_watch import HostWatch
 
     x = torch.randn(4)

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from collegium.experts.triton.packing import interleave
 from collegium.formats.codecs import E2M1_VALUES
-from collegium.kernels import decode
+from collegium.kernels import decode, decode_ptx
 from ptx import LANES, halves, paired, run
 
 if TYPE_CHECKING:
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 E2M1 = torch.tensor(E2M1_VALUES)
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-KINDS = ((torch.bfloat16, ""), (torch.float16, "_HALF"))
+DTYPES = ((torch.bfloat16, "BF16"), (torch.float16, "FP16"))
 
 
 def text_of(name: str) -> str:
-    return getattr(decode, name).value
+    return getattr(decode_ptx, name).value
 
 
 def decoded(text: str, both: Tensor, beside: list[Tensor], outputs: int, dtype: torch.dtype) -> list[Tensor]:
@@ -43,15 +43,15 @@ def lanes_of(codes: Tensor, codec: interleave.LaneCodec) -> Tensor:
     return codec.pack(codes.view(-1, 1, 4, 1).int()).view(2, LANES, -1)
 
 
-@pytest.mark.parametrize(("dtype", "kind"), KINDS, ids=["bf16", "fp16"])
-def test_e2m1(dtype: torch.dtype, kind: str) -> None:
+@pytest.mark.parametrize(("dtype", "name"), DTYPES, ids=["bf16", "fp16"])
+def test_e2m1(dtype: torch.dtype, name: str) -> None:
     smallest, top = (2.0**-126, 126) if dtype == torch.bfloat16 else (2.0**-14, 15)
     met: set[tuple[int, int]] = set()
     for seed in range(40):
         codes, exponents = drawn(16, seed), top - drawn(20, seed + 100)
         scales = [torch.ldexp(torch.ones(2, LANES), exponents[..., q]).to(dtype) for q in range(4)]
         both = lanes_of(codes, interleave.E2M1_HALF if dtype == torch.float16 else interleave.E2M1)[..., 0]
-        found = decoded(text_of(f"_E2M1{kind}_ASM"), both, [paired(*scale) for scale in scales], 4, dtype)
+        found = decoded(text_of(f"E2M1_TO_{name}"), both, [paired(*scale) for scale in scales], 4, dtype)
         for quarter in range(4):
             own = codes[..., quarter]
             wanted = E2M1[own] * smallest * scales[quarter].float()
@@ -61,9 +61,9 @@ def test_e2m1(dtype: torch.dtype, kind: str) -> None:
     assert len(met) == 64
 
 
-@pytest.mark.parametrize(("dtype", "kind"), KINDS, ids=["bf16", "fp16"])
+@pytest.mark.parametrize(("dtype", "name"), DTYPES, ids=["bf16", "fp16"])
 @pytest.mark.parametrize("scaled", [True, False])
-def test_e4m3(dtype: torch.dtype, kind: str, scaled: bool) -> None:
+def test_e4m3(dtype: torch.dtype, name: str, scaled: bool) -> None:
     smallest, top = (2.0**-120, 120) if dtype == torch.bfloat16 else (2.0**-8, 15)
     met: set[tuple[int, int]] = set()
     for seed in range(200):
@@ -72,7 +72,7 @@ def test_e4m3(dtype: torch.dtype, kind: str, scaled: bool) -> None:
         scales = [torch.ldexp(torch.ones(2, LANES), exponents[..., q]).to(dtype) for q in range(2)]
         both = lanes_of(codes, interleave.EIGHT_BITS)[..., 0]
         beside = [paired(*scale) for scale in scales] if scaled else []
-        found = decoded(text_of(f"_E4M3{'' if scaled else '_ALONE'}{kind}_ASM"), both, beside, 2, dtype)
+        found = decoded(text_of(f"E4M3_TO_{name}{'' if scaled else '_UNSCALED'}"), both, beside, 2, dtype)
         for half in range(2):
             own = codes[..., half]
             assert torch.equal(found[half], E4M3[own] * (smallest * scales[half].float() if scaled else 1))
@@ -80,28 +80,28 @@ def test_e4m3(dtype: torch.dtype, kind: str, scaled: bool) -> None:
     assert len(met) == 2 * 254
 
 
-@pytest.mark.parametrize(("dtype", "kind"), KINDS, ids=["bf16", "fp16"])
-def test_int4(dtype: torch.dtype, kind: str) -> None:
+@pytest.mark.parametrize(("dtype", "name"), DTYPES, ids=["bf16", "fp16"])
+def test_int4(dtype: torch.dtype, name: str) -> None:
     for seed in range(40):
         codes, zeros = drawn(16, seed), drawn(17, seed + 100)
         both = lanes_of(codes, interleave.INT4)[..., 0]
-        away = -(1024 + zeros) if kind else zeros / -64
+        away = -(1024 + zeros) if dtype == torch.float16 else zeros / -64
         beside = [paired(*away[..., q].to(dtype)) for q in range(4)]
-        found = decoded(text_of(f"_INT4{kind}_ASM"), both, beside, 4, dtype)
-        whole = decode.divisor(bool(kind))
+        found = decoded(text_of(f"INT4_TO_{name}"), both, beside, 4, dtype)
+        whole = decode.integer_divisor(dtype == torch.float16)
         assert all(torch.equal(found[q] * whole, (codes - zeros)[..., q].float()) for q in range(4))
 
 
-@pytest.mark.parametrize(("dtype", "kind"), KINDS, ids=["bf16", "fp16"])
-def test_int8(dtype: torch.dtype, kind: str) -> None:
+@pytest.mark.parametrize(("dtype", "name"), DTYPES, ids=["bf16", "fp16"])
+def test_int8(dtype: torch.dtype, name: str) -> None:
     met: set[tuple[int, int]] = set()
     for seed in range(200):
         codes, zeros = drawn(256, seed), drawn(256, seed + 200)
         both = lanes_of(codes, interleave.EIGHT_BITS)[..., 0]
-        away = -(1024 + zeros) if kind else zeros / -64
+        away = -(1024 + zeros) if dtype == torch.float16 else zeros / -64
         beside = [paired(*away[..., q].to(dtype)) for q in range(2)]
-        found = decoded(text_of(f"_INT8{kind}_ASM"), both, beside, 2, dtype)
-        whole = decode.divisor(bool(kind))
+        found = decoded(text_of(f"INT8_TO_{name}"), both, beside, 2, dtype)
+        whole = decode.integer_divisor(dtype == torch.float16)
         assert all(torch.equal(found[q] * whole, (codes - zeros)[..., q].float()) for q in range(2))
         met |= {(q, code) for q in range(2) for code in codes[..., q].flatten().tolist()}
     assert len(met) == 512
@@ -113,6 +113,18 @@ def test_steps_times_codes() -> None:
         both = lanes_of(codes, interleave.INT4)[..., 0]
         # One word of four bytes for each row, and both lanes of a pair are of one row.
         word = sum(steps[0, :, q] << (8 * q) for q in range(4))
-        found = decoded(text_of("_STEPPED_FOURS_ASM"), both, [word], 4, torch.float16)
+        found = decoded(text_of("FOUR_BITS_TIMES_STEP"), both, [word], 4, torch.float16)
         for quarter in range(4):
             assert torch.equal(found[quarter], (codes[..., quarter] * steps[0, :, quarter]).float())
+
+
+@pytest.mark.parametrize(("first", "name"), [(0, "LOW_BYTES_TIMES_STEP"), (2, "HIGH_BYTES_TIMES_STEP")])
+def test_steps_times_bytes(first: int, name: str) -> None:
+    for seed in range(40):
+        codes, steps = drawn(32, seed), drawn(64, seed + 100)
+        both = lanes_of(codes, interleave.EIGHT_BITS)[..., first // 2]
+        word = sum(steps[0, :, q] << (8 * q) for q in range(4))
+        found = decoded(text_of(name), both, [word], 2, torch.float16)
+        for half in range(2):
+            quarter = first + half
+            assert torch.equal(found[half], (codes[..., quarter] * steps[0, :, quarter]).float())

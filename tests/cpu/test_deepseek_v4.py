@@ -27,7 +27,7 @@ D = 192
 
 
 @pytest.mark.parametrize("kind", list(ROUTED))
-def test_the_published_layout_is_inspected_loaded_and_verified(tmp_path: Path, kind: str) -> None:
+def test_published_layout_loads_and_verifies(tmp_path: Path, kind: str) -> None:
     toy = write(tmp_path, kind)
     code, output, said = command("inspect", tmp_path, "--device", "cpu", "--json")
     assert code == 0, said
@@ -78,7 +78,7 @@ def test_shared_experts_with_another_kernel(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("kind", "target"), [("mxfp4", "fp8_block"), ("fp8_block", "mxfp4"), ("nvfp4", "mxfp4")])
-def test_quantize_writes_what_the_config_can_say(tmp_path: Path, kind: str, target: str) -> None:
+def test_quantize_matches_published_layout(tmp_path: Path, kind: str, target: str) -> None:
     (tmp_path / "model").mkdir()
     toy = write(tmp_path / "model", kind, width=256, wide=128)
     code, _, said = command("quantize", tmp_path / "model", "--to", target, "--out", tmp_path / "made")
@@ -139,9 +139,7 @@ def test_the_shared_expert_may_be_unquantised(tmp_path: Path) -> None:
         (lambda c: c.update(vocab_size="40"), "vocab_size is '40', allowed is an integer"),
     ],
 )
-def test_entries_that_are_not_known_are_refused(
-    tmp_path: Path, change: Callable[[dict[str, Any]], None], text: str
-) -> None:
+def test_unknown_config_entries_refused(tmp_path: Path, change: Callable[[dict[str, Any]], None], text: str) -> None:
     toy = write(tmp_path)
     change(toy.config)
     toy.save()
@@ -179,7 +177,7 @@ TABLES = {
 
 
 @pytest.mark.parametrize("name", list(TABLES))
-def test_a_wrong_hash_table_is_refused_by_name(tmp_path: Path, name: str) -> None:
+def test_wrong_hash_table_refused_by_name(tmp_path: Path, name: str) -> None:
     change, text = TABLES[name]
     toy = write(tmp_path)
     tensor = "layers.2.ffn.gate.tid2eid"
@@ -191,7 +189,7 @@ def test_a_wrong_hash_table_is_refused_by_name(tmp_path: Path, name: str) -> Non
     load_layer(tmp_path, 1, device="cpu")
 
 
-def test_a_longer_hash_table_and_other_integers_are_read(tmp_path: Path) -> None:
+def test_longer_hash_tables_and_int32_load(tmp_path: Path) -> None:
     toy = write(tmp_path)
     name = "layers.0.ffn.gate.tid2eid"
     longer = torch.cat((toy.tensors[name], torch.tensor([[0, 1]]))).int()
@@ -205,7 +203,7 @@ def test_a_longer_hash_table_and_other_integers_are_read(tmp_path: Path) -> None
     assert (found - wanted).abs().max() <= 2e-5 * wanted.abs().max()
 
 
-def test_tensors_absent_from_the_config_are_reported(tmp_path: Path) -> None:
+def test_tensors_missing_from_config_reported(tmp_path: Path) -> None:
     toy = write(tmp_path)
     toy.config["n_shared_experts"] = 0
     toy.save()

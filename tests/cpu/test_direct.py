@@ -81,7 +81,7 @@ def odd_routing() -> Routing:
 
 
 @pytest.mark.parametrize(("weights", "activations", "most"), RECIPES)
-def test_bits_are_those_of_the_sorted_way(
+def test_direct_matches_split_bitwise(
     monkeypatch: pytest.MonkeyPatch, weights: str, activations: str | None, most: float
 ) -> None:
     made, packed = build(weights, activations)
@@ -147,7 +147,7 @@ def test_nan_tokens_stay_in_their_row(weights: str, activations: str | None, mos
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8])
-def test_the_sum_by_ids_is_the_sum_by_slots(dtype: torch.dtype) -> None:
+def test_weighted_sum_by_ids_matches_slots(dtype: torch.dtype) -> None:
     routing = odd_routing()
     ids = routing.topk_ids.clamp(max=99).to(dtype)  # -1 is 255, and no longer "not here", in uint8
     rows = heavy_tailed(18, 33, seed=5)
@@ -165,7 +165,7 @@ def test_the_sum_by_ids_is_the_sum_by_slots(dtype: torch.dtype) -> None:
             assert torch.equal(found.isnan().all(dim=1), lost)
 
 
-def test_every_row_gets_its_own_token_and_expert() -> None:
+def test_rows_use_their_token_and_expert() -> None:
     _, packed = build("bf16", None)
     x = heavy_tailed(3, HIDDEN, seed=7).bfloat16()
     ids = torch.tensor([[0, 1], [1, 4], [3, 0]], dtype=torch.int32)
@@ -176,7 +176,7 @@ def test_every_row_gets_its_own_token_and_expert() -> None:
         assert torch.equal(rows[row].float(), alone[0])
 
 
-def test_tokens_that_would_read_weights_twice_are_sorted() -> None:
+def test_tokens_rereading_weights_are_sorted() -> None:
     _, packed = build("bf16", None)
     assert packed.tiling.unsorted_tokens(3) == 5  # so small that reading twice costs nothing
     assert packed.tiling.unsorted_tokens(16) == 1
@@ -207,7 +207,7 @@ def said(packed: Any, limit: int, *, direct: bool) -> str:
     return made.batches()
 
 
-def test_a_layer_says_which_batches_take_which_way() -> None:
+def test_layer_reports_pipeline_by_token_count() -> None:
     _, packed = build("bf16", None)
     few, many = "tokens: direct (unsorted, small tiles)", "tokens: split (sorted by expert, small tiles)"
     assert said(packed, 8192, direct=True) == f"1 to 5 {few}; 6 to 8,192 {many}"
@@ -222,7 +222,7 @@ def test_a_layer_says_which_batches_take_which_way() -> None:
     assert said(large, 8192, direct=False) == words
 
 
-def test_a_plan_names_the_ways_before_packing() -> None:
+def test_plan_lists_pipelines_before_packing() -> None:
     spec = MoESpec(hidden_size=HIDDEN, intermediate_size=96, num_experts=EXPERTS, routing=RoutingSpec(top_k=3))
     problem = Problem(spec=spec, device=DeviceFacts(kind="cuda", capability=(9, 0)), limits=Limits(max_tokens=900))
     assert plan(problem).token_ranges == (
@@ -236,7 +236,7 @@ def test_a_plan_names_the_ways_before_packing() -> None:
 
 
 @pytest.mark.parametrize("most", [1, 5, 6])
-def test_no_tokens_where_every_number_of_tokens_is_unsorted(most: int) -> None:
+def test_empty_batch_when_all_unsorted(most: int) -> None:
     spec = MoESpec(hidden_size=HIDDEN, intermediate_size=WIDE, num_experts=EXPERTS, routing=RoutingSpec(top_k=3))
     problem = Problem(spec=spec, device=DeviceFacts(kind="cuda", capability=(9, 0)), limits=Limits(max_tokens=most))
     weights = encode_experts(random_experts(EXPERTS, 2, WIDE, HIDDEN, seed=1), "bf16")

@@ -81,7 +81,7 @@ def test_leaving_ranks_free_shared_blocks(tmp_path: Path, same: bool) -> None:
     assert found[1][1] == ["symm_mem", "symm_mem", "local"]
 
 
-def test_where_copies_are_left_nothing_is_read(tmp_path: Path) -> None:
+def test_remaining_replicas_avoid_reading(tmp_path: Path) -> None:
     assert run_ranks(partial(copies_suffice, folder=str(tmp_path)), 3) == [[]] * 3
 
 
@@ -101,7 +101,7 @@ def test_what_cannot_go_on_is_refused(tmp_path: Path) -> None:
         assert_values(errors[3], "127.0.0.1:1", "1 s")
 
 
-def test_every_expert_is_spread_and_what_is_held_stays() -> None:
+def test_spreading_preserves_resident_experts() -> None:
     assert spread_experts(((0, 2), (3,)), 5) == ((0, 2, 4), (3, 1))
     made = spread_experts(((4, 0), (3,), ()), 7)
     assert sorted(expert for own in made for expert in own) == list(range(7))
@@ -115,7 +115,7 @@ def test_every_expert_is_spread_and_what_is_held_stays() -> None:
     assert all(len(set(own)) == len(own) for own in full)
 
 
-def test_a_door_says_at_once_whether_its_process_lives() -> None:
+def test_endpoint_detects_dead_process_immediately() -> None:
     assert not is_dead(local_endpoint())
     child = subprocess.Popen(
         [sys.executable, "-c", "import socket, time; s = socket.create_server(('127.0.0.1', 0)); "

@@ -65,7 +65,7 @@ def test_blocks_stay_with_the_small_tiles(kind: str) -> None:
     assert (made.runs_large, made.dequantized_bytes) == (False, 0)
 
 
-def test_scales_that_are_powers_of_two_leave_no_factors() -> None:
+def test_pow2_scales_need_no_factors() -> None:
     payload: Any = MxFp8.encode(torch.randn(3, 2, 40, 272))
     packed = pack_mx(payload, None)
     assert packed.layout.dequantized.words == 0
@@ -78,7 +78,7 @@ def test_looked_up_groups_keep_small_tiles() -> None:
 
 
 @pytest.mark.parametrize("half", [False, True])
-def test_numbers_that_are_looked_up_become_two_terms(half: bool) -> None:
+def test_codebook_values_become_two_terms(half: bool) -> None:
     payload = nf4(torch.randn(3, 2, 40, 192))
     payload.table.mul_(torch.rand(3, 2, 16))  # of its own for each matrix
     packed = pack_bnb4(payload, None, half=half)
@@ -150,7 +150,7 @@ def test_which_batches_are_decoded_first() -> None:
         assert prefill_tile(asked(later, **changes), slower) is not None
 
 
-def test_the_plan_holds_what_a_large_batch_decodes() -> None:
+def test_plan_reserves_dequantised_weights() -> None:
     spec = MoESpec(
         hidden_size=2048,
         intermediate_size=768,
@@ -165,7 +165,7 @@ def test_the_plan_holds_what_a_large_batch_decodes() -> None:
         assert found.get("experts/expanded", 0) == nbytes
 
 
-def test_what_torch_says_of_a_gpu_reaches_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_properties_reach_tile_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory of an H100 as torch describes it, for the plan and where weights are packed; and a torch that does not."""
     sizes = {"name": "a GPU", "major": 9, "minor": 0, "total_memory": 80 << 30, "multi_processor_count": 132}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

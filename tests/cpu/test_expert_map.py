@@ -74,7 +74,7 @@ def test_ids_of_nobody_have_no_place() -> None:
     assert own.local(places).tolist() == [[-1, own.width, own.width, 1]]
 
 
-def test_switching_moves_an_expert_and_keeps_the_tensors() -> None:
+def test_switch_updates_tensors_in_place() -> None:
     own = _map(0)
     tensors = own.physical_ids, own.replica_counts
     slots = [list(each) for each in own.slots]

@@ -250,7 +250,7 @@ PUBLISHED = json.loads((Path(__file__).parents[1] / "data" / "published_configs.
 
 
 @pytest.mark.parametrize("case", PUBLISHED, ids=[case["repo"] for case in PUBLISHED])
-def test_a_published_config_describes_the_sizes_the_model_has(case: dict[str, Any]) -> None:
+def test_published_configs_describe_model_sizes(case: dict[str, Any]) -> None:
     """The configs hold the entries that concern experts; what is expected was collected from other sources."""
     spec, wanted = describe(case["config"]), case["expected"]
     found = {
@@ -289,7 +289,7 @@ def test_published_layouts_load_and_compute(tmp_path: Path, name: str) -> None:
         assert (found - wanted).abs().max() <= 2e-5 * wanted.abs().max()
 
 
-def test_kimi_k3_experts_load_as_compressed_mxfp4(tmp_path: Path) -> None:
+def test_kimi_k3_loads_compressed_mxfp4(tmp_path: Path) -> None:
     """The published experts are MXFP4, the rest is not, below ``language_model.model``."""
     torch.manual_seed(12)
     toy = kimi_k3()
@@ -319,7 +319,7 @@ def test_kimi_k3_experts_load_as_compressed_mxfp4(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "prefix", ["thinker.model.", "language_model.model.", "model.language_model.", "language_model.", ""]
 )
-def test_a_text_model_is_found_below_any_known_prefix(tmp_path: Path, prefix: str) -> None:
+def test_text_model_under_known_prefixes(tmp_path: Path, prefix: str) -> None:
     torch.manual_seed(13)
     inner = {
         "model_type": "qwen3_omni_moe_text", "hidden_size": D, "moe_intermediate_size": WIDE, "num_experts": EXPERTS,
@@ -358,7 +358,7 @@ def qwen3_vl(square: bool) -> tuple[dict[str, Any], Tensor, Tensor]:
 
 @pytest.mark.parametrize("square", [False, True])
 @pytest.mark.parametrize("transposed", [True, False])
-def test_the_orientation_of_a_vl_stack_is_found(tmp_path: Path, square: bool, transposed: bool) -> None:
+def test_vl_stack_orientation_is_detected(tmp_path: Path, square: bool, transposed: bool) -> None:
     from collegium.checkpoint import load_experts
     from collegium.parallel.placement import linear
 
@@ -397,7 +397,7 @@ def test_the_orientation_of_a_vl_stack_is_found(tmp_path: Path, square: bool, tr
         (TEXT_01, {"num_experts": EXPERTS + 1}, "num_experts, num_local_experts is '7, 6'"),
     ],
 )
-def test_an_entry_that_changes_the_mathematics_is_refused(
+def test_config_entries_changing_the_mathematics_refused(
     config: dict[str, Any], entry: dict[str, Any], text: str
 ) -> None:
     describe(config)

@@ -98,7 +98,7 @@ def test_encode_takes_any_floating_dtype(form: type[Payload], dtype: torch.dtype
 
 
 @ALL
-def test_encode_of_zeros_is_finite_and_keeps_signs(form: type[Payload]) -> None:
+def test_encoding_zeros_preserves_signs(form: type[Payload]) -> None:
     weight = torch.zeros(2, 5, 70)
     weight[1, :, ::3] = -0.0
     payload = form.encode(weight)
@@ -285,7 +285,7 @@ def test_faults_of_nvfp4_scales() -> None:
     assert changed(divides, global_scale=torch.zeros(1)).faults().tolist() == [True]
 
 
-def test_faults_of_mx_bytes_and_nan_codes() -> None:
+def test_faults_of_nan_scales_and_codes() -> None:
     for form in (MxFp8, MxFp4):
         payload = form.encode(heavy(2, 8, 64))
         scales = payload.scales.clone()
@@ -314,7 +314,7 @@ def test_fp16_refuses_overflow() -> None:
         by_name("fp16").encode(torch.tensor([[1.0, 2.0], [7e4, 3.0]]))
 
 
-def test_fp8_block_power_of_two_never_saturates() -> None:
+def test_fp8_block_pow2_never_saturates() -> None:
     weight = heavy(2, 200, 300)
     payload = Fp8Block.encode(weight, power_of_two=True)
     assert torch.equal(torch.frexp(payload.scales).mantissa, torch.full_like(payload.scales, 0.5))

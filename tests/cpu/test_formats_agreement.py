@@ -101,7 +101,7 @@ def test_mxfp8_decode_as_transformers() -> None:
     assert same_bits(ours, theirs)
 
 
-def test_fp8_block_power_of_two_scales_as_transformers() -> None:
+def test_fp8_block_pow2_scales_match_transformers() -> None:
     class Config:
         scale_fmt = "ue8m0"
         weight_block_size = (128, 128)
@@ -230,7 +230,7 @@ def test_nvfp4_encode_as_compressed_tensors() -> None:
     assert torch.equal(bare.decode(), theirs.float())
 
 
-def test_int4_codes_as_compressed_tensors_for_our_scales() -> None:
+def test_int4_codes_match_compressed_tensors() -> None:
     weight = torch.randn(16, 128)
     ours = Int4Group.encode(weight, scale_dtype=torch.float32)
     args = scheme(num_bits=4, type="int", strategy="group", group_size=32).weights

@@ -59,7 +59,7 @@ def test_e2m1_codes_returns_every_code() -> None:
     ("value", "code"),
     [(0.25, 0), (0.75, 2), (1.25, 2), (1.75, 4), (2.5, 4), (3.5, 6), (5.0, 6), (6.0, 7), (7.9, 7), (1e30, 7)],
 )
-def test_e2m1_codes_ties_go_to_the_even_code(value: float, code: int) -> None:
+def test_e2m1_codes_round_half_to_even(value: float, code: int) -> None:
     below, above = (math.nextafter(value, to) for to in (0.0, math.inf))
     x = torch.tensor([value, -value, below, above], dtype=torch.float32)
     codes = codecs.e2m1_codes(x).tolist()

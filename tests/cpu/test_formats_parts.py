@@ -50,7 +50,7 @@ def test_from_parts_keeps_every_byte(form: type[Payload], storage: str, shape: t
 
 
 @pytest.mark.parametrize(("form", "storage"), CASES, ids=IDS)
-def test_from_parts_refuses_what_does_not_fit(form: type[Payload], storage: str) -> None:
+def test_from_parts_refuses_mismatched_parts(form: type[Payload], storage: str) -> None:
     parts = random_parts(form, storage, (4, 64))
     for suffix, tensor in parts.items():
         with pytest.raises(MissingTensorError, match=rf"needs the part '{suffix}'"):
@@ -85,7 +85,7 @@ def test_fp8_block_scales_are_promoted(dtype: torch.dtype, stored: tuple[int, ..
     assert torch.equal(payload.decode(), codes.float() * spread)
 
 
-def test_fp8_block_scales_of_another_block_are_refused() -> None:
+def test_fp8_scales_for_other_blocks_refused() -> None:
     codes = torch.zeros(256, 256).to(torch.float8_e4m3fn)
     parts = {".weight": codes, ".weight_scale_inv": torch.ones(4, 4)}
     with raises_with(TensorMismatchError, "[4, 4]", "[256, 256]", "[2, 2]"):
@@ -111,7 +111,7 @@ def test_scalars_may_be_stored_as_vectors(stored: tuple[int, ...]) -> None:
     assert payload.decode().unique().tolist() == [0.25]
 
 
-def test_one_global_scale_for_all_experts_is_spread() -> None:
+def test_single_global_scale_broadcast_to_experts() -> None:
     parts = {
         ".weight": torch.full((5, 3, 16), 0x22, dtype=torch.uint8),
         ".weight_scale": torch.ones(5, 3, 2).to(torch.float8_e4m3fn),
@@ -197,7 +197,7 @@ def test_int4_group_size_is_not_guessed() -> None:
         Int4Group.from_parts(int4_parts(720, 7), storage="compressed-tensors", shape=(2, 720))
 
 
-def test_int4_refuses_zero_points_and_column_order() -> None:
+def test_int4_refuses_zeros_and_column_order() -> None:
     parts = random_parts(Int4Group, "compressed-tensors", (8, 64))
     zero = {**parts, ".weight_zero_point": torch.zeros(1, 2, dtype=torch.int32)}
     with raises_with(UnknownTensorError, "'.weight_zero_point'"):

@@ -116,7 +116,7 @@ def test_one_scale_for_a_matrix(tmp_path: Path, names: tuple[str, str], shape: t
 
 
 @pytest.mark.parametrize("shape", [(E,), (E, 1), (E, 1, 1), (E, 2), (E, 2, 1)])
-def test_stacks_with_one_scale_for_a_matrix(tmp_path: Path, shape: tuple[int, ...]) -> None:
+def test_stacks_with_per_matrix_scales(tmp_path: Path, shape: tuple[int, ...]) -> None:
     """transformers leaves room for a scale of gate and one of up."""
     stacks, tensors, numbers = experts(96), dict[str, Any](), dict[str, Any]()
     gate_up = torch.cat((stacks["gate_proj"], stacks["up_proj"]), 1)

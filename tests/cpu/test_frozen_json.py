@@ -14,7 +14,7 @@ from freeze_json import frozen, shape_of, shapes
 HOW = "users read these objects: a change of them is a line in CHANGELOG.md; then run: python scripts/freeze_json.py"
 
 
-def test_every_command_prints_the_json_that_is_written_down(tmp_path) -> None:
+def test_json_matches_the_frozen_shapes(tmp_path) -> None:
     found, written = shapes(tmp_path), frozen()
     changed = {name for name in found.keys() | written.keys() if found.get(name) != written.get(name)}
     assert not changed, f"{changed}: {[(found.get(name), written.get(name)) for name in sorted(changed)]}; {HOW}"

@@ -18,7 +18,7 @@ from tracked import ROOT
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits memory and time as Linux does")
 
 
-def test_no_input_of_a_short_run_is_a_fault(tmp_path: Path) -> None:
+def test_short_fuzz_run_finds_no_faults(tmp_path: Path) -> None:
     kinds: set[str] = set()
     for seed in range(5_000_000, 5_000_250):
         folder = tmp_path / str(seed)

@@ -75,7 +75,7 @@ def test_kernels_fit_into_registers(kernel: str, most: int, compiled: list[Any])
         assert {"ACQBULK", "PREEXIT"} <= set(codes) if major > 8 else "ACQBULK" not in codes, says
 
 
-def test_gates_are_added_in_order_and_evaluated_in_double(compiled: list[Any]) -> None:
+def test_gates_add_in_order_evaluate_fp64(compiled: list[Any]) -> None:
     rows = [row for row in compiled if row[1] == "gate_rows_kernel"]
     assert {(row[2]["PARTS"], row[2]["BLOCK"]) for row in rows} == {(32, 256), (32, 2048), (27, 256), (27, 2048)}
     for _, _, own, _, _, codes in rows:

@@ -119,7 +119,7 @@ def _bytes(raw: bytes, rows: int) -> Tensor:
     return torch.tensor(list(raw), dtype=torch.uint8).view(rows, 1, -1)
 
 
-def test_blocks_of_no_known_kind_are_refused() -> None:
+def test_unknown_block_sizes_refused() -> None:
     for shape in ((2, 1, 35), (2, 2, 34), (2, 34)):
         with raises_with(TensorMismatchError, "[2, 32]", "Q8_0", "34"):
             Gguf.from_parts({".weight": torch.zeros(shape, dtype=torch.uint8)}, storage="gguf", shape=(2, 32))
@@ -508,7 +508,7 @@ def test_a_sound_header_is_read(tmp_path: Path) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_damaged_files_never_escape_as_other_errors(
+def test_damaged_files_raise_only_documented_errors(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     folder = tmp_path_factory.mktemp("gguf")

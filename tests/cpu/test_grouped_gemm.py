@@ -218,7 +218,7 @@ def test_rows_do_not_depend_on_tiles(weights: str, act: str) -> None:
         ),
     ],
 )
-def test_several_blocks_a_step_add_in_the_same_order(
+def test_fused_k_blocks_preserve_summation_order(
     weights: str, act: str, sizes: tuple[int, int], depths: tuple[int, int]
 ) -> None:
     """The last block is a part of one, tiles are as few rows as there are, and gate and up share an operand."""
@@ -235,7 +235,7 @@ def test_several_blocks_a_step_add_in_the_same_order(
 
 
 @pytest.mark.parametrize(("weights", "act"), [("bf16", "bf16"), ("nvfp4", "bf16"), ("mxfp4", "fp8_token")])
-def test_batches_of_one_tile_need_one_compiled_kernel(weights: str, act: str, monkeypatch: Any) -> None:
+def test_one_compiled_kernel_per_tile(weights: str, act: str, monkeypatch: Any) -> None:
     asked: list[tuple[object, ...]] = []
 
     def note(kernel: Any, grid: object, args: tuple[Any, ...], *_: object, **__: object) -> None:
@@ -288,7 +288,7 @@ def test_fp16_and_an_empty_batch() -> None:
     assert packed.run(none).shape == (0, 176)
 
 
-def test_rows_no_expert_owns_are_not_written() -> None:
+def test_unowned_rows_are_not_written() -> None:
     problem = question("bf16", "bf16")
     packed, _ = build(problem)
     offsets = torch.tensor([0, 0, 3, 3, 7, 7])
@@ -325,7 +325,7 @@ def test_tile_list(counts: list[int], block_t: int) -> None:
     assert tiles.expert.tolist()[len(wanted) :] == [-1] * (tiles.count - len(wanted))
 
 
-def test_tile_count_is_reached_by_the_worst_routing() -> None:
+def test_tile_count_is_tight_upper_bound() -> None:
     for rows, experts, block in ((1, 8, 16), (64, 256, 16), (700, 8, 16), (65536, 256, 128)):
         used = min(rows, experts)
         counts = [1] * (used - 1) + [rows - used + 1]
@@ -337,7 +337,7 @@ def in_rows_of(packed: Any, rows: torch.dtype) -> Any:
 
 
 @pytest.mark.parametrize("rows", [torch.bfloat16, torch.float16])
-def test_every_e2m1_code_and_scale_is_exact(rows: torch.dtype) -> None:
+def test_every_e2m1_code_and_scale_exact(rows: torch.dtype) -> None:
     half = rows == torch.float16
     codes = torch.arange(16, dtype=torch.uint8).repeat(16)[None, None, None]
     row = codes[..., 0::2] | (codes[..., 1::2] << 4)
@@ -353,7 +353,7 @@ def test_every_e2m1_code_and_scale_is_exact(rows: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("rows", [torch.bfloat16, torch.float16])
-def test_every_e4m3_code_is_exact_in_lanes(rows: torch.dtype) -> None:
+def test_every_e4m3_code_exact_in_lanes(rows: torch.dtype) -> None:
     half = rows == torch.float16
     codes = torch.arange(256, dtype=torch.uint8)
     codes = torch.where((codes & 127) == 127, 0, codes)[None, None, None].view(torch.float8_e4m3fn)
@@ -373,7 +373,7 @@ def test_every_e4m3_code_is_exact_in_lanes(rows: torch.dtype) -> None:
 
 @pytest.mark.parametrize("rows", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("divides", [False, True])
-def test_every_e2m1_code_is_exact_beside_every_e4m3_scale(rows: torch.dtype, divides: bool) -> None:
+def test_every_nvfp4_code_and_scale_exact(rows: torch.dtype, divides: bool) -> None:
     half = rows == torch.float16
     codes = torch.arange(16, dtype=torch.uint8).repeat(128).view(1, 1, 16, 128)
     scales = torch.arange(128, dtype=torch.uint8).clamp(max=126).view(1, 1, 16, 8).view(torch.float8_e4m3fn)
@@ -390,7 +390,7 @@ def test_every_e2m1_code_is_exact_beside_every_e4m3_scale(rows: torch.dtype, div
     assert torch.equal(found.T, payload.decode()[0, 0])
 
 
-def test_bfloat16_weights_beside_float16_tokens_are_exact() -> None:
+def test_bf16_weights_with_fp16_tokens_exact() -> None:
     """Rows of every size are brought into float16's range; what is rounded is far below a row's largest number."""
     made = random_experts(3, 1, 40, 176, seed=4).gate_up.decode()[:, :1].bfloat16()
     made[0] *= 2.0**-100
@@ -412,7 +412,7 @@ def test_bfloat16_weights_beside_float16_tokens_are_exact() -> None:
                 assert relative_error(found[rows, column], wanted[rows, column]) < 3e-6
 
 
-def test_packing_keeps_plain_weights_where_they_are() -> None:
+def test_packing_does_not_copy_plain_weights() -> None:
     problem = question("bf16", "bf16")
     packed, made = build(problem)
     assert packed.gate_up.values.data_ptr() == made.gate_up.values.data_ptr()
@@ -448,7 +448,7 @@ def random_integers(bits: int, group: int, dtype: torch.dtype, *shape: int) -> I
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("group", [32, 64, 128, 176])
 @pytest.mark.parametrize("rows", [torch.bfloat16, torch.float16])
-def test_zero_points_of_every_width_group_and_dtype_of_rows(bits: int, group: int, rows: torch.dtype) -> None:
+def test_zero_points_for_every_integer_layout(bits: int, group: int, rows: torch.dtype) -> None:
     payload = random_integers(bits, group, torch.float16 if group > 32 else torch.bfloat16, 2, 1, 40, 176)
     packed = pack.pack_int(payload, None)
     packed = in_rows_of(packed, rows)
@@ -485,7 +485,7 @@ def test_scales_that_are_zero_or_tiny(bits: int, group: int, dtype: torch.dtype,
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_float32_scales_are_taken_beside_middle_zero_points_alone(bits: int) -> None:
+def test_fp32_scales_require_middle_zero_points(bits: int) -> None:
     payload = random_integers(bits, 64, torch.float32, 2, 1, 24, 128)
     with raises_with(InputError, "float32"):
         pack.pack_int(payload, None)
@@ -536,9 +536,7 @@ def test_codes_that_look_numbers_up(
 @pytest.mark.parametrize("rows", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("columns", [96, 320, 512])
 @pytest.mark.parametrize("tile", [TILE, JOINED], ids=["apart", "joined"])
-def test_every_kind_of_gguf_block_and_dtype_of_rows(
-    kind: str, rows: torch.dtype, columns: int, tile: TileChoice
-) -> None:
+def test_every_gguf_kind_and_row_dtype(kind: str, rows: torch.dtype, columns: int, tile: TileChoice) -> None:
     payload = random_blocks(kind, 2, 1, 40, columns)
     packed = pack.pack_gguf(payload, None, half=rows == torch.float16)
     packed = in_rows_of(packed, rows)
@@ -575,7 +573,7 @@ def test_gguf_blocks_whose_scale_is_zero(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q5_1", "Q4_K", "Q5_K"])
 @pytest.mark.parametrize("tile", [TILE, JOINED], ids=["apart", "joined"])
-def test_gguf_blocks_with_a_half_of_zero(kind: str, tile: TileChoice) -> None:
+def test_gguf_zero_scales_and_minima(kind: str, tile: TileChoice) -> None:
     """A scale of zero leaves the minimum alone, a minimum of zero the codes, whatever the steps beside them are."""
     payload = random_blocks(kind, 2, 1, 40, 512)
     for half, rows, at in ((0, slice(10), 0), (0, slice(5, 15), 1), (0, slice(20, 22), slice(None)),
@@ -593,7 +591,7 @@ def test_gguf_blocks_with_a_half_of_zero(kind: str, tile: TileChoice) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_halves_and_sums_of_columns_end_with_their_row(dtype: torch.dtype) -> None:
+def test_halves_and_sums_of_partial_columns(dtype: torch.dtype) -> None:
     x = heavy_tailed(6, 1200, seed=6).to(dtype)
     x[3, 40] = torch.nan
     x[4] *= 2.0**-14 if dtype == torch.float16 else 2.0**-100
@@ -623,7 +621,7 @@ def test_halves_and_sums_of_columns_end_with_their_row(dtype: torch.dtype) -> No
         assert bool(found[2:].isnan().all())  # nothing was written there
 
 
-def test_columns_are_those_of_each_rows_expert() -> None:
+def test_gathered_columns_follow_the_rows_expert() -> None:
     x, order = heavy_tailed(9, 75, seed=1), torch.stack([torch.randperm(75) for _ in range(4)]).int()
     offsets, source = torch.tensor([0, 3, 3, 8, 12]), torch.randint(0, 9, (15,))
     source[12:] = 1 << 40  # rows of nobody
@@ -638,7 +636,7 @@ def test_columns_are_those_of_each_rows_expert() -> None:
 
 
 @pytest.mark.parametrize("fault", ["sizes", "parts"])
-def test_orders_that_tokens_cannot_have_are_refused(fault: str) -> None:
+def test_inconsistent_column_orders_refused(fault: str) -> None:
     payload = ordered(heavy_tailed(2, 2, 24, 128, seed=5), 4, 32)
     group_of = payload.group_of.clone()
     if fault == "sizes":
@@ -649,7 +647,7 @@ def test_orders_that_tokens_cannot_have_are_refused(fault: str) -> None:
         pack.pack_int(replace(payload, group_of=group_of), None)
 
 
-def test_unsuitable_blocks_and_groups_are_refused_with_their_sizes() -> None:
+def test_refused_block_sizes_are_named() -> None:
     weight = heavy_tailed(1, 1, 64, 96, seed=5)
     with raises_with(InputError, "(64, 64)"):
         pack.pack_fp8_block(Fp8Block.encode(weight, block=(64, 64)), None, native=True)
@@ -742,7 +740,7 @@ def products(tokens: int, sizes: tuple[int, ...], **facts: Any) -> TileProblem:
 
 
 @pytest.mark.parametrize("machine", [machine_of((9, 0), 132), machine_of((8, 0), 108), machine_of((8, 6), 84)])
-def test_a_tile_that_fits_is_chosen_for_every_size(machine: Machine) -> None:
+def test_chosen_tile_fits_for_every_size(machine: Machine) -> None:
     for sizes in SIZES:
         for tokens in (1, 8, 512, 8192):
             for facts in (
@@ -780,7 +778,7 @@ def test_stacked_tiles_and_early_loads() -> None:
     assert not any(tile.stacked for tile in candidates(alone, hopper))
 
 
-def test_decoded_weights_are_multiplied_whole_on_hopper_alone() -> None:
+def test_only_hopper_joins_decoded_weight_tiles() -> None:
     hopper, ampere = machine_of((9, 0), 132), machine_of((8, 0), 108)
     decoded = {"decoded": True, "weight_bits": 4.25}
     few, many = (replace(products(tokens, SIZES[1], **decoded), block_k=128) for tokens in (1, 8192))

@@ -123,7 +123,7 @@ def test_a_truncated_shard(tmp_path: Path) -> None:
             Checkpoint.open(tmp_path)
 
 
-def test_a_cut_file_with_broken_offsets_is_hostile(tmp_path: Path) -> None:
+def test_truncated_file_with_bad_offsets_hostile(tmp_path: Path) -> None:
     for header in ({"a": entry(0, 8), "b": entry(12, 20)}, {"a": entry(0, 8, [3])}, {"a": entry(0, 2**64)}):
         path = raw_file(tmp_path / "model.safetensors", header, b"1234")
         with pytest.raises(HostileFileError):
@@ -131,7 +131,7 @@ def test_a_cut_file_with_broken_offsets_is_hostile(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", ["inspect", "verify"])
-def test_what_a_clone_without_its_large_files_says(tmp_path: Path, words: str) -> None:
+def test_clone_without_lfs_files_explains_itself(tmp_path: Path, words: str) -> None:
     """Cloned without git-lfs, or not downloaded to the end: what it may be, and what to do."""
     write_checkpoint(tmp_path)
     file = tmp_path / "model.safetensors"
@@ -161,7 +161,7 @@ def index(folder: Path, weight_map: object) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
-def test_good_padding_and_empty_tensors_are_allowed(tmp_path: Path) -> None:
+def test_header_padding_and_empty_tensors_allowed(tmp_path: Path) -> None:
     text = json.dumps({"a": entry(0, 2), "none": entry(2, 2, [0, 3]), "b": entry(2, 4)}) + "     "
     checkpoint = Checkpoint.open(raw_file(tmp_path / "model.safetensors", text, b"\1\2\3\4"))
     assert checkpoint.read("b").tolist() == [3, 4]
@@ -185,7 +185,7 @@ def test_index_naming_a_missing_file(tmp_path: Path) -> None:
         Checkpoint.open(tmp_path)
 
 
-def test_index_naming_a_tensor_the_shard_lacks(tmp_path: Path) -> None:
+def test_index_naming_a_missing_tensor(tmp_path: Path) -> None:
     raw_file(tmp_path / "one.safetensors", {"a": entry(0, 1)}, b"1")
     index(tmp_path, {"a": "one.safetensors", "b": "one.safetensors"})
     with raises_with(MissingTensorError, "'b'", "one.safetensors", "1"):

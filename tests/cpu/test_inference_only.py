@@ -43,7 +43,7 @@ def routing() -> Routing:
 
 @pytest.mark.parametrize("run", [lambda made: made, lambda made: torch.compile(made, backend="aot_eager")])
 @pytest.mark.parametrize("what", ["x", "router_logits", "topk_weights"])
-def test_a_gradient_is_refused_wherever_it_is_asked_for(run, what: str) -> None:
+def test_inputs_requiring_grad_are_refused(run, what: str) -> None:
     torch._dynamo.reset()
     made = run(layer())
     x, logits, chosen = X.clone(), torch.randn(6, 5), routing()
@@ -55,12 +55,12 @@ def test_a_gradient_is_refused_wherever_it_is_asked_for(run, what: str) -> None:
         assert made(x, **more).isfinite().all()
 
 
-def test_without_a_gradient_asked_for_no_guard_is_needed() -> None:
+def test_no_grad_not_required_without_gradients() -> None:
     assert torch.is_grad_enabled()
     assert layer()(X).isfinite().all()
 
 
-def test_a_transformers_model_refuses_training_in_one_sentence() -> None:
+def test_transformers_model_refuses_training() -> None:
     transformers = pytest.importorskip("transformers")
     from collegium.integrations.transformers import register
 
@@ -107,14 +107,14 @@ def test_buffers_ignore_the_default_device(weights: str | None, kernel: str | No
         assert torch.equal(own(x), before)
 
 
-def test_there_is_no_state_dict_and_none_is_taken() -> None:
+def test_state_dict_save_and_load_refused() -> None:
     model = nn.Sequential(nn.Linear(40, 40), layer())
     for refused in (model.state_dict, model[1].state_dict, lambda: model.load_state_dict({}, strict=False)):
         with raises_with(InputError, "state_dict"):
             refused()
 
 
-def test_a_layer_does_not_move_and_says_so() -> None:
+def test_moving_a_layer_is_refused() -> None:
     model = nn.Sequential(nn.Linear(40, 40), layer())
     wanted = model[1](X)
     for allowed in (lambda: model.to("cpu"), model.float, model.eval, lambda: model.to(torch.float32)):
@@ -141,7 +141,7 @@ def test_autocast_changes_no_bit(kernel: str) -> None:
         assert all(torch.equal(*pair) for pair in zip(taken(), wanted, strict=True))
 
 
-def test_a_layer_is_the_same_wherever_it_was_loaded() -> None:
+def test_loading_ignores_ambient_torch_modes() -> None:
     def loaded() -> MoELayer:
         return load_layer(SHIPPED, 2, device="cpu", weight_format="mxfp4")
 
@@ -180,7 +180,7 @@ def test_a_layer_is_the_same_wherever_it_was_loaded() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_moe_refuses_wrong_tensors_in_its_own_words(change: dict[str, object], text: str) -> None:
+def test_moe_names_the_wrong_tensor(change: dict[str, object], text: str) -> None:
     given: dict[str, object] = {
         "x": X,
         "gate_up": torch.randn(5, 48, 40),
@@ -234,7 +234,7 @@ def test_wrong_argument_types_are_refused_first() -> None:
         load_layer(SHIPPED, "2", device="cpu")
 
 
-def test_routings_of_the_wrong_type_are_refused() -> None:
+def test_wrong_routing_types_refused() -> None:
     chosen = routing()
     with pytest.raises(InputError, match="routing is a tuple"):
         layer()(X, routing=(chosen.topk_ids, chosen.topk_weights))
@@ -263,7 +263,7 @@ def test_training_mode_changes_no_output() -> None:
     assert torch.equal(made(X, routing=chosen), plain)
 
 
-def test_backward_of_a_whole_model_is_ours() -> None:
+def test_whole_model_backward_is_refused() -> None:
     from collegium.integrations.transformers import load_model
 
     model, ids = load_model(SHIPPED, device="cpu"), torch.arange(9)[None]

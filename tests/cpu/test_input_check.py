@@ -213,7 +213,7 @@ def _different_tokens(rank: int) -> list[str]:
 
 
 @pytest.mark.parametrize("world", [2, *exhaustive(4)])
-def test_different_tokens_are_an_error_on_every_rank(folder: Path, monkeypatch: pytest.MonkeyPatch, world: int) -> None:
+def test_different_tokens_raise_on_every_rank(folder: Path, monkeypatch: pytest.MonkeyPatch, world: int) -> None:
     monkeypatch.setenv(FOLDERS, str(folder))
     assert run_ranks(_different_tokens, world, seconds=300) == [[]] * world
 
@@ -251,7 +251,7 @@ def _unlike_inputs(rank: int) -> list[str]:
 
 
 @pytest.mark.parametrize("world", [2, *exhaustive(4)])
-def test_a_rank_that_cannot_run_a_pass_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch, world: int) -> None:
+def test_rank_with_unlike_inputs_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch, world: int) -> None:
     monkeypatch.setenv(FOLDERS, str(folder))
     assert run_ranks(_unlike_inputs, world, seconds=300) == [[]] * world
 
@@ -285,7 +285,7 @@ def _bad_routing(rank: int) -> list[str]:
     return faults
 
 
-def test_checked_ranks_hear_of_a_bad_routing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_routing_reported_to_checked_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FOLDERS, str(folder))
     assert run_ranks(_bad_routing, 2, seconds=200) == [[], []]
 
@@ -350,7 +350,7 @@ def _first_passes(rank: int) -> list[str]:
     return faults
 
 
-def test_first_passes_are_compared_and_later_ones_cost_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_first_passes_are_compared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FOLDERS, str(folder))
     assert run_ranks(_first_passes, 2, seconds=200) == [[], []]
 
@@ -377,7 +377,7 @@ def _half_compared(rank: int) -> list[str]:
     return faults
 
 
-def test_a_pass_that_one_rank_compares_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comparison_on_one_rank_raises(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FOLDERS, str(folder))
     assert run_ranks(_half_compared, 2, seconds=200) == [[], []]
 
@@ -475,7 +475,7 @@ def _whole_model(rank: int) -> Any:
         return found, torch.equal(model(ids).logits, wanted)
 
 
-def test_a_batch_cut_over_ranks_of_the_same_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_split_batch_with_same_tokens_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     monkeypatch.setenv(FOLDERS, str(folder))
     for (kind, ranks, text), right in run_ranks(_whole_model, 2):

@@ -65,7 +65,7 @@ def test_every_command_stops(monkeypatch: pytest.MonkeyPatch, name: str, error: 
         signal.signal(signal.SIGINT, before)
 
 
-def test_errors_keep_their_class_on_a_full_disk() -> None:
+def test_full_disk_keeps_error_class() -> None:
     if not Path("/dev/full").exists():
         pytest.skip("needs /dev/full")
     for words, kind in ((("inspect", "no/such/model"), "CheckpointError"), (("plan", str(SHIPPED)), "OSError")):

@@ -142,7 +142,7 @@ def test_what_is_no_tensor_is_named(name):
 
 
 @pytest.mark.parametrize("kernel", KERNEL_NAMES)
-def test_zero_and_one_token_and_all_on_one_expert(kernel):
+def test_zero_tokens_and_one_hot_expert(kernel):
     weights = random_experts(6, 2, 24, 40, seed=13)
     layer = MoELayer(weights, plan(problem_of(6, 40, 24, 1), Overrides(kernel=kernel)))
     empty = layer(
@@ -157,7 +157,7 @@ def test_zero_and_one_token_and_all_on_one_expert(kernel):
 
 
 @pytest.mark.parametrize("kernel", KERNEL_NAMES)
-def test_more_tokens_than_the_plan_allows_run_in_pieces(kernel):
+def test_batches_over_max_tokens_are_chunked(kernel):
     weights = random_experts(6, 2, 24, 40, seed=15)
     x, ids, w = heavy_tailed(50, 40, seed=16), uneven_ids(50, 2, 6, seed=17), torch.rand(50, 2)
     whole = problem_of(6, 40, 24, 2)
@@ -183,7 +183,7 @@ def test_non_contiguous_and_batched_input(kernel):
 
 
 @pytest.mark.parametrize("kernel", KERNEL_NAMES)
-def test_dropped_assignments_add_nothing_even_with_poison(kernel):
+def test_dropped_assignments_ignore_poison(kernel):
     weights = random_experts(6, 2, 24, 40, seed=21)
     layer = MoELayer(weights, plan(problem_of(6, 40, 24, 2), Overrides(kernel=kernel)))
     x, w = heavy_tailed(4, 40, seed=22), torch.ones(4, 2)
@@ -240,7 +240,7 @@ def test_own_router_shared_expert_and_gate():
 @pytest.mark.parametrize("kernel", KERNEL_NAMES)
 @pytest.mark.parametrize("most", [8192, 4])
 @pytest.mark.parametrize("latent", [False, True])
-def test_a_layer_may_write_over_its_input(kernel, most, latent):
+def test_out_may_alias_the_input(kernel, most, latent):
     sizes = {"latent_size": 32} if latent else {}
     inside = 32 if latent else 40
     weights, shared = random_experts(6, 2, 24, inside, seed=26), random_experts(1, 2, 56, 40, seed=27)
@@ -260,7 +260,7 @@ def test_a_layer_may_write_over_its_input(kernel, most, latent):
         assert torch.equal(own, wanted)
 
 
-def test_a_router_of_another_dtype_is_converted_once():
+def test_router_dtype_is_converted_once():
     weights = random_experts(6, 2, 24, 40, seed=26)
     problem = problem_of(6, 40, 24, 2)
     router = RouterWeights(weight=heavy_tailed(6, 40, seed=28).bfloat16(), bias=torch.rand(6).half())
@@ -364,7 +364,7 @@ def test_logits_beside_a_routing_are_refused():
         layer(x, router_logits=logits, routing=layer.route(x, router_logits=logits))
 
 
-def test_weights_that_contradict_the_spec_are_refused():
+def test_weights_contradicting_the_spec_refused():
     weights = random_experts(6, 2, 24, 40, seed=40)
     with pytest.raises(InputError, match=r"\(6, 2, 24, 40\).*\(7, 2, 24, 40\)"):
         MoELayer(weights, plan(problem_of(7, 40, 24, 2)))

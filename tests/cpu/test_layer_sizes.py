@@ -96,7 +96,7 @@ def test_intermediates_beyond_31_bits():
 
 
 @pytest.mark.parametrize("numel", [(1 << 31) - 1, 1 << 31, (1 << 31) + 7])
-def test_rows_beyond_the_31st_bit_are_the_right_rows(numel):
+def test_row_offsets_beyond_31_bits(numel):
     """The last row of a row buffer whose element index needs 32 bits, without the memory: rows repeat a stride."""
     hidden = 1 << 10
     count = -(-numel // hidden)

@@ -131,7 +131,7 @@ def test_layouts_for_tensor_cores_that_decode(monkeypatch: pytest.MonkeyPatch, w
 
 
 @pytest.mark.parametrize(("name", "act"), [("triton_w4a16", "bf16"), ("triton_w4a8", "fp8_token")])
-def test_small_int4_groups_have_a_layout_of_their_own(name: str, act: str) -> None:
+def test_small_int4_groups_have_separate_layout(name: str, act: str) -> None:
     given = Given(weight_format="int4_group", activation_format=act, dtype="bf16", parts=2)
     kernel, found = packed(name, given, group_size=32)
     assert found.gate_up.layout != kernel.layouts(question(given).routed, Machine())[0]
@@ -142,7 +142,7 @@ def test_small_int4_groups_have_a_layout_of_their_own(name: str, act: str) -> No
 
 @pytest.mark.parametrize("half", [True, False])
 @pytest.mark.parametrize(("kind", "bits"), BITS.items())
-def test_blocks_of_gguf_take_what_their_layout_says(kind: str, bits: float, half: bool) -> None:
+def test_gguf_packed_size_matches_layout(kind: str, bits: float, half: bool) -> None:
     made = pack_gguf(random_blocks(kind, 2, 2, 40, 320), None, half=half)
     check_sizes(made)
     assert made.layout.bits == bits
@@ -163,8 +163,8 @@ def test_layouts_of_formats_differ() -> None:
 
 
 def test_no_two_formats_share_a_number() -> None:
-    # Numbers of row scales (X_), faults and words of a peer's header are compared with each other alone.
-    others = ("X_", "FAULT_", "HEAD_", "MAX_PEERS")
+    # Numbers of row scales (X_), and of faults, phases and header words between peers, are compared among themselves.
+    others = ("X_", "FAULT_", "HEAD_", "PHASE_", "MAX_PEERS")
     numbers: dict[str, int] = {n: getattr(enums, n) for n in enums.__all__ if not n.startswith(others)}
     scales = [value for name, value in numbers.items() if name.endswith("_SCALE")]
     assert sorted(scales) == list(range(9))
@@ -173,7 +173,7 @@ def test_no_two_formats_share_a_number() -> None:
     assert len(set(weights)) == len(weights) == 13
 
 
-def test_score_functions_have_the_numbers_of_the_routing_kernel() -> None:
+def test_score_function_numbers_match_routing_kernel() -> None:
     pytest.importorskip("triton")
     from collegium.kernels import route
 

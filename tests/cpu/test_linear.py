@@ -59,7 +59,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize(("k_in", "n_out"), SIZES)
-def test_a_row_has_the_same_bits_in_every_batch(k_in: int, n_out: int, pair: Pair) -> None:
+def test_rows_are_batch_invariant(k_in: int, n_out: int, pair: Pair) -> None:
     """Blocks cost one token of a router of 2048 x 128 some 80 us instead of 18, of 7168 x 256 0.5 ms instead of 0.3.
 
     1024 tokens cost 1.2 to 2 plain products (256 x 16: 3, 0.3 ms), one BF16 token into a latent width less.
@@ -111,7 +111,7 @@ def ways() -> list[Any]:
 
 @pytest.mark.parametrize("way", ways())
 @pytest.mark.parametrize("whole", [False, True])
-def test_what_is_added_and_where_it_is_written(way: Any, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_addend_and_out_argument(way: Any, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if whole:
         monkeypatch.setattr(products, "_SPLIT_LIMIT", 0)
     x, weight = made(20, 300, 70, (BF16, FP32))
@@ -132,7 +132,7 @@ def test_what_is_added_and_where_it_is_written(way: Any, whole: bool, monkeypatc
 @pytest.mark.parametrize("way", ways())
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_no_number_stays_in_its_row(way: Any, pair: Pair, odd: float) -> None:
+def test_nonfinite_values_stay_in_their_row(way: Any, pair: Pair, odd: float) -> None:
     x, weight = made(37, 130, 9, pair)
     wanted = way(x, weight)
     x[3, 129], x[21, 0] = odd, odd

@@ -113,7 +113,7 @@ def test_instructions_do_not_depend_on_tokens(compiled: list[Any], pairs: dict[i
             assert {(major, pair, True, 16), (major, pair, True, most), (major, pair, False, most)} <= seen
 
 
-def test_parts_are_added_by_a_kernel_without_products(compiled: list[Any]) -> None:
+def test_add_parts_kernel_has_no_products(compiled: list[Any]) -> None:
     adding = [row for row in compiled if row[2] == "add_parts_kernel"]
     assert {row[3]["PARTS"] for row in adding} == {16, 23}
     for _, _, _, constants, registers, stack, _, codes in adding:

@@ -164,7 +164,7 @@ def test_whole_blocks_are_counted(tmp_path: Path, family: str) -> None:
     assert model.get_memory_footprint(return_buffers=False) >= 4 * source.num_parameters()
 
 
-def test_a_smaller_format_is_a_smaller_model() -> None:
+def test_smaller_formats_shrink_the_model() -> None:
     sizes = {
         name: collegium.load_model(SHIPPED, weight_format=name, device="cpu").get_memory_footprint()
         for name in ("bf16", "mxfp8", "mxfp4")
@@ -186,7 +186,7 @@ WITHOUT = """
 """
 
 
-def test_without_transformers_the_call_names_the_extra() -> None:
+def test_missing_transformers_names_the_extra() -> None:
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(WITHOUT)],
         capture_output=True,

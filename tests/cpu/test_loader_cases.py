@@ -84,7 +84,7 @@ def test_slices_of_odd_widths(tmp_path: Path, name: str, wide: int, tp_size: int
         assert not any(bool(r.gate_up.faults().any()) or bool(r.down.faults().any()) for r in ranks)
 
 
-def test_padded_ranks_with_biases_sum_to_the_whole(tmp_path: Path) -> None:
+def test_padded_slices_with_biases_sum_correctly(tmp_path: Path) -> None:
     size = TinySize(hidden=64, intermediate=96, experts=3, top_k=2, layers=1)
     write_checkpoint(tmp_path, "gpt_oss", "mxfp4", size=size)
     checkpoint = Checkpoint.open(tmp_path)
@@ -109,7 +109,7 @@ def test_padded_ranks_with_biases_sum_to_the_whole(tmp_path: Path) -> None:
     torch.testing.assert_close(parts[0] + parts[1], whole, rtol=1e-5, atol=1e-4)
 
 
-def test_padding_is_refused_where_zero_is_no_zero_code(tmp_path: Path) -> None:
+def test_padding_refused_without_zero_code(tmp_path: Path) -> None:
     write_checkpoint(
         tmp_path, "mixtral", "int4_group", size=TinySize(hidden=64, intermediate=96, experts=1, top_k=1, layers=1)
     )
@@ -118,7 +118,7 @@ def test_padding_is_refused_where_zero_is_no_zero_code(tmp_path: Path) -> None:
         load_experts(CheckpointLayer.open(checkpoint, 0), tensor_parallel(1, 0, 2), pad=True)
 
 
-def test_experts_of_other_ranks_are_not_read(tmp_path: Path) -> None:
+def test_remote_experts_are_not_read(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "mixtral", "nvfp4", size=TinySize(hidden=64, intermediate=64, experts=8, layers=1))
     checkpoint = Checkpoint.open(tmp_path)
     weights = load_experts(CheckpointLayer.open(checkpoint, 0), Placement(expert_ids=(6,)))
@@ -147,7 +147,7 @@ def test_spare_slots_copy_the_first_expert(tmp_path: Path, ids: tuple[int, ...])
     assert torch.equal(small.down[len(held) - 1].decode(), small.down[0].decode())
 
 
-def test_layers_stream_one_at_a_time_and_say_which(tmp_path: Path) -> None:
+def test_load_all_streams_numbered_layers(tmp_path: Path) -> None:
     tiny = write_checkpoint(tmp_path, "deepseek_v3", "fp8_block", size=TinySize(layers=3))
     checkpoint = Checkpoint.open(tmp_path)
     stream = load_all(checkpoint, linear(4))
@@ -199,7 +199,7 @@ def test_row_scales_of_slices(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_whole_stacks_load_in_both_orientations_of_the_family(tmp_path: Path, transposed: bool) -> None:
+def test_stacks_load_in_both_orientations(tmp_path: Path, transposed: bool) -> None:
     tensors = fused(tmp_path, "bf16", (".weight",))
     base = "model.layers.0.mlp.experts."
     if transposed:  # the table of Qwen3-VL lies in the same file
@@ -213,7 +213,7 @@ def test_whole_stacks_load_in_both_orientations_of_the_family(tmp_path: Path, tr
         assert torch.equal(weights.down[e].decode(torch.bfloat16), tensors[f"{base}{e}.down_proj.weight"])
 
 
-def test_a_stack_of_another_shape_names_both_shapes(tmp_path: Path) -> None:
+def test_mismatched_stack_names_both_shapes(tmp_path: Path) -> None:
     fused(tmp_path, "bf16", (".weight",))
     name = "model.layers.0.mlp.experts.down_proj"
     checkpoint = rewrite(tmp_path, **{name: torch.zeros(3, 64, 47, dtype=torch.bfloat16)})
@@ -221,7 +221,7 @@ def test_a_stack_of_another_shape_names_both_shapes(tmp_path: Path) -> None:
         audit(checkpoint)
 
 
-def test_scales_of_gate_and_up_stay_apart(tmp_path: Path) -> None:
+def test_gate_and_up_scales_stay_separate(tmp_path: Path) -> None:
     tiny = write_checkpoint(tmp_path, "mixtral", "fp8_tensor", size=TinySize(experts=2, layers=1))
     base = "model.layers.0.block_sparse_moe.experts.0."
     gate, up = (tiny.tensors[f"{base}{n}.weight_scale"] for n in ("w1", "w3"))
@@ -265,7 +265,7 @@ def test_unequal_activation_scales_are_reported(tmp_path: Path, storage: str, su
         (".weight_g_idx", TensorMismatchError, r"\(4,\).*int4_group.*\(256,\)"),
     ],
 )
-def test_undeclared_zero_points_and_indices_of_int4_are_refused(
+def test_undeclared_int4_zeros_and_indices_refused(
     tmp_path: Path, suffix: str, error: type[Exception], text: str
 ) -> None:
     write_checkpoint(tmp_path, "mixtral", "int4_group", size=TinySize(experts=2, layers=1))
@@ -274,7 +274,7 @@ def test_undeclared_zero_points_and_indices_of_int4_are_refused(
         audit(rewrite(tmp_path, **{name: torch.zeros(4, dtype=torch.int32)}))
 
 
-def test_groups_of_half_a_word_are_refused(tmp_path: Path) -> None:
+def test_fractional_word_group_size_refused(tmp_path: Path) -> None:
     """As many groups as are stored, so the headers agree with the config."""
     write_checkpoint(tmp_path, "mixtral", "int4_group", size=TinySize(hidden=96, intermediate=96, experts=2, layers=1))
     weights = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 84}
@@ -294,7 +294,7 @@ def test_groups_of_half_a_word_are_refused(tmp_path: Path) -> None:
         audit(checkpoint)
 
 
-def test_a_declared_shape_that_is_wrong_is_refused(tmp_path: Path) -> None:
+def test_wrong_declared_shape_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "mixtral", "int4_group", size=TinySize(experts=2, layers=1))
     name = "model.layers.0.block_sparse_moe.experts.1.w1.weight_shape"
     checkpoint = rewrite(tmp_path, **{name: torch.tensor([128, 255])})
@@ -302,7 +302,7 @@ def test_a_declared_shape_that_is_wrong_is_refused(tmp_path: Path) -> None:
         load_experts(CheckpointLayer.open(checkpoint, 0), linear(2))
 
 
-def test_an_unknown_scale_granularity_lists_the_known_ones(tmp_path: Path) -> None:
+def test_unknown_scale_strategy_lists_known_ones(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "mixtral", "fp8_channel", size=TinySize(experts=2, layers=1))
     weights = {"type": "float", "num_bits": 8, "strategy": "column", "symmetric": True}
     block = {"quant_method": "compressed-tensors", "config_groups": {"g": {"targets": ["Linear"], "weights": weights}}}
@@ -311,7 +311,7 @@ def test_an_unknown_scale_granularity_lists_the_known_ones(tmp_path: Path) -> No
         describe_checkpoint(Checkpoint.open(tmp_path))
 
 
-def test_quantised_stacks_with_separate_gate_and_up_load(tmp_path: Path) -> None:
+def test_quantised_separate_gate_up_stacks_load(tmp_path: Path) -> None:
     """Step-3.7 in FP8: three stacks, each with its grid of 128 x 128 blocks."""
     torch.manual_seed(4)
     config = {
@@ -363,7 +363,7 @@ def test_packing_leaves_the_loaded_weights_alone() -> None:
     assert torch.equal(weights.gate_up.decode(), before)
 
 
-def test_a_checkpoint_of_46000_tensors_is_inspected_in_seconds(tmp_path: Path) -> None:
+def test_large_checkpoint_is_inspected_in_seconds(tmp_path: Path) -> None:
     layers, experts = 60, 256
     config = {
         "model_type": "qwen3_moe", "hidden_size": 8, "moe_intermediate_size": 4, "num_experts": experts,

@@ -76,7 +76,7 @@ def _without_store(rank: int, broken: str) -> Any:
 
 
 @pytest.mark.parametrize("broken", ["set", "multi_get", "delete_key"])
-def test_a_lost_store_is_a_rank_error(broken: str) -> None:
+def test_lost_store_raises_rank_error(broken: str) -> None:
     before, ranks, said = run_ranks(partial(_without_store, broken=broken), 2)[0]
     assert before[:4] == [[(r, turn) for r in range(2)] for turn in range(4)]
     if broken == "delete_key":
@@ -89,7 +89,7 @@ def test_a_lost_store_is_a_rank_error(broken: str) -> None:
 
 
 @pytest.mark.parametrize("wrong", [0, -1, float("nan"), float("inf"), 1e12, "3"])
-def test_a_time_that_no_wait_can_have_is_refused(wrong: Any) -> None:
+def test_invalid_timeout_refused(wrong: Any) -> None:
     with raises_with(InputError, "timeout_seconds"):
         timeout_seconds(wrong)
     assert timeout_seconds() > 0

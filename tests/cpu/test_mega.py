@@ -37,7 +37,7 @@ GPU = DeviceFacts(kind="cuda", name="H200", capability=(9, 0), memory=140 << 30,
     ("index", "world"),
     [(0, 2), (1, 2), (3, 2), *(pytest.param(*own, marks=pytest.mark.exhaustive) for own in ((2, 4), (4, 3), (5, 2)))],
 )
-def test_passes_have_the_bits_of_one_rank(index: int, world: int) -> None:
+def test_passes_equal_one_rank_bitwise(index: int, world: int) -> None:
     ranks = Ranks(CASES[index], world)
     for table in ranks.tables:
         table.recording.fill_(1)
@@ -95,7 +95,7 @@ def test_layers_are_close_to_the_truth(index: int) -> None:
         assert relative_error(swapped - x, wanted - x) > 0.3
 
 
-def test_nothing_is_left_of_the_pass_before() -> None:
+def test_passes_ignore_stale_buffers() -> None:
     ranks = Ranks(CASES[0], 2)
     first = ranks.each(lambda r: given(CASES[0], r, 20, hot=True))
     ranks.everybody(first)
@@ -117,7 +117,7 @@ def test_processes_equal_one_rank(world: int) -> None:
     assert run_ranks(together, world, seconds=400) == [[]] * world
 
 
-def test_programs_that_run_at_once_wait_for_each_other() -> None:
+def test_concurrent_programs_wait_for_peers() -> None:
     assert run_ranks(partial(crowded, programs=2), 4, seconds=400) == [[]] * 4
 
 
@@ -129,7 +129,7 @@ def test_absent_ranks_are_named() -> None:
     assert first[2] == last[2] == "renewed True"
 
 
-def test_a_rank_in_another_call_is_told_so() -> None:
+def test_mismatched_call_is_reported() -> None:
     ranks = Ranks(CASES[0], 2)
     inputs = ranks.each(lambda r: given(CASES[0], r, 3))
     ranks.begin([3, 3], layers=(5, 6), seconds=5e-6)
@@ -155,7 +155,7 @@ def test_full_passes_equal_one_rank(index: int) -> None:
             assert same(out, ranks.wanted(own)), hot
 
 
-def test_no_pass_takes_more_memory_than_is_planned() -> None:
+def test_passes_fit_in_planned_memory() -> None:
     for case in CASES:
         ranks = Ranks(case, 4)
         held = {region.name: region.nbytes for region in ranks.places.regions}
@@ -229,7 +229,7 @@ def test_mega_refusals_give_reasons() -> None:
     assert {"counters", "lists", "experts/rows"} <= {region.name for region in made.regions}
 
 
-def test_a_function_that_sees_rows_is_refused() -> None:
+def test_after_expert_is_refused() -> None:
     parts = replace(Ranks(CASES[0], 2).pipelines[0].parts, after_expert=lambda rows: rows)
     with pytest.raises(InputError, match=r"found after_expert, .* use Overrides\(pipeline='split'\)"):
         Mega(parts=parts)

@@ -120,7 +120,7 @@ def test_all_programs_fit_without_spills(compiled: dict[int, Any], index: int) -
         assert options["launch_cooperative_grid"], "what does not fit is an error and no program waits for it"
 
 
-def test_weights_and_rows_move_sixteen_bytes_at_once(compiled: dict[int, Any]) -> None:
+def test_weights_and_rows_move_16_bytes(compiled: dict[int, Any]) -> None:
     for index, rows in compiled.items():
         for *_, lines, _, _ in rows:
             codes = [text.split()[1 if text.startswith("@") else 0] for text in lines]

@@ -79,9 +79,7 @@ def stored(folder: Path, name: str, kind: str | None, shared: int) -> tuple[Any,
 @pytest.mark.each_choice
 @pytest.mark.parametrize(("kind", "shared"), [(None, 1), (None, 2), ("fp8 blocks", 1), ("ct nvfp4", 2), ("ct int4", 1)])
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
-def test_a_checkpoint_computes_what_its_class_does_both_ways(
-    tmp_path: Path, name: str, kind: str | None, shared: int
-) -> None:
+def test_merged_and_apart_match_transformers(tmp_path: Path, name: str, kind: str | None, shared: int) -> None:
     """Several layers, scaled routing, more tokens than a pass holds, twice, compiled whole and from two threads."""
     model, blocks = stored(tmp_path / "model", name, kind, shared)
     assert len(blocks) == 2
@@ -113,7 +111,7 @@ def test_a_checkpoint_computes_what_its_class_does_both_ways(
 
 
 @pytest.mark.parametrize("way", [MERGED, APART])
-def test_a_whole_model_whose_weights_are_on_the_input(tmp_path: Path, way: Overrides) -> None:
+def test_whole_model_with_input_weights(tmp_path: Path, way: Overrides) -> None:
     """Llama-4, whose blocks have no experts interface: the layer holds router and shared expert."""
     pytest.importorskip("transformers")
     from collegium.integrations.transformers import layers_of
@@ -128,7 +126,7 @@ def test_a_whole_model_whose_weights_are_on_the_input(tmp_path: Path, way: Overr
         assert torch.equal(ours(IDS).logits, found)
 
 
-def test_what_cannot_be_cut_is_refused_by_name(tmp_path: Path) -> None:
+def test_unsplittable_shared_expert_refused_by_name(tmp_path: Path) -> None:
     stored(tmp_path / "model", "glm4_moe", "fp8 blocks", 2)
     with raises_with(PlanError, "64", "32", "128", "shared='sequential'"):
         load_layer(tmp_path / "model", 1, dtype="fp32", device="cpu", overrides=MERGED)
@@ -191,9 +189,7 @@ RECIPES = [
 @pytest.mark.each_choice("weights", "activations")
 @pytest.mark.parametrize("on_input", [False, True])
 @pytest.mark.parametrize(("weights", "activations", "most"), RECIPES)
-def test_kernels_of_a_gpu_give_the_bits_of_apart(
-    weights: str, activations: str | None, most: float, on_input: bool
-) -> None:
+def test_gpu_kernels_match_apart_bitwise(weights: str, activations: str | None, most: float, on_input: bool) -> None:
     """In Triton's interpreter: unsorted, sorted, and in passes."""
     if torch.cuda.is_available():
         pytest.skip("tests/gpu makes these comparisons on the device")
@@ -217,7 +213,7 @@ def test_kernels_of_a_gpu_give_the_bits_of_apart(
 
 @pytest.mark.parametrize("device", [DeviceFacts(kind="cpu"), HOPPER], ids=["cpu", "cuda"])
 @pytest.mark.parametrize("weights", ["bf16", "mxfp4", "nvfp4"])
-def test_a_wide_one_is_cut_into_several(weights: str, device: DeviceFacts) -> None:
+def test_large_shared_expert_is_split(weights: str, device: DeviceFacts) -> None:
     if device is HOPPER and torch.cuda.is_available():
         pytest.skip("tests/gpu makes these comparisons on the device")
     layer = layer_of(MERGED, weights=weights, count=3, device=device)
@@ -231,7 +227,7 @@ def test_a_wide_one_is_cut_into_several(weights: str, device: DeviceFacts) -> No
     assert relative_error(layer(x).float(), whole(x).float()) < 0.01
 
 
-def test_a_routing_of_the_callers_own_reaches_routed_experts_alone() -> None:
+def test_caller_routing_reaches_only_routed_experts() -> None:
     merged, apart = layer_of(MERGED), layer_of(APART)
     x = heavy_tailed(6, H, seed=4).bfloat16()
     ids = torch.tensor([[0, 5], [-1, 3], [-1, -1], [1, E], [E + 1, 2], [-2, 0]])
@@ -294,7 +290,7 @@ def test_a_swap_keeps_the_shared_expert() -> None:
         assert wished.plan.overrides.shared == "sequential"
 
 
-def test_weights_that_are_stored_in_another_way_are_refused() -> None:
+def test_incompatible_shared_weights_refused() -> None:
     """The plan cannot know: blocks of another size, and what a function does to the rows of routed experts."""
     big = random_experts(1, 2, WIDE, H, seed=2)
     blocks = ExpertWeights(
@@ -333,7 +329,7 @@ def test_a_plan_says_why_not(reason: str) -> None:
     assert plan(problem).to_json()["merged_shared_experts"] == 0
 
 
-def test_what_a_plan_says_of_a_merged_one() -> None:
+def test_plan_describes_merged_shared_expert() -> None:
     spec = MoESpec(
         hidden_size=H,
         intermediate_size=WIDE,
@@ -382,12 +378,12 @@ def test_plan_of_a_side_stream() -> None:
         assert plan(asked, replace(force, shared=None)).side_stream_tokens == 0
 
 
-def test_ranks_cannot_take_over_a_merged_one() -> None:
+def test_regrouping_merged_shared_expert_refused() -> None:
     with raises_with(InputError, "1", "shared='sequential'"):
         regroup({0: layer_of(MERGED)})
 
 
-def test_layers_refuse_shared_weights_that_do_not_fit_the_plan() -> None:
+def test_shared_weights_must_fit_the_plan() -> None:
     problem = layer_of().plan.problem
     routed, bf16 = (encode_experts(random_experts(count, 2, WIDE, H, seed=1), "bf16") for count in (E, 1))
     shared = SharedWeights(experts=bf16)

@@ -222,7 +222,7 @@ def test_a_plan_counts_both_formats() -> None:
         ("bf16", "fp32", "bf16", "down .*fp32"),
     ],
 )
-def test_a_pair_that_no_kernel_takes_says_why(first: str, second: str, act: str, line: str) -> None:
+def test_unsupported_format_pairs_give_reasons(first: str, second: str, act: str, line: str) -> None:
     problem = problem_of(weights_in(first, second), HOPPER, activation_format=act, graph=True)
     with pytest.raises(PlanError) as refusal:
         plan(problem)
@@ -304,7 +304,7 @@ def test_a_shared_expert_beside_mixed_ones(shared: tuple[str, str], way: Any) ->
     assert relative_error(layer(x, routing=routing), truth) < BOUNDS["bf16"]
 
 
-def test_a_shared_expert_takes_the_formats_of_routed_ones() -> None:
+def test_shared_expert_inherits_routed_formats() -> None:
     spec = problem_of(weights_in("nvfp4", "fp8_tensor"), CPU).spec
     alone = {
         (None, None): ("nvfp4", "fp8_tensor"),

@@ -133,7 +133,7 @@ def test_gate_and_up_of_two_formats(tmp_path: Path) -> None:
         assert off(layer(x, routing=routing), truth_of(tmp_path / "in", 0, x, routing)) < 0.006
 
 
-def test_experts_of_two_formats_are_refused_by_name(tmp_path: Path) -> None:
+def test_mixed_expert_formats_refused_by_name(tmp_path: Path) -> None:
     path = mixed(tmp_path, "experts.1.down_proj")
     with raises_with(ConfigError, "experts.0.down_proj", "NVFP4", "experts.1"):
         load_layer(path, 0, device="cpu")
@@ -161,7 +161,7 @@ def test_slices_and_ranks_of_mixed_experts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["bf16", "mxfp8", "fp8_tensor"])
-def test_mixed_experts_are_written_in_one_format(tmp_path: Path, target: str) -> None:
+def test_mixed_experts_quantize_to_one_format(tmp_path: Path, target: str) -> None:
     path, out = mixed(tmp_path / "in", "down_proj"), str(tmp_path / "out")
     report = quantize_model(path, target, out)
     assert report.layers[0].source_format == "nvfp4 (gate_up) and fp8_tensor (down)"
@@ -283,7 +283,7 @@ def test_mixed_experts_over_two_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("which", ["gate", "down"])
-def test_an_adapter_on_the_plain_product_alone(tmp_path: Path, which: str) -> None:
+def test_adapter_only_on_unquantised_product(tmp_path: Path, which: str) -> None:
     """BF16 gate and up take one, FP8 down refuses it by name."""
     model, eight, adapter = tmp_path / "model", tmp_path / "eight", tmp_path / "adapter"
     write_checkpoint(model, "qwen3_moe", "bf16", "plain")

@@ -37,7 +37,7 @@ def test_every_way_decodes_and_is_right(tmp_path: Path, family: str) -> None:
         assert row.tokens_per_second == row.batch / row.seconds > 0
 
 
-def test_wrong_experts_get_no_time_and_the_others_theirs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_wrong_experts_get_no_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[int] = []
     true = model_bench.random_weights
 
@@ -56,20 +56,20 @@ def test_wrong_experts_get_no_time_and_the_others_theirs(monkeypatch: pytest.Mon
     assert "mxfp4" in notes["collegium nothing"]
 
 
-def test_nothing_is_begun_when_time_is_up(tmp_path: Path) -> None:
+def test_nothing_starts_after_time_limit(tmp_path: Path) -> None:
     rows = bench_model(str(tiny_config(tmp_path, "gpt_oss")), batches=(1,), device="cpu", rounds=1, seconds=0).rows
     assert {row.note for row in rows[:3]} == {"no time left"}
     assert not any(row.seconds for row in rows)
 
 
-def test_what_is_no_model_with_experts_is_refused(tmp_path: Path) -> None:
+def test_models_without_experts_refused(tmp_path: Path) -> None:
     with raises_with(InputError, "'mixtral'", "qwen3_30b", "gpt_oss_20b", "config.json"):
         bench_model("mixtral", device="cpu")
     with pytest.raises(InputError, match="builds no experts"):
         bench_model(str(tiny_config(tmp_path, "llama")), device="cpu")
 
 
-def test_the_command_prints_a_table_or_json(tmp_path: Path) -> None:
+def test_prints_table_or_json(tmp_path: Path) -> None:
     folder = str(tiny_config(tmp_path, "qwen3_moe"))
     options = ["bench-model", folder, "--format", "mxfp4", "--batches", "1", "--layers", "1", "--device", "cpu"]
     shown = CliRunner().invoke(cli.app, options)
@@ -82,7 +82,7 @@ def test_the_command_prints_a_table_or_json(tmp_path: Path) -> None:
     assert all(row["tokens_per_second"] > 0 for row in found["rows"])
 
 
-def test_the_folder_of_a_checkpoint_gives_sizes_not_weights() -> None:
+def test_checkpoint_folder_gives_only_sizes() -> None:
     folder = Path(__file__).resolve().parents[2] / "demo" / "fables-16m"
     report = bench_model(str(folder), [("mxfp4", "bf16")], batches=(1,), layers=2, device="cpu", rounds=1)
     assert [row.note for row in report.rows] == [""] * len(report.rows)

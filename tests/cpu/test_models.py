@@ -87,7 +87,7 @@ def test_moe_layers() -> None:
         describe({**QWEN3, "mlp_only_layers": list(range(48))})
 
 
-def test_every_family_is_found_by_its_types() -> None:
+def test_families_resolve_by_model_type() -> None:
     for family in FAMILIES:
         for name in family.model_types:
             assert family_of({"model_type": name}) is family
@@ -333,7 +333,7 @@ SMALL_MODELS = {
 
 
 @pytest.mark.parametrize("name", list(SMALL_MODELS))
-def test_what_transformers_saves_is_what_we_load(tmp_path: Path, name: str) -> None:
+def test_checkpoints_saved_by_transformers_load(tmp_path: Path, name: str) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(3)
     config = getattr(transformers, f"{name}Config")(**SMALL_MODELS[name])

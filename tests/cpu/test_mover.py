@@ -36,7 +36,7 @@ from ranks import error_of, run_ranks
     ("world", "times"),
     [(2, 100), pytest.param(2, 880, marks=pytest.mark.exhaustive), pytest.param(4, 120, marks=pytest.mark.exhaustive)],
 )
-def test_a_thousand_random_rebalances_with_replicas_change_no_bit(world: int, times: int) -> None:
+def test_random_rebalances_with_replicas_preserve_bits(world: int, times: int) -> None:
     work = partial(rebalance, recipe="whole", times=times, replicas=True, spoil=50)
     found = run_ranks(work, world, seconds=400)
     for faults, counts in found:
@@ -54,7 +54,7 @@ def test_a_thousand_random_rebalances_with_replicas_change_no_bit(world: int, ti
         pytest.param(4, 24, "whole", False, marks=pytest.mark.exhaustive),
     ],
 )
-def test_experts_move_under_ranks_that_read_each_others_memory(world: int, times: int, recipe: str, same: bool) -> None:
+def test_experts_move_under_symmetric_memory(world: int, times: int, recipe: str, same: bool) -> None:
     more = {"dispatcher": "symm_mem", "same": same, "replicas": recipe == "whole", "spoil": 8}
     found = run_ranks(partial(rebalance, recipe=recipe, times=times, **more), world, seconds=200)
     for faults, counts in found:
@@ -68,7 +68,7 @@ def test_loads_are_counted_while_experts_move() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp4", "fp8_block"])
-def test_packed_formats_move_without_changing_a_bit(recipe: str) -> None:
+def test_packed_formats_move_bit_exactly(recipe: str) -> None:
     # Without replicas: see RECIPES.
     for faults, counts in run_ranks(partial(rebalance, recipe=recipe, times=12, replicas=False, spoil=3, every=3), 2):
         assert not faults
@@ -232,7 +232,7 @@ def test_layers_in_one_kernel_are_refused() -> None:
         Balancer({"a": layer})
 
 
-def test_what_cannot_be_balanced_is_refused_on_every_rank() -> None:
+def test_unbalanceable_layers_refused_on_every_rank() -> None:
     for errors in run_ranks(refused, 2):
         assert "balancing layer a" in errors[0]
         assert "Placement.spare" in errors[0]
@@ -245,7 +245,7 @@ def test_what_cannot_be_balanced_is_refused_on_every_rank() -> None:
 
 @given(st.integers(0, 10**6), st.integers(1, 6), st.integers(2, 5), st.integers(1, 3))
 @settings(max_examples=300, deadline=None)
-def test_rounds_reach_any_placement_and_never_lose_an_expert(seed: int, each: int, world: int, spare: int) -> None:
+def test_rounds_reach_any_placement_without_loss(seed: int, each: int, world: int, spare: int) -> None:
     chance = random.Random(seed)
     room = tuple(each + spare + chance.randrange(2) for _ in range(world))
     experts = each * world
@@ -266,12 +266,12 @@ def test_rounds_reach_any_placement_and_never_lose_an_expert(seed: int, each: in
     assert [set(own) - {-1} for own in held] == [set(own) for own in wanted]
 
 
-def test_rounds_for_more_ranks_than_there_are_are_refused() -> None:
+def test_rounds_for_too_many_ranks_refused() -> None:
     with raises_with(InputError, "[[0]", "[1]", "[2, 2]"):
         rounds(((0, -1), (1, -1)), ((0,), (1,), ()), (2, 2))
 
 
-def test_rounds_without_an_empty_slot_are_refused() -> None:
+def test_rounds_without_empty_slot_refused() -> None:
     with raises_with(InputError, "rank 0", "[1]"):
         rounds(((0,), (1,)), ((1,), (0,)), (1, 1))
 
@@ -285,7 +285,7 @@ def _parts(seed: int) -> tuple[torch.Tensor, ...]:
     )
 
 
-def test_a_checksum_sees_every_flipped_bit_and_swapped_blocks() -> None:
+def test_checksum_detects_flips_and_swaps() -> None:
     parts = _parts(1)
     right = checksum(parts)
     assert torch.equal(right, checksum([part.clone() for part in parts]))
@@ -304,7 +304,7 @@ def test_a_checksum_sees_every_flipped_bit_and_swapped_blocks() -> None:
     assert not torch.equal(checksum((rows, parts[1].roll(1, 0), parts[2])), right)
 
 
-def test_a_checksum_follows_the_position_across_its_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checksum_tracks_position_across_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     from collegium.balance import checksum as module
 
     values = torch.arange(4096, dtype=torch.int32)
@@ -316,7 +316,7 @@ def test_a_checksum_follows_the_position_across_its_pieces(monkeypatch: pytest.M
     assert not torch.equal(checksum((swapped,)), right)
 
 
-def test_ranks_that_packed_other_bytes_are_told_which_expert() -> None:
+def test_checksum_mismatch_names_the_expert() -> None:
     good: Any = [{0: (1, 2), 1: (3, 4)}, {1: (3, 4)}]
     assert agree_on_checksums(good, 2, "model.3") == [(1, 2), (3, 4)]
     with pytest.raises(InputError, match=r"layer 3, expert 1: every rank .* rank 0: 0{15}30{15}4, rank 1: "):

@@ -66,7 +66,7 @@ def test_wrong_tokens_poison_their_row(kernel: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("activations", [form.name for form in ACTIVATION_FORMATS])
-def test_it_is_seen_through_every_activation_format(activations: str) -> None:
+def test_nan_visible_through_every_activation_format(activations: str) -> None:
     layer = build("reference", activations)
     for poison in poisons(layer, tokens(9), 4, seed=3):
         check_seen(layer, poison, exact=False)
@@ -91,7 +91,7 @@ def test_weights_on_the_input(kernel: str) -> None:
     check_not_here(layer, tokens(7))
 
 
-def test_a_shared_expert_does_not_hide_it() -> None:
+def test_shared_expert_does_not_hide_nan() -> None:
     shared = encode_experts(random_experts(1, 2, 64, H, seed=4), "bf16")
     layer = build(
         spec={"shared": SharedSpec(intermediate_size=64, gated=True)},
@@ -136,7 +136,7 @@ BIASED = [
 
 
 @pytest.mark.parametrize("routing", BIASED)
-def test_a_nan_correction_bias_poisons_every_token(routing: RoutingSpec) -> None:
+def test_nan_correction_bias_poisons_all_tokens(routing: RoutingSpec) -> None:
     """It ranks first in every row, so plain code chooses by it; which expert it names says nothing."""
     weight, bias, x = heavy_tailed(E, H, seed=6), torch.randn(E) * 0.01, tokens(9)
     router = RouterWeights(weight=weight, correction_bias=bias)
@@ -162,7 +162,7 @@ def test_nan_expert_scales_poison_their_tokens() -> None:
     assert torch.equal(found[~hit], clean[~hit])
 
 
-def test_hash_routing_shows_unknown_tokens_and_entries() -> None:
+def test_hash_routing_exposes_unknown_ids() -> None:
     table = torch.stack([torch.randperm(E)[:K] for _ in range(50)])
     weight, x, ids = heavy_tailed(E, H, seed=6), tokens(9), torch.arange(9)
     spec = {"routing": RoutingSpec(top_k=K, score="sqrt_softplus", hash_routing=True)}
@@ -175,7 +175,7 @@ def test_hash_routing_shows_unknown_tokens_and_entries() -> None:
     torch.testing.assert_close(found[[0, 1, 2, 3, 6]], clean[[0, 1, 2, 3, 6]], rtol=0.02, atol=0.02)
 
 
-def test_a_rule_of_ones_own_shows_what_is_wrong() -> None:
+def test_custom_routing_exposes_bad_values() -> None:
     weights = torch.rand(9, K) + 0.1
     ids = torch.stack([torch.randperm(E)[:K] for _ in range(9)])
     weights[2, 1], ids[5, 0], ids[6, 1], weights[6, 1] = NAN, E, -1, NAN
@@ -187,7 +187,7 @@ def test_a_rule_of_ones_own_shows_what_is_wrong() -> None:
         layer(tokens(9))
 
 
-def test_an_expert_asked_for_twice_is_added_twice() -> None:
+def test_repeated_expert_is_added_twice() -> None:
     layer, x = build(), tokens(3)
     ids, weights = torch.tensor([[2, 2], [1, 0], [5, 5]]), torch.tensor([[0.25, 0.5], [1.0, 1.0], [1.0, -1.0]])
     found = layer(x, routing=Routing(topk_ids=ids, topk_weights=weights))

@@ -47,7 +47,7 @@ def named(model: torch.nn.Module, part: str, layer: int) -> torch.Tensor:
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 @pytest.mark.parametrize(("part", "value"), [("router", NAN), ("norm", NAN), ("norm", INFINITY)])
 @pytest.mark.parametrize("layer", [0, 1])
-def test_a_broken_router_or_norm_is_seen(name: str, part: str, value: float, layer: int) -> None:
+def test_broken_router_or_norm_is_visible(name: str, part: str, value: float, layer: int) -> None:
     register()
     model = random_model(name)
     ids = torch.randint(0, 97, (2, 9), generator=torch.Generator().manual_seed(2))
@@ -62,7 +62,7 @@ def test_a_broken_router_or_norm_is_seen(name: str, part: str, value: float, lay
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))
-def test_a_broken_router_in_a_checkpoint_is_seen(name: str, tmp_path) -> None:
+def test_broken_checkpoint_router_is_visible(name: str, tmp_path) -> None:
     model = random_model(name)
     named(model, "router", 1).view(-1)[5] = NAN
     model.to(torch.bfloat16).save_pretrained(tmp_path)
@@ -98,7 +98,7 @@ def test_broken_tokens_stay_alone(name: str, value: float) -> None:
             torch.testing.assert_close(found[0, ~lost], clean[0, ~lost], rtol=1e-4, atol=1e-5)
 
 
-def test_experts_of_other_ranks_are_not_here() -> None:
+def test_remote_expert_ids_are_skipped() -> None:
     """With expert parallelism transformers gives the experts of other ranks ids from num_experts on."""
     register()
     model = random_model("mixtral")

@@ -32,7 +32,7 @@ def code_of(factor: int = 2) -> bytes:
 
 
 @NEEDED
-def test_code_is_compiled_once_for_all_processes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_code_is_cached_on_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = code_of()
     assert code.startswith(b"\x7fELF")
     (path,) = folder.iterdir()
@@ -63,7 +63,7 @@ def test_read_only_cache_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @NEEDED
-def test_what_the_compiler_says_is_in_the_error(folder: Path) -> None:
+def test_error_includes_compiler_output(folder: Path) -> None:
     with pytest.raises(PlanError, match=r"does not compile twice: (.|\n)*FACTOR(.|\n)*error"):
         nvrtc._cached_code(TEXT, "twice", {})
     assert not folder.exists()
@@ -86,7 +86,7 @@ def test_without_nvrtc_small_tiles_run(monkeypatch: pytest.MonkeyPatch) -> None:
         nvrtc.compiled(TEXT, "twice", {})
 
 
-def test_nvrtc_is_looked_for_where_wheels_put_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvrtc_located_in_wheel_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wheels of CUDA 13 and of CUDA 12 have other folders; only the one that torch was built for is taken."""
     for name in ("cu13/lib/libnvrtc.so.13", "cuda_nvrtc/lib/libnvrtc.so.12"):
         path = tmp_path / "nvidia" / name

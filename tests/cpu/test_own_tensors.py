@@ -116,7 +116,7 @@ def test_every_form_is_the_same_layer(form: str) -> None:
     assert torch.equal(found, layer_of(expert_weights(*FORMS["pair"]))(x, routing=routing))
 
 
-def test_two_experts_as_lists_are_no_pair() -> None:
+def test_lists_of_two_experts_not_pairs() -> None:
     joined = torch.cat((gate, up), 1)[:2]
     made = expert_weights(tuple(joined), tuple(down[:2]))
     assert torch.equal(made.gate_up.decode(), joined.unflatten(1, (2, WIDE)).float())
@@ -264,7 +264,7 @@ def test_a_module_chooses_without_a_router() -> None:
     torch.testing.assert_close(seen[2], x @ router.weight.T)
 
 
-def test_a_router_that_requires_a_gradient_is_refused() -> None:
+def test_router_requiring_grad_is_refused() -> None:
     x, _, _ = tokens()
     layer = layer_of(expert_weights(joined, down), choose=Nearest())
     with raises_with(InputError, "topk_weights"):

@@ -176,7 +176,7 @@ def test_w4a8_mxfp4(shape: tuple[int, ...], scaled: bool) -> None:
     assert torch.equal(unpacked.weights(E2M1), exact(payload))
 
 
-def test_w4a8_groups_below_the_range_of_their_row() -> None:
+def test_w4a8_groups_below_row_range() -> None:
     payload = payload_of("mxfp4", SHAPES[0])
     payload.scales[..., ::3] -= 14
     packed = packing.pack_w4a8(payload, None)

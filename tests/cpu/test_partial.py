@@ -61,7 +61,7 @@ def routing_of(tokens: int) -> Routing:
 
 @pytest.mark.parametrize("split", list(SPLITS))
 @pytest.mark.parametrize(("family", "weights"), [("qwen3_moe", "bf16"), ("gpt_oss", "mxfp4"), ("mixtral", "fp8_block")])
-def test_the_parts_of_all_ranks_are_the_layer(tmp_path: Path, family: str, weights: str, split: str) -> None:
+def test_partial_sums_equal_the_layer(tmp_path: Path, family: str, weights: str, split: str) -> None:
     layer = opened(tmp_path, family, weights)
     if weights == "fp8_block" and split == "uneven slices":
         pytest.skip("two blocks of 128 are no three slices")
@@ -119,7 +119,7 @@ def test_weights_of_another_rank_are_refused(tmp_path: Path) -> None:
         ({"latent_size": 32, "latent_norm_eps": 1e-6}, "latent projection has a norm"),
     ],
 )
-def test_what_does_not_add_up_over_ranks_is_refused(more: dict[str, Any], why: str) -> None:
+def test_non_additive_parts_refused(more: dict[str, Any], why: str) -> None:
     spec = MoESpec(hidden_size=64, intermediate_size=64, num_experts=EXPERTS, routing=RoutingSpec(top_k=2), **more)
     problem = Problem(spec=spec, device=probe("cpu"), placement=SPLITS["experts"][0])
     with pytest.raises(PlanError, match=why):

@@ -52,7 +52,7 @@ def test_permute_hand_made():
     assert found.weights_by_row is None
 
 
-def test_permute_one_hot_expert_keeps_token_order():
+def test_permute_one_expert_preserves_token_order():
     found = permute(torch.full((50, 1), 7), 9)
     assert found.source.tolist() == list(range(50))
     assert found.expert_offsets.tolist() == [0] * 8 + [50, 50]
@@ -81,17 +81,17 @@ def test_permute_of_ids_out_of_range():
     assert found.slots.tolist() == [[0, -2], [-2, 1], [-1, -2]]
 
 
-def test_permute_no_unsigned_id_is_not_here():
+def test_permute_unsigned_255_is_not_dropped():
     assert permute(torch.tensor([[0, 255]], dtype=torch.uint8), 4).slots.tolist() == [[0, -2]]
 
 
-def test_permute_an_expert_may_be_asked_for_twice():
+def test_permute_allows_duplicate_experts():
     found = permute(torch.tensor([[2, 2], [0, 2]]), 4)
     assert found.slots.tolist() == [[1, 2], [0, 3]]
     assert found.source.tolist() == [1, 0, 0, 1]
 
 
-def test_permute_poisoned_weights_of_dropped_assignments_do_not_leak():
+def test_permute_dropped_weights_do_not_leak():
     found = permute(torch.tensor([[1, -1]]), 2, input_weights=torch.tensor([[0.5, torch.nan]]))
     assert found.weights_by_row.tolist() == [0.5, 0.0]
 

@@ -10,7 +10,7 @@ from collegium.parallel.placement import linear, round_robin, tensor_parallel, w
 from raising import raises_with
 
 
-def test_linear_gives_the_first_ranks_one_more() -> None:
+def test_linear_gives_remainder_to_first_ranks() -> None:
     ids = [linear(17, rank, 5).expert_ids for rank in range(5)]
     assert ids == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10), (11, 12, 13), (14, 15, 16)]
     assert linear(3, 4, 5).expert_ids == ()

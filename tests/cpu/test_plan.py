@@ -46,7 +46,7 @@ def problem(device=CPU, **more):
     return Problem(spec=spec, device=device)
 
 
-def test_every_candidate_is_chosen_or_refused_with_a_reason(monkeypatch):
+def test_unchosen_candidates_have_refusal_reasons(monkeypatch):
     monkeypatch.setattr(panels, "find_spec", lambda name: None)
     made = plan(problem())
     assert made.kernel == "cpu_grouped"
@@ -61,14 +61,14 @@ def test_every_candidate_is_chosen_or_refused_with_a_reason(monkeypatch):
         assert piece in made.explain()
 
 
-def test_planning_for_another_machine_needs_no_gpu():
+def test_planning_for_gpu_needs_no_gpu():
     made = plan(problem(H200))
     assert made.kernel == "triton_w4a16"
     assert made.capturable
     assert any(r.name == "cpu_grouped" and "cuda" in r.reason for r in made.refusals)
 
 
-def test_a_forced_choice_is_obeyed_or_refused_never_replaced():
+def test_forced_choices_are_never_replaced():
     assert plan(problem(), Overrides(kernel="reference")).kernel == "reference"
     with pytest.raises(PlanError, match=r"cpu_grouped.*cuda"):
         plan(problem(H200), Overrides(kernel="cpu_grouped"))
@@ -100,7 +100,7 @@ def test_every_format_has_a_gpu_kernel(weight_format, dtype):
 
 @pytest.mark.parametrize("weight_format", [f.name for f in FORMATS if not f.read_only])
 @pytest.mark.parametrize("sizes", [(90, 56), (176, 33), (256, 192)], ids=str)
-def test_planned_bytes_are_the_bytes_of_the_weights(weight_format, sizes):
+def test_planned_bytes_match_weight_bytes(weight_format, sizes):
     hidden, wide = sizes
     weights = encode_experts(random_experts(3, 2, wide, hidden, seed=1), weight_format)
     spec = MoESpec(
@@ -197,7 +197,7 @@ def test_shared_experts_on_the_slow_kernel():
 
 
 @pytest.mark.parametrize("more", [{"spec": WITH_SHARED}, {"combine": "reduced"}, {"placement": linear(2, 2, 3)}])
-def test_only_what_can_be_asked_for_is_offered(more):
+def test_plans_suggest_only_valid_overrides(more):
     asked = Problem(**{"spec": SMALL, "device": CPU, "placement": linear(4, 0, 2), **more})
     if "placement" in more:
         asked = replace(asked, spec=replace(SMALL, num_experts=2))

@@ -205,7 +205,7 @@ def ran_by(labels: tuple[str, ...]) -> dict[str, dict[tuple[Any, ...], Any]]:
 
 
 @pytest.mark.parametrize("labels", [MAIN, pytest.param(REST, marks=pytest.mark.exhaustive)], ids=["main", "rest"])
-def test_a_pass_takes_what_the_plan_declares(labels: tuple[str, ...]) -> None:
+def test_pass_memory_matches_plan(labels: tuple[str, ...]) -> None:
     for label, ran in ran_by(labels).items():
         check(label, ran)
 

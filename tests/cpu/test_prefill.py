@@ -80,7 +80,7 @@ def test_every_activation(kind: Any) -> None:
 @pytest.mark.each_choice
 @pytest.mark.parametrize("act", ["fp8_group128", "fp8_group128_pow2"])
 @pytest.mark.parametrize("parts", [1, 2])
-def test_codes_and_scales_of_the_rows_between(act: str, parts: int) -> None:
+def test_intermediate_codes_and_scales(act: str, parts: int) -> None:
     """What leaves the first product as codes is what quantising its rows gives."""
     packed, _ = five_experts("fp8_block", parts, 336, 256, bias=False)
     x, x_scale = rows_of("fp8_group128", 256, 290)
@@ -189,7 +189,7 @@ def test_which_batches_are_large() -> None:
         assert prefill_tile(product(), machine_of(capability, 132)) is None
 
 
-def test_rows_that_start_at_odd_bytes_are_refused() -> None:
+def test_unaligned_rows_refused() -> None:
     packed, _ = five_experts("fp8_channel", 1, 32, 40, bias=False)
     x, x_scale = rows_of("fp8_token", 40, 20)
     offsets = torch.tensor([0, 20, 20, 20, 20, 20])
@@ -198,7 +198,7 @@ def test_rows_that_start_at_odd_bytes_are_refused() -> None:
         prefill_gemm(x, packed, offsets, ops.tile_list(offsets, 20, TILE), out, x_scale=x_scale)
 
 
-def test_the_workspace_holds_the_rows_in_expert_order() -> None:
+def test_workspace_counts_gathered_rows() -> None:
     sizes = {"intermediate_size": 128, "num_experts": 5, "routing": RoutingSpec(top_k=2)}
     for weights, act, bytes_a_row in (("bf16", "bf16", 512), ("fp8_block", "fp8_group128", 256 + 8)):
         spec = MoESpec(hidden_size=256, weight_format=weights, **sizes)

@@ -75,7 +75,7 @@ def test_truth_and_results_of_16_bits(weights: str, act: str | None, parts: int)
 
 
 @pytest.mark.parametrize(("act", "parts"), [("fp8_group128", 2), ("fp8_group128_pow2", 1)])
-def test_codes_are_what_quantising_the_rows_gives(act: str, parts: int) -> None:
+def test_output_codes_match_quantised_rows(act: str, parts: int) -> None:
     packed, _ = five_experts("fp8_block", parts, 336, 256, bias=False)
     x, x_scale, _ = tokens("fp8_group128", 256)
     x[5] = torch.nan
@@ -92,7 +92,7 @@ def test_codes_are_what_quantising_the_rows_gives(act: str, parts: int) -> None:
     assert bool((codes[OWNED:].float() == 7.0).all())
 
 
-def test_row_bits_do_not_depend_on_batch() -> None:
+def test_rows_are_batch_invariant() -> None:
     packed, _ = five_experts("fp8_block", 2, 208, 272, bias=True)
     x, x_scale, _ = tokens("fp8_group128", 272)
     wanted = run(x, packed, torch.bfloat16, x_scale=x_scale, activation=SWIGLU)

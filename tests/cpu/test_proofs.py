@@ -35,7 +35,7 @@ def test_the_reference_leaves_dropped_rows_zero() -> None:
 
 
 @pytest.mark.parametrize("divides", [False, True])
-def test_packed_nvfp4_weights_know_whether_their_global_scale_divides(divides: bool) -> None:
+def test_packed_nvfp4_respects_global_scale_rule(divides: bool) -> None:
     """In Triton's interpreter, with global scales far from 1 and different for gate and up."""
     weight = heavy_tailed(3, 2, 70, 96, seed=8, channels=False) * torch.tensor([0.02, 3.0])[:, None, None]
     payload = NvFp4.encode(weight, global_divides=divides)
@@ -52,7 +52,7 @@ def test_packed_nvfp4_weights_know_whether_their_global_scale_divides(divides: b
 
 
 @pytest.mark.parametrize("name", ["fp8_group128", "nvfp4", "bf16"])
-def test_the_reference_rounds_activations_before_both_products(name: str) -> None:
+def test_reference_quantises_activations_before_products(name: str) -> None:
     made = random_experts(1, 2, 64, 96, seed=12)
     spec = MoESpec(
         hidden_size=96, intermediate_size=64, num_experts=1, routing=RoutingSpec(top_k=1), weight_format="fp32"

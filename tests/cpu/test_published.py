@@ -210,7 +210,7 @@ def test_forbidden_scales(value: float) -> None:
     assert bool(payload.faults())
 
 
-def test_a_zero_scale_over_zero_points_is_allowed() -> None:
+def test_zero_scale_with_zero_points_allowed() -> None:
     parts = gptq_parts(np.random.default_rng(0), 8, 32)
     parts[".qweight"].fill_(0x33333333)
     parts[".qzeros"].fill_(0x22222222)
@@ -441,7 +441,7 @@ def test_published_checkpoints_load_and_run(tmp_path: Path, method: str) -> None
 
 
 @pytest.mark.parametrize("method", [m for m in METHODS if m != "nf4 nested"])
-def test_published_checkpoints_are_cut_for_tensor_parallelism(tmp_path: Path, method: str) -> None:
+def test_published_checkpoints_slice_for_tensor_parallelism(tmp_path: Path, method: str) -> None:
     truth = write(tmp_path, method)
     checkpoint = Checkpoint.open(tmp_path)
     layer = CheckpointLayer.open(checkpoint, 0)

@@ -99,7 +99,7 @@ def test_modelopt_stacks_are_input_first(tmp_path: Path, name: str, scale_shape:
     assert torch.equal(half.down.decode(), payloads["down_proj"].decode()[..., 32:])
 
 
-def test_a_stack_in_the_wrong_orientation_is_refused(tmp_path: Path) -> None:
+def test_wrongly_oriented_stack_refused(tmp_path: Path) -> None:
     write_stack(tmp_path, "nvfp4", "each")
     turned = f"{STACK}down_proj_weight_scale"
     checkpoint = rewrite(tmp_path, lambda t: t.update({turned: t[turned].mT}))
@@ -108,7 +108,7 @@ def test_a_stack_in_the_wrong_orientation_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rows", [2, 32])
-def test_mxfp8_scale_rows_stand_for_several_rows(tmp_path: Path, rows: int) -> None:
+def test_mxfp8_scale_rows_cover_several_rows(tmp_path: Path, rows: int) -> None:
     tiny = write_checkpoint(tmp_path, "mixtral", "mxfp8", "modelopt", size=SIZE)
     kept: dict[str, Tensor] = {}
 
@@ -135,7 +135,7 @@ def test_mxfp8_scale_rows_stand_for_several_rows(tmp_path: Path, rows: int) -> N
         audit(rewrite(tmp_path, lambda t: t.update({name: torch.full((5, 2), 127, dtype=torch.uint8)})))
 
 
-def test_mxfp8_rows_that_a_cut_would_split_are_refused(tmp_path: Path) -> None:
+def test_slices_through_mxfp8_scale_rows_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "mixtral", "mxfp8", "modelopt", size=SIZE)
     names = [f"{SINGLE}{e}.{p}.weight_scale" for e in range(3) for p in ("w1", "w3")]
     checkpoint = rewrite(tmp_path, lambda t: t.update({n: t[n][:1] for n in names}))
@@ -169,7 +169,7 @@ def test_padded_slices_of_repeated_scale_rows(tmp_path: Path) -> None:
     check_padding(rewrite(tmp_path, lambda t: t.update({n: t[n][::2] for n in names})), 3)
 
 
-def test_gate_and_up_keep_their_own_fp8_scales(tmp_path: Path) -> None:
+def test_gate_and_up_fp8_scales_separate(tmp_path: Path) -> None:
     tiny = write_checkpoint(tmp_path, "mixtral", "fp8_tensor", "compressed-tensors", size=SIZE)
     checkpoint = rewrite(tmp_path, lambda t: t.update({f"{SINGLE}1.w3.weight_scale": torch.tensor([7.5])}))
     weights = load_experts(CheckpointLayer.open(checkpoint, 0), linear(3))

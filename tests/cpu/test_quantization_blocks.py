@@ -80,7 +80,7 @@ def test_outer_block_around_a_text_config(tmp_path: Path) -> None:
             command(str(tmp_path))
 
 
-def test_skip_lists_that_start_at_the_text_model() -> None:
+def test_skip_lists_relative_to_text_model() -> None:
     """A block inside the text config may name modules without the wrapper's prefix; one at the top may not."""
     block = {**NVFP4, "ignore": ["model.layers.0.*", r"re:model\.layers\.1\..*"]}
     inside = {"model_type": "x", "dtype": "bfloat16", "text_config": {"quantization_config": block}}
@@ -287,7 +287,12 @@ def test_static_scales_of_w4a8(tmp_path: Path, algorithm: str, most: float) -> N
 
 @pytest.mark.parametrize(
     ("suffix", "text"),
-    [("pre_quant_scale", "input factors"), ("svdquant_lora_a", "a low-rank correction")],
+    [
+        ("pre_quant_scale", "input factors"),
+        ("svdquant_lora_a", "a low-rank correction"),
+        ("weight_offset", "an offset of weights"),
+        ("input_offset", "an offset of activations"),
+    ],
 )
 def test_inputs_that_would_be_transformed(tmp_path: Path, suffix: str, text: str) -> None:
     """Present and not applied is an error, in experts, shared expert and router alike."""

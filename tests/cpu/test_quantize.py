@@ -79,7 +79,7 @@ def fp8_judge(x, name):
 
 @pytest.mark.parametrize("name", EIGHT)
 @pytest.mark.parametrize("columns", [1, 33, 90, 128, 176, 300])
-def test_fp8_codes_and_scales_match_the_judge(name, columns):
+def test_fp8_codes_and_scales_match_oracle(name, columns):
     x = heavy(5, columns)
     found = form_of(name).quantize(x)
     values, scales, size = fp8_judge(x, name)
@@ -110,7 +110,7 @@ def test_fp8_rounding_is_nearest_even_everywhere(name):
         assert torch.equal(found.codes.view(torch.uint8) >> 7, x.signbit().to(torch.uint8))
 
 
-def test_pow2_scales_never_saturate_and_waste_no_binade():
+def test_pow2_scales_use_the_full_range():
     amax = torch.cat(
         [torch.logspace(-30, 30, 200), torch.tensor([448.0, 448.00003, 224.0, 449.0, 1.0, 1.75, 1.7500001])]
     )
@@ -124,7 +124,7 @@ def test_pow2_scales_never_saturate_and_waste_no_binade():
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 640), (4, 512), (21, 7168)])
-def test_bytes_of_scales_are_packed_four_in_a_word(rows, columns):
+def test_scale_bytes_packed_four_per_word(rows, columns):
     x = heavy(rows, columns)
     x[0, 0] = torch.nan
     made = activation_format("fp8_group128_e8m0").quantize(x)
@@ -157,7 +157,7 @@ def nvfp4_judge(x):
 
 
 @pytest.mark.parametrize("columns", [1, 15, 16, 33, 90, 176])
-def test_nvfp4_codes_and_scales_match_the_judge(columns):
+def test_nvfp4_codes_and_scales_match_oracle(columns):
     x = heavy(6, columns)
     x[3, : min(16, columns)] *= 1e-6  # a group far below its row
     found = activation_format("nvfp4").quantize(x)
@@ -214,14 +214,14 @@ def test_mxfp8_scale_bytes(byte, value):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_round_trip_error_is_that_of_the_format(name):
+def test_round_trip_error_matches_format(name):
     x = torch.randn(64, 176, generator=torch.Generator().manual_seed(0))
     error = (form_of(name).round_trip(x) - x).norm() / x.norm()
     assert BOUNDS[name] / 4 <= error <= BOUNDS[name]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_round_trip_bits_do_not_depend_on_the_batch(name):
+def test_round_trip_is_batch_invariant(name):
     x, form = heavy(9, 90), form_of(name)
     whole = form.round_trip(x)
     assert torch.equal(whole, torch.cat([form.round_trip(row[None]) for row in x]))
@@ -230,7 +230,7 @@ def test_round_trip_bits_do_not_depend_on_the_batch(name):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_poison_is_visible_and_stays_in_its_row(name, value):
+def test_poison_visible_only_in_its_row(name, value):
     x, form = heavy(4, 300), form_of(name)
     clean = form.round_trip(x)
     x[2, 140] = value
@@ -252,7 +252,7 @@ def test_poison_is_visible_and_stays_in_its_row(name, value):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_zero_rows_have_zero_codes_and_finite_scales(name):
+def test_zero_rows_get_finite_scales(name):
     form = form_of(name)
     x = torch.zeros(3, 90)
     x[1, 40:] = heavy(1, 50)[0]
@@ -379,13 +379,13 @@ def test_calibrated_global_scales():
 
 @pytest.mark.parametrize("name", STATIC)
 @pytest.mark.parametrize("reach", [math.nan, math.inf, 0.0, -1.0, 1e-40])
-def test_scales_that_no_calibration_finds_are_refused(name, reach):
+def test_impossible_static_scales_refused(name, reach):
     with pytest.raises(InputError, match=rf"{name}: found scale .*allowed: finite scales from"):
         form_of(name, reach)
 
 
 @pytest.mark.parametrize("name", STATIC)
-def test_a_static_format_without_a_scale_is_refused(name):
+def test_static_format_without_scale_refused(name):
     form = activation_format(name)
     for call in (lambda: formats_within(name, None), lambda: form.round_trip(torch.ones(2, 32))):
         with pytest.raises(InputError, match=rf"{name}: found no calibrated scales, .*take fp8_token or nvfp4"):

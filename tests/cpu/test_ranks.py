@@ -57,9 +57,7 @@ def test_every_sharing_equals_one_rank(folders: list[Path], monkeypatch: pytest.
     assert run_ranks(compare_loaded, world, seconds=200) == [[]] * world
 
 
-def test_context_parallel_ranks_bring_parts_of_their_sequences(
-    folders: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_context_parallel_ranks_split_sequences(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FOLDERS, str(folders[1]))
     assert run_ranks(sequences_in_parts, 4, seconds=200) == [[]] * 4
 
@@ -118,7 +116,7 @@ def _other_shares(rank: int) -> tuple[list[str], bool]:
     return errors, torch.equal(layer(x[:4]), right)
 
 
-def test_numbers_of_tokens_differ_in_shared_memory(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_symmetric_memory_refuses_unequal_token_counts(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FOLDERS, str(folders[0]))
     (first, same), (other, also) = run_ranks(_other_shares, 2)
     assert first == other
@@ -242,7 +240,7 @@ def test_threads_call_in_any_order() -> None:
     assert run_ranks(_from_threads, 2) == [[], []]
 
 
-def test_a_plan_says_what_travels_and_what_it_costs() -> None:
+def test_plan_describes_traffic_and_capacity() -> None:
     spec = MoESpec(hidden_size=64, intermediate_size=64, num_experts=8, routing=RoutingSpec(top_k=2))
 
     def made(ranks: Ranks, tokens: int = 100, **force: Any) -> Plan:
@@ -286,7 +284,7 @@ def test_ranks_need_a_group(folders: list[Path]) -> None:
     assert load_layer(folders[0], 1, device=Ranks()).plan.dispatcher == "local"
 
 
-def test_rows_of_a_slice_are_no_experts_rows() -> None:
+def test_after_expert_refused_for_slices() -> None:
     weights = random_experts(4, 2, 32, 64, seed=1)
     spec = MoESpec(hidden_size=64, intermediate_size=64, num_experts=4, routing=RoutingSpec(top_k=2))
     asked = Problem(

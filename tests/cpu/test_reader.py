@@ -34,7 +34,7 @@ DTYPES = [
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_is_read_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_every_dtype_reads_bitwise(tmp_path: Path, dtype: torch.dtype) -> None:
     top = 2 if dtype == torch.bool else 256
     raw = torch.randint(0, top, (5, 8 * dtype.itemsize), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     tensor = raw.view(dtype)
@@ -112,7 +112,7 @@ def test_dangling_links_are_named(tmp_path: Path, name: str) -> None:
     opening(tmp_path, rf"{name}: cannot be (read|opened) \(No such file or directory\); check that the download")
 
 
-def test_what_the_system_refuses_is_an_error_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_os_errors_become_checkpoint_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opening("x" * 5000, r"cannot be read \(File name too long\); check")
 
     def closed(path: object, *_: object, **__: object) -> None:
@@ -125,7 +125,7 @@ def test_what_the_system_refuses_is_an_error_of_ours(tmp_path: Path, monkeypatch
         opening(tmp_path, r"config.json: cannot be read \(Permission denied\); check")
 
 
-def test_files_without_an_index_say_what_to_do(tmp_path: Path) -> None:
+def test_missing_index_gives_advice(tmp_path: Path) -> None:
     opening(tmp_path, "found nothing; download the model again")
     save_file({"x": torch.ones(2)}, tmp_path / "model-00001-of-00002.safetensors")
     text = "found model-00001-of-00002.safetensors; download model.safetensors.index.json, or name the one file"

@@ -93,7 +93,7 @@ def _compare(rank: int, combine: str) -> list[str]:
 
 @pytest.mark.parametrize("combine", ["reduced", "reduced_fp8"])
 @pytest.mark.parametrize("world", [2, 4])
-def test_parts_are_added_in_the_order_of_ranks(world: int, combine: str) -> None:
+def test_partial_sums_added_in_rank_order(world: int, combine: str) -> None:
     assert run_ranks(partial(_compare, combine=combine), world, seconds=300) == [[]] * world
 
 
@@ -124,7 +124,7 @@ def test_what_a_reduced_combine_costs() -> None:
         assert narrow[2] < 0.04
 
 
-def test_the_errors_are_those_of_the_page() -> None:
+def test_errors_match_documented_values() -> None:
     tokens, top_k, hidden = 128, 8, 4096
     rows = heavy_tailed(tokens * top_k, hidden, seed=1).bfloat16()
     weights = torch.softmax(heavy_tailed(tokens, top_k, seed=2, channels=False), 1)

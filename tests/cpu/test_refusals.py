@@ -107,6 +107,7 @@ ASKS: list[tuple[Problem, Overrides | None]] = [
     (asked(replace(FOUR, down_format="fp8_tensor"), placement=SPLIT), MEGA),
     (asked(replace(FOUR, down_format="int4_ordered")), None),
     (asked(replace(FOUR, down_format="fp32")), None),
+    (asked(replace(FOUR, down_format="int4_affine")), FP8),
 ]  # fmt: skip
 
 
@@ -148,7 +149,7 @@ def lines_of(functions: list[Callable[..., Any]]) -> Iterator[set[tuple[Any, int
         sys.settrace(before)
 
 
-def test_every_reason_to_refuse_is_given_by_some_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_refusal_reason_is_reachable(monkeypatch: pytest.MonkeyPatch) -> None:
     every = functions()
     with lines_of(every) as seen:
         for problem, force in ASKS:

@@ -162,7 +162,7 @@ def test_routings_and_sums(beside_a_gpu: Any) -> None:
         assert tokens < most or sizes == weighted_sum_regions(most, 40, torch.bfloat16)
 
 
-def test_counts_of_fewer_assignments_may_be_more() -> None:
+def test_permute_counts_bound_all_batches() -> None:
     """The table of one batch is no bound; what is declared is."""
     tables = {rows: permutation._buffers(rows, 8, (), weights=False)["counts"][0][0] * 4 for rows in range(257, 70000)}
     assert tables[16384] > tables[16385]
@@ -174,7 +174,7 @@ def test_counts_of_fewer_assignments_may_be_more() -> None:
 
 
 @pytest.mark.parametrize("experts", [1, 7, 64])
-def test_tiles_of_fewer_assignments_or_more_rows_are_fewer(experts: int) -> None:
+def test_permute_tiles_bound_smaller_batches(experts: int) -> None:
     most = permute_regions(600, experts, block_t=(16, 16), weights=True)
     for rows in range(601):
         for block_t in ((), (16,), (16, 16), (17, 64), (128, 24)):

@@ -120,7 +120,7 @@ def half_columns(tensor: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("make", [half_rows, half_columns])
 @pytest.mark.parametrize("form", WRITTEN, ids=lambda form: form.name)
-def test_a_matrix_half_of_zeros_is_a_finding(tmp_path: Path, form: type, make: Callable[[Tensor], Tensor]) -> None:
+def test_half_zero_matrix_is_reported(tmp_path: Path, form: type, make: Callable[[Tensor], Tensor]) -> None:
     write_checkpoint(tmp_path, "qwen3_moe", form.name, size=SIZE)
     suffix = (
         ".weight"
@@ -135,7 +135,7 @@ def test_a_matrix_half_of_zeros_is_a_finding(tmp_path: Path, form: type, make: C
 
 
 @pytest.mark.parametrize("name", ["bf16", "nvfp4", "mxfp4", "fp8_block"])
-def test_gate_in_the_place_of_up_is_a_finding(tmp_path: Path, name: str) -> None:
+def test_gate_copied_to_up_is_reported(tmp_path: Path, name: str) -> None:
     tiny = write_checkpoint(tmp_path, "qwen3_moe", name, size=SIZE)
     head = "model.layers.1.mlp.experts.2."
     tensors = load_file(tmp_path / "model.safetensors")

@@ -289,7 +289,7 @@ def test_views_are_no_computation(inference: bool) -> None:
     assert one.calls == 2
 
 
-def test_another_view_of_the_callers_memory_is_never_repeated() -> None:
+def test_views_of_caller_memory_not_replayed() -> None:
     one = Pass()
     one.extra = lambda x, middle: one._multiply(x[:4], middle[:4])
     replay = Replay()
@@ -300,7 +300,7 @@ def test_another_view_of_the_callers_memory_is_never_repeated() -> None:
     assert one.calls == 5
 
 
-def test_two_names_for_one_tensor_are_never_repeated() -> None:
+def test_aliased_arguments_are_not_replayed() -> None:
     replay, one = Replay(), Pass()
     for _ in range(5):
         x = numbers(8)
@@ -429,7 +429,7 @@ def test_the_oldest_kinds_are_forgotten(monkeypatch) -> None:
     assert one.calls == 11
 
 
-def test_a_copy_holds_no_addresses_of_the_original() -> None:
+def test_copies_drop_recordings() -> None:
     replay, one = Replay(), Pass()
     for _ in range(3):
         give(replay, one, numbers(8))

@@ -213,7 +213,7 @@ def given(tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     ],
     ids=str,
 )
-def test_repeated_passes_give_the_bits_of_computed_ones(
+def test_replayed_passes_match_computed_bitwise(
     weights: str,
     activations: str | None,
     more: dict[str, Any],
@@ -247,7 +247,7 @@ def test_repeated_passes_give_the_bits_of_computed_ones(
     assert len(repeated) == 2
 
 
-def test_passes_of_a_batch_beyond_max_tokens_are_repeated(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_beyond_max_tokens_are_replayed(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     repeated: list[int] = []
     start = replay._start
     monkeypatch.setattr(replay, "_start", lambda *args: (repeated.append(1), start(*args)))
@@ -321,7 +321,7 @@ def test_swapped_experts_are_recorded_again(machine: Machine) -> None:
             assert torch.equal(layer(x, out=out), plain(x))
 
 
-def test_a_layer_with_workspaces_can_be_copied_and_pickled(machine: Machine) -> None:
+def test_layers_with_workspaces_copy_and_pickle(machine: Machine) -> None:
     layer = layer_of("mxfp4", None, shared=True)
     x, ids, chosen, _ = given(2, 0)
     routing = Routing(topk_ids=ids, topk_weights=chosen)
@@ -332,7 +332,7 @@ def test_a_layer_with_workspaces_can_be_copied_and_pickled(machine: Machine) -> 
 
 
 @pytest.mark.parametrize("what", ["checked", "choose", "after_expert"])
-def test_passes_with_foreign_or_waiting_code_are_computed(what: str, machine: Machine) -> None:
+def test_custom_or_checked_passes_not_replayed(what: str, machine: Machine) -> None:
     seen: list[int] = []
 
     def after(rows: torch.Tensor) -> torch.Tensor:

@@ -101,7 +101,7 @@ def test_route_matches_the_judge(name):
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_route_bits_do_not_depend_on_the_batch(name):
+def test_route_is_batch_invariant(name):
     spec = SPECS[name]
     logits, bias = logits_for(tokens=33), bias_for(spec)
     whole = route(logits, spec, bias=bias)
@@ -132,7 +132,7 @@ def test_route_bias_selects_but_never_weighs():
     assert found.topk_weights[0].tolist() == pytest.approx([1 / (1 + math.e), 1 / (1 + math.exp(-2))], rel=1e-6)
 
 
-def test_route_eps_is_added_to_the_sum():
+def test_route_adds_eps_to_weight_sum():
     logits = torch.zeros(1, 4)
     spec = RoutingSpec(top_k=2, score="sigmoid", renormalize_eps=1.0, scale=4.0)
     assert route(logits, spec).topk_weights.tolist() == [[1.0, 1.0]]
@@ -148,7 +148,7 @@ def test_route_group_score_decides():
 
 @pytest.mark.parametrize("experts", [16, 17, 128, 512])
 @pytest.mark.parametrize("score", ["softmax", "topk_softmax", "sigmoid", "sqrt_softplus"])
-def test_route_ties_go_to_the_lower_id(experts, score):
+def test_route_tied_scores_take_lower_id(experts, score):
     spec = RoutingSpec(top_k=8, score=score)
     assert route(torch.full((9, experts), 0.3), spec).topk_ids.tolist() == [list(range(8))] * 9
     levels = torch.randint(0, 3, (40, experts), generator=torch.Generator().manual_seed(0)).float()
@@ -168,7 +168,7 @@ def test_route_negative_zero_ties_with_zero():
     assert found.topk_ids.tolist() == [[0, 1, 2]]
 
 
-def test_route_group_ties_go_to_the_lower_group():
+def test_route_group_ties_take_lower_group():
     spec = replace(V3, correction_bias=False)
     assert route(torch.zeros(3, 16), spec).topk_ids.tolist() == [[0, 1, 2, 3]] * 3
     logits = torch.zeros(1, 16)
@@ -176,7 +176,7 @@ def test_route_group_ties_go_to_the_lower_group():
     assert route(logits, replace(spec, top_k=6)).topk_ids.tolist() == [[12, 13, 14, 15, 0, 1]]
 
 
-def test_route_masked_groups_lose_to_negative_scores():
+def test_route_masked_groups_below_negative_scores():
     # All biased scores are negative: a mask with 0 instead of -inf would choose masked experts.
     bias = torch.full((8,), -10.0)
     bias[:4] += 1
@@ -187,7 +187,7 @@ def test_route_masked_groups_lose_to_negative_scores():
     assert route(torch.zeros(1, 8), spec, bias=bias).topk_ids[0].tolist() == [4, 5, 6, 7]
 
 
-def test_route_without_a_bias_tells_saturated_scores_apart():
+def test_route_orders_saturated_scores_by_logit():
     logits = torch.tensor([[20.0, 30.0, 25.0]])  # float32 sigmoid: 1 for all of them
     spec = RoutingSpec(top_k=2, score="sigmoid", renormalize=False)
     found = route(logits, spec)
@@ -196,7 +196,7 @@ def test_route_without_a_bias_tells_saturated_scores_apart():
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_route_nan_rows_are_marked_or_refused(name):
+def test_route_nan_rows_marked_or_refused(name):
     spec = SPECS[name]
     logits, bias = logits_for(), bias_for(spec)
     clean = route(logits, spec, bias=bias)
@@ -223,7 +223,7 @@ PLAIN = {
 
 @pytest.mark.parametrize("score", [*PLAIN, "topk_softmax"])
 @pytest.mark.parametrize("renormalize", [False, True])
-def test_route_infinite_logits_do_what_plain_code_does(score, renormalize):
+def test_route_infinite_logits_match_plain_code(score, renormalize):
     spec = RoutingSpec(top_k=3, score=score, renormalize=renormalize)
     logits = logits_for(tokens=5)
     logits[0, 3], logits[1, 4], logits[2, ::2], logits[3] = torch.inf, -torch.inf, -torch.inf, -torch.inf
@@ -290,7 +290,7 @@ def test_route_id_dtypes(name, checked):
     assert route(logits.fill_(torch.nan), replace(SPECS[name], id_dtype="int32"), bias=bias).topk_ids.unique() == -2
 
 
-def test_ids_that_cannot_say_not_here_are_refused():
+def test_unsigned_id_dtype_refused():
     with raises_with(SpecError, "id_dtype", "'uint32'", "int64", "-1"):
         RoutingSpec(top_k=1, id_dtype="uint32")
 
@@ -315,7 +315,7 @@ METHODS = {
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_a_rule_has_the_name_that_engines_give_it(name):
+def test_rule_names_match_engines(name):
     assert SPECS[name].method == METHODS.get(name, "unspecified")
 
 
@@ -334,7 +334,7 @@ def test_a_rule_has_the_name_that_engines_give_it(name):
         ({"renormalize_floor": 1e-3}, "unspecified"),
     ],
 )
-def test_what_a_name_does_not_say_is_unspecified(change, name):
+def test_unnamed_routing_rules_are_unspecified(change, name):
     assert replace(V3, **change).method == name
     assert replace(SPECS["llama4"], top_k=2).method == "unspecified"
     assert RoutingSpec(top_k=2, score="sparsemixer", renormalize=False).method == "unspecified"
@@ -448,7 +448,7 @@ def test_route_refusals():
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.uint8, torch.uint16, torch.uint32])
 @pytest.mark.parametrize("checked", [False, True])
-def test_a_given_routing_stays_as_it_is(dtype, checked):
+def test_caller_routing_passes_unchanged(dtype, checked):
     ids, weights = torch.tensor([[1, 0, 3]]).to(dtype), torch.ones(1, 3, dtype=torch.bfloat16)
     found = given_routing(ids, weights, 4, checked=checked)
     assert found.topk_ids is ids
@@ -468,7 +468,7 @@ def test_a_given_routing_stays_as_it_is(dtype, checked):
         ([-1, -1, 0], [1.0, torch.nan, 1.0], None),
     ],
 )
-def test_a_given_routing_is_refused_when_checked(ids, weights, text):
+def test_bad_caller_routing_refused_when_checked(ids, weights, text):
     both = torch.tensor([[2, 4, 1], ids]), torch.tensor([[0.1, 0.2, 0.3], weights], dtype=torch.float64)
     assert given_routing(*both, 5).topk_ids is both[0]
     if text is None:
@@ -608,7 +608,7 @@ def test_sparsemixer_stands_alone(change: dict[str, object]) -> None:
         RoutingSpec(**{"top_k": 2, "score": "sparsemixer", "renormalize": False, **change})  # type: ignore[arg-type]
 
 
-def test_the_sum_of_weights_has_a_floor() -> None:
+def test_renormalize_floor_bounds_the_sum() -> None:
     logits = torch.tensor([[3.0, 2.0, 0.0]])
     plain = route(logits, RoutingSpec(top_k=1, score="sigmoid", renormalize=True))
     floored = route(logits, RoutingSpec(top_k=1, score="sigmoid", renormalize=True, renormalize_floor=2.0))
@@ -618,7 +618,7 @@ def test_the_sum_of_weights_has_a_floor() -> None:
     assert route(torch.tensor([[3.0, torch.nan, 0.0]]), floor).topk_weights.isnan().all()
 
 
-def test_expert_scale_multiplies_last_and_must_be_given() -> None:
+def test_expert_scale_is_required_and_last() -> None:
     spec = RoutingSpec(top_k=2, expert_scale=True, scale=3.0)
     logits, factors = torch.tensor([[1.0, 0.0, 2.0]]), torch.tensor([10.0, 20.0, 30.0])
     plain = route(logits, RoutingSpec(top_k=2, scale=3.0))

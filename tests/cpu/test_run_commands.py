@@ -17,7 +17,7 @@ from run_commands import PAGES, Case, cases, run_case, shown, uncovered
 from tracked import ROOT
 
 
-def test_a_few_commands_run_and_are_written_down(tmp_path: Path) -> None:
+def test_quick_run_writes_results(tmp_path: Path) -> None:
     out = tmp_path / "commands.csv"
     assert run_commands.main(["--device", "cpu", "--quick", "--out", str(out), "--commit", "abc1234"]) == 0
     with out.open(encoding="utf-8") as file:
@@ -31,7 +31,7 @@ def test_a_few_commands_run_and_are_written_down(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_every_command_of_the_pages_is_run(device: str, tmp_path: Path) -> None:
+def test_every_documented_command_is_covered(device: str, tmp_path: Path) -> None:
     texts = [(ROOT / page).read_text(encoding="utf-8") for page in PAGES]
     assert len([words for text in texts for words in shown(text)]) > 12
     run = cases(device, tmp_path)

@@ -156,7 +156,7 @@ def _full(rank: int, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["all_to_all", "all_gather", "all_to_all_fixed", "symm_mem"])
-def test_ranks_at_exactly_full_capacity_lose_no_token(name: str) -> None:
+def test_full_capacity_loses_no_token(name: str) -> None:
     """Every rank brings 512 tokens, of which 257, then all go to one rank; a fixed room is for 257."""
     assert run_ranks(partial(_full, name=name), 2) == [[], []]
 
@@ -188,7 +188,7 @@ def test_assignments_of_other_ranks(case: Any) -> None:
 
 @each_kernel
 @pytest.mark.parametrize("kind", LIMITED)
-def test_every_kernel_clamps_as_the_formula_says(case: Any, kind: Any) -> None:
+def test_kernels_clamp_by_the_formula(case: Any, kind: Any) -> None:
     """SwiGLU and its limits are those of ``between``, which clamps before SiLU or, for SwiGLU-step, after it."""
     activation = ActivationSpec(kind=kind, limit=0.5)
     layer, made = built(case, experts=3, top_k=2, most=16, hidden=64, wide=64, activation=activation)
@@ -200,7 +200,7 @@ def test_every_kernel_clamps_as_the_formula_says(case: Any, kind: Any) -> None:
 
 
 @pytest.mark.parametrize("recipe", [form.name for form in ACTIVATION_FORMATS])
-def test_every_expert_has_activation_scales_of_its_own(recipe: str) -> None:
+def test_activation_scales_separate_per_expert(recipe: str) -> None:
     """Tokens of one expert are a million times those of another, and so are the rows between the products."""
     if recipe == "fp16" or activation_format(recipe).static:
         pytest.skip("its range is smaller than that")
@@ -222,7 +222,7 @@ class _Group:
     """A process group as far as it is asked for."""
 
 
-def test_a_new_group_at_an_old_address() -> None:
+def test_new_group_at_reused_address() -> None:
     """Its name may be the same, as torch hashes some, and so may the store."""
     alive, store = [_Group()], distributed.HashStore()
     with (
@@ -243,7 +243,7 @@ def test_a_new_group_at_an_old_address() -> None:
         assert second.exchange("one", "turn") == ["one"]
 
 
-def test_memory_of_a_new_layer_at_an_old_address() -> None:
+def test_new_layer_memory_at_reused_address() -> None:
     """Layers over ranks are built and forgotten; the block that they ran in goes on."""
     assert run_ranks(_forgotten, 2) == [[], []]
 
@@ -318,7 +318,7 @@ def _documented(name: str, text: str) -> list[tuple[int, ...]]:
     return [tuple(math.prod(SHAPES[one] for one in size.split("*")) for size in shape.split(", ")) for shape in shapes]
 
 
-def test_weights_have_the_documented_shapes_and_no_others() -> None:
+def test_weights_must_have_documented_shapes() -> None:
     """What the docstrings of ``moe`` and ``ExpertWeights`` say is read from them; transposed weights are refused."""
     text = inspect.getdoc(moe) or ""
     gate_up, down = (torch.randn(shape) / 8 for shape in ((3, 2, 40, 64), (3, 64, 40)))
@@ -339,12 +339,12 @@ def test_weights_have_the_documented_shapes_and_no_others() -> None:
 # Wrong calls, wrong specs, wrong plans, wrong routings and wrong files, by tests that wait for an error.
 OPTIMISED = (
     "test_layer.py::test_wrong_input_names_what_is_allowed",
-    "test_layer.py::test_weights_that_contradict_the_spec_are_refused",
+    "test_layer.py::test_weights_contradicting_the_spec_refused",
     "test_plan.py::test_specs_that_contradict_themselves",
-    "test_plan.py::test_a_forced_choice_is_obeyed_or_refused_never_replaced",
+    "test_plan.py::test_forced_choices_are_never_replaced",
     "test_route.py::test_route_refusals",
     "test_route.py::test_given_routing_refusals",
-    "test_route.py::test_a_given_routing_is_refused_when_checked",
+    "test_route.py::test_bad_caller_routing_refused_when_checked",
     "test_activation.py::test_activate_refuses_wrong_shapes",
     "test_placement.py::test_refusals",
     "test_formats.py::test_encode_refuses_wrong_tensors",
@@ -355,7 +355,7 @@ OPTIMISED = (
 )
 
 
-def test_every_error_comes_where_python_runs_without_assertions() -> None:
+def test_errors_raised_without_python_assertions() -> None:
     """Under -O a test's own assertions are gone too, and what remains of it is that an error has to be raised."""
     asked = [sys.executable, "-O", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark"]
     asked += ["-W", "ignore::pytest.PytestConfigWarning", *(f"tests/cpu/{name}" for name in OPTIMISED)]

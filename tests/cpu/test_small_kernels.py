@@ -172,7 +172,7 @@ def test_a_program_takes_several_blocks(kind: str, count: int, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("on_input", [False, True])
-def test_dispatch_and_combine_show_what_is_wrong(on_input: bool) -> None:
+def test_dispatch_and_combine_propagate_nan(on_input: bool) -> None:
     weights = torch.tensor([[1.0, torch.nan, 0.5], [1.0, 0.25, 2.0], [3.0, torch.nan, 1.0]])
     given = Routing(topk_ids=torch.tensor([[2, 0, 2], [9, -5, 1], [1, -1, 3]]), topk_weights=weights)
     x, dispatcher = torch.ones(3, 8), Local(num_experts=4, weight_on_input=on_input)
@@ -195,7 +195,7 @@ def test_tiles_cover_every_row_once() -> None:
     assert (seen[int(order.expert_offsets[-1]) :] == 0).all()
 
 
-def test_wide_ids_do_not_wrap_into_range() -> None:
+def test_int64_ids_do_not_wrap() -> None:
     ids = torch.tensor([[2**32 + 1, 1], [-(2**32), 0]])
     found = permute_on_device(ids, 4)
     assert found.slots.tolist() == [[-2, 1], [-2, 0]]
@@ -241,7 +241,7 @@ def test_codes_of_a_calibrated_scale(name: str, reach: float) -> None:
         assert scales[:3].unique().tolist() == [form.scale]
 
 
-def test_operand_reads_weighted_rows_in_the_dtype_of_x() -> None:
+def test_operand_weighted_rows_keep_dtype() -> None:
     x, source, weights = torch.randn(5, 7).bfloat16(), torch.tensor([4, 4, 0]), torch.tensor([0.5, 3.0, 0.7])
     rows, scales = operand(x, None, source=source, weights=weights)
     assert scales is None
@@ -343,7 +343,7 @@ def test_router_looks_experts_up(score: Any) -> None:
     assert wanted.topk_weights.isnan().any(dim=1).tolist() == [t in (1, 2, 3, 4, 7) for t in range(9)]
 
 
-def test_results_are_in_the_memory_that_is_given() -> None:
+def test_results_use_the_passed_memory() -> None:
     logits, weights, x, memory = torch.randn(300, 9), torch.rand(300, 4), torch.randn(300, 90), Poisoned()
     routing = route_on_device(logits, RoutingSpec(top_k=4), memory=memory)
     order = permute_on_device(routing.topk_ids, 9, input_weights=weights, block_t=(16,), memory=memory)
@@ -382,7 +382,7 @@ def test_refusals() -> None:
         quantize_rows(torch.ones(4), "nvfp4")
 
 
-def test_an_activation_format_without_a_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activation_format_without_kernel_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     class Halves(ActivationFormat):
         def quantize(self, x: torch.Tensor) -> QuantizedRows:
             return QuantizedRows(codes=x / 2, shape=(x.shape[0], x.shape[1]), scales=torch.full((len(x), 1), 2.0))
@@ -415,7 +415,7 @@ def test_orders_need_e4m3_operands(name: str | None) -> None:
     }  # fmt: skip
 
 
-def test_rows_of_a_dtype_without_a_format_are_refused() -> None:
+def test_row_dtype_without_format_refused() -> None:
     with raises_with(InputError, "torch.float64", "torch.float32", "torch.bfloat16"):
         operand(torch.ones(3, 4, dtype=torch.float64), None, source=torch.tensor([0]))
 
@@ -432,7 +432,7 @@ class Marked:
 
 @pytest.mark.parametrize("name", ["bf16", "fp8_group128", "fp8_token", "nvfp4"])
 @pytest.mark.parametrize("used", [0, 1, 5, 8])
-def test_rows_that_nobody_reads_are_not_written(name: str, used: int) -> None:
+def test_unused_rows_are_not_written(name: str, used: int) -> None:
     x = heavy_tailed(8, 160, seed=4).to(torch.bfloat16)
     whole = quantize_on_device(x, name)
     some = quantize_on_device(x, name, used=torch.tensor([used]), memory=Marked())
@@ -442,7 +442,7 @@ def test_rows_that_nobody_reads_are_not_written(name: str, used: int) -> None:
             assert bool((second.view(torch.uint8)[used:] == 0x5A).all())
 
 
-def test_rows_of_codes_that_arrived_keep_every_bit() -> None:
+def test_received_code_rows_preserve_bits() -> None:
     codes = torch.arange(256, dtype=torch.uint8).repeat(3).view(12, 64).view(torch.float8_e4m3fn)
     scale = torch.randn(12, 1)
     source = torch.tensor([7, 0, 0, 11, 3, 2])
@@ -455,7 +455,7 @@ def test_rows_of_codes_that_arrived_keep_every_bit() -> None:
 @pytest.mark.parametrize("columns", [130, 384])
 @pytest.mark.parametrize("name", ["fp8_group128", "fp8_group128_pow2"])
 @pytest.mark.parametrize("rows", [1, 17, 70])
-def test_scales_of_a_group_lie_beside_each_other(name: str, columns: int, rows: int) -> None:
+def test_transposed_scales_are_contiguous_per_group(name: str, columns: int, rows: int) -> None:
     x = heavy_tailed(rows, columns, seed=3).bfloat16()
     form = replace(quantization.activation_format(name), transposed_scales=True)
     memory = Poisoned(x.device)
@@ -471,7 +471,7 @@ def test_scales_of_a_group_lie_beside_each_other(name: str, columns: int, rows: 
 
 
 @pytest.mark.parametrize("used", [None, 5])
-def test_scales_of_gathered_rows_are_laid_out(used: int | None) -> None:
+def test_gathered_scales_are_transposed(used: int | None) -> None:
     scale, source = heavy_tailed(9, 4, seed=4), torch.randint(0, 9, (33,))
     some = None if used is None else torch.tensor([used])
     with patch.object(quantization, "on_device", lambda *_: True):

@@ -32,7 +32,7 @@ permute_on_device = by_kernel(permute)
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
-def test_passes_have_the_bits_of_one_rank(world: int) -> None:
+def test_passes_equal_one_rank_bitwise(world: int) -> None:
     assert run_ranks(store, world, seconds=400) == [[]] * world
 
 
@@ -40,9 +40,7 @@ def test_passes_have_the_bits_of_one_rank(world: int) -> None:
 @pytest.mark.parametrize(("product", "tile"), [(ops.grouped_gemm, SMALL), (prefill_gemm, TILE)])
 @pytest.mark.parametrize("width", [208, 90])
 @pytest.mark.parametrize("before", [False, True])
-def test_products_store_rows_anywhere_and_not_those_of_nobody(
-    product: Any, tile: TileChoice, width: int, before: bool
-) -> None:
+def test_products_store_only_owned_rows(product: Any, tile: TileChoice, width: int, before: bool) -> None:
     counts = (0, 40, 3, 0, 17)
     offsets, rows = torch.tensor([0, *counts]).cumsum(0), 66  # six of them dropped
     packed = pack_plain(Bf16.encode(heavy_tailed(5, 1, width, 64, seed=4)), None)

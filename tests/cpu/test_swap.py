@@ -112,7 +112,7 @@ def test_captured_layers_keep_their_experts(how: str, monkeypatch: pytest.Monkey
     one.swap(experts_of(2))  # a graph of one layer is not a graph of another
 
 
-def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
+def test_refused_swaps_change_nothing() -> None:
     layer, x = layer_of(experts_of(1)), heavy_tailed(5, H, seed=2).bfloat16()
     wanted, before = layer(x), layer.plan
     good = experts_of(2)
@@ -177,7 +177,7 @@ def _swapped(rank: int) -> list[str]:
     return wrong
 
 
-def test_ranks_that_swap_together_have_the_bits_of_one() -> None:
+def test_swap_on_ranks_matches_one_rank() -> None:
     assert run_ranks(_swapped, 2) == [[], []]
 
 

@@ -105,7 +105,7 @@ def test_absent_ranks_are_named() -> None:
     assert first[2] == last[2] == "renewed True"
 
 
-def test_everybody_names_the_rank_that_was_waited_for_first() -> None:
+def test_all_ranks_name_first_late_rank() -> None:
     found = run_ranks(absent, 3)
     for errors, took, renewed in found[:2]:
         assert [ranks for ranks, *_ in errors] == [(2,)] * 2
@@ -119,7 +119,7 @@ def test_everybody_names_the_rank_that_was_waited_for_first() -> None:
     assert renewed
 
 
-def test_ranks_that_disagree_are_told_so_on_every_rank() -> None:
+def test_disagreement_reported_on_every_rank() -> None:
     for errors in run_ranks(partial(disagree, name="symm_mem"), 2):
         assert "found rank 0: 5 tokens, top-3, layer 0; rank 1: 65 tokens, top-3, layer 0" in errors[0]
         assert "rank 0: 2 tokens, top-2, layer 0; rank 1: 2 tokens, top-3, layer 0" in errors[1]
@@ -128,7 +128,7 @@ def test_ranks_that_disagree_are_told_so_on_every_rank() -> None:
         assert "rank 0: 4 tokens, top-3, layer 0; rank 1: 4 tokens, top-3, layer 1" in errors[4]
 
 
-def test_what_it_cannot_serve_is_refused_by_name() -> None:
+def test_unsupported_placements_refused_by_name() -> None:
     spec = MoESpec(hidden_size=64, intermediate_size=64, num_experts=8, routing=RoutingSpec(top_k=2))
     gpu = DeviceFacts(kind="cuda", name="H200", capability=(9, 0), memory=140 << 30, peers=2)
 

@@ -34,7 +34,7 @@ def test_a_layer_called_from_four_threads(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["load_model", "register"])
-def test_a_whole_model_called_from_four_threads(how: str) -> None:
+def test_whole_model_on_four_threads(how: str) -> None:
     transformers = pytest.importorskip("transformers")
     from collegium.integrations.transformers import load_model, register
 

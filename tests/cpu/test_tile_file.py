@@ -172,7 +172,7 @@ def test_tile_file_name_and_key(tmp_path, monkeypatch):
     assert tile_folder() == Path.home() / ".cache" / "collegium" / "tiles"
 
 
-def test_tuning_measures_candidates_and_keeps_only_what_is_faster():
+def test_tuning_keeps_the_fastest_candidate():
     problem, packed = packed_layer(what="64x64x2x1")
     rows = measure_tiles(packed, problem, 1, candidates=2, rounds=1)
     assert [row.product for row in rows] == ["gate_up", "down"]
@@ -236,7 +236,7 @@ def test_warming_up_needs_every_tile_once():
 
 
 @pytest.mark.parametrize("weights", ["bf16", "mxfp4"])
-def test_warm_up_covers_routed_and_shared_tiles(weights):
+def test_warm_up_covers_shared_expert_tiles(weights):
     spec = replace(named_layer("256x256x8x2")[1], weight_format=weights, shared=SharedSpec(intermediate_size=192))
     limit, hopper = 700, DeviceFacts(kind="cuda", name="H200", capability=(9, 0), memory=140 << 30)
     alone = replace(spec, intermediate_size=192, num_experts=1, routing=RoutingSpec(top_k=1), shared=None)
@@ -346,7 +346,7 @@ def test_compile_cache_keys(tmp_path):
     ]  # fmt: skip
 
 
-def test_layers_of_one_kind_are_warmed_up_once(monkeypatch):
+def test_identical_layers_warm_up_once(monkeypatch):
     def layer(what: str) -> MoELayer:
         spec = named_layer(what)[1]
         problem = Problem(spec=spec, device=DeviceFacts(kind="cpu"))

@@ -63,11 +63,11 @@ def _measured(rank: int, combine: str) -> list[str]:
 
 
 @pytest.mark.parametrize("combine", ["exact", "reduced", "reduced_fp8"])
-def test_a_plan_says_what_collectives_are_given(combine: str) -> None:
+def test_planned_traffic_matches_collectives(combine: str) -> None:
     assert run_ranks(partial(_measured, combine=combine), 4, seconds=200) == [[]] * 4
 
 
-def test_peers_read_codes_scales_places_and_rows() -> None:
+def test_symmetric_memory_traffic_counts_all_parts() -> None:
     rule = RoutingSpec(top_k=4)
     spec = MoESpec(hidden_size=2880, intermediate_size=64, num_experts=8, weight_format="mxfp4", routing=rule)
     facts = DeviceFacts(kind="cuda", name="H200", capability=(9, 0), memory=140 << 30, sms=132)

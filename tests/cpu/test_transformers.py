@@ -139,7 +139,7 @@ def test_load_model_reads_what_transformers_saved(saved):
     assert all(p.device.type == "meta" for m in experts_modules(ours).values() for p in m.parameters())
 
 
-def test_experts_of_the_checkpoint_are_the_modules_own(saved):
+def test_checkpoint_experts_match_module_parameters(saved):
     _, folder = saved
     from collegium.checkpoint.layer_view import CheckpointLayer
     from collegium.checkpoint.loader import load_experts
@@ -198,7 +198,7 @@ def test_an_unknown_gate_function_is_refused():
         model(torch.zeros(1, 3, dtype=torch.int64))
 
 
-def test_a_checkpoint_without_a_tensor_transformers_needs(saved, tmp_path):
+def test_missing_dense_tensor_is_named(saved, tmp_path):
     import shutil
 
     from safetensors.torch import load_file, save_file

@@ -138,7 +138,7 @@ def run(model: Any, implementation: str, ids: torch.Tensor) -> torch.Tensor:
     return out.logits if hasattr(out, "logits") else out[0]
 
 
-def test_transformers_has_classes_that_take_an_implementation() -> None:
+def test_transformers_classes_with_implementations_exist() -> None:
     assert {"mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"} <= set(FOUND)
 
 

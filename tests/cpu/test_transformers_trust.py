@@ -73,7 +73,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", sorted(MISREAD))
-def test_misread_experts_are_refused_and_load_model_reads_them(folders: dict[str, Path], name: str) -> None:
+def test_misread_experts_refused_outside_load_model(folders: dict[str, Path], name: str) -> None:
     folder = folders[name]
     model = load(folder)
     for _ in range(2):
@@ -88,7 +88,7 @@ def test_misread_experts_are_refused_and_load_model_reads_them(folders: dict[str
 
 
 @pytest.mark.parametrize("name", sorted(name for name, row in MISREAD.items() if row[3]))
-def test_without_the_files_the_config_is_enough(folders: dict[str, Path], tmp_path: Path, name: str) -> None:
+def test_misread_experts_refused_by_config_alone(folders: dict[str, Path], tmp_path: Path, name: str) -> None:
     shutil.copytree(folders[name], tmp_path / "gone")
     model = load(tmp_path / "gone")
     shutil.rmtree(tmp_path / "gone")
@@ -118,7 +118,7 @@ def test_experts_that_are_read_right_run(folders: dict[str, Path], name: str, dt
 
 @pytest.mark.parametrize("changed", ["down_proj", "gate_up_proj"])
 @pytest.mark.parametrize("expert", [0, 2, 4])
-def test_one_changed_row_is_found_in_any_layer(folders: dict[str, Path], changed: str, expert: int) -> None:
+def test_changed_row_is_detected(folders: dict[str, Path], changed: str, expert: int) -> None:
     """Written as an adapter is merged: behind the back of torch's write counter."""
     model = load(folders["bf16"])
     experts_modules(model)[2].get_parameter(changed).data[expert, -1].mul_(1.1)
@@ -131,7 +131,7 @@ def test_one_changed_row_is_found_in_any_layer(folders: dict[str, Path], changed
     assert relative_error(found, logits(model)) < 0.02
 
 
-def test_weights_changed_since_loading_are_not_compared(folders: dict[str, Path]) -> None:
+def test_modified_weights_are_not_compared(folders: dict[str, Path]) -> None:
     model = load(folders["bf16"])
     with torch.no_grad():
         for module in experts_modules(model).values():
@@ -154,7 +154,7 @@ def test_later_switches_are_compared(folders: dict[str, Path], registered: bool)
             logits(candidate)
 
 
-def test_a_repository_in_the_local_cache_is_compared(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_cached_hub_repository_is_compared(folders: dict[str, Path], tmp_path: Path) -> None:
     revision = "0123456789abcdef0123456789abcdef01234567"
     repository = tmp_path / "models--someone--something"
     shutil.copytree(folders["fp8 half a block"], repository / "snapshots" / revision)
@@ -193,7 +193,7 @@ def test_experts_that_stay_fp8_are_compared(folders: dict[str, Path], monkeypatc
         logits(changed)
 
 
-def test_a_slice_of_the_experts_is_not_compared(folders: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
+def test_sliced_experts_are_not_compared(folders: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
     model = load(folders["bf16"])
     for module in experts_modules(model).values():
         for name, parameter in list(module.named_parameters()):
@@ -204,7 +204,7 @@ def test_a_slice_of_the_experts_is_not_compared(folders: dict[str, Path], caplog
     assert "(3, 2, 96, 128)" in caplog.text
 
 
-def test_weights_given_to_from_pretrained_are_not_compared(folders: dict[str, Path]) -> None:
+def test_passed_state_dict_is_not_compared(folders: dict[str, Path]) -> None:
     state = {name: tensor * 2 for name, tensor in load(folders["bf16"]).state_dict().items()}
     config = transformers.AutoConfig.from_pretrained(folders["bf16"])
     config._experts_implementation = "collegium"
@@ -216,7 +216,7 @@ def test_weights_given_to_from_pretrained_are_not_compared(folders: dict[str, Pa
     assert logits(model.eval()).isfinite().all()
 
 
-def test_weights_quantised_while_loading_are_not_compared(folders: dict[str, Path]) -> None:
+def test_weights_quantised_on_load_not_compared(folders: dict[str, Path]) -> None:
     model = load(folders["bf16"])
     model.hf_quantizer = type("Quantizer", (), {"pre_quantized": False})()
     for module in experts_modules(model).values():
@@ -227,7 +227,7 @@ def test_weights_quantised_while_loading_are_not_compared(folders: dict[str, Pat
     assert logits(model).isfinite().all()
 
 
-def test_a_checkpoint_written_again_is_read_again(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_rewritten_checkpoint_is_reread(folders: dict[str, Path], tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(folders["bf16"], folder)
     first = logits(load(folder))
@@ -238,7 +238,7 @@ def test_a_checkpoint_written_again_is_read_again(folders: dict[str, Path], tmp_
     assert relative_error(logits(load(folder)), first) > 1e-2
 
 
-def test_a_write_behind_the_counter_is_seen_after_refresh(folders: dict[str, Path]) -> None:
+def test_refresh_picks_up_uncounted_writes(folders: dict[str, Path]) -> None:
     """Through ``.data`` torch counts no write and a checksum would make the device wait: documented, with a way out.
 
     A layer of the CPU may read the parameters where they are; what is shown is that it is built again.
@@ -258,7 +258,7 @@ def test_a_write_behind_the_counter_is_seen_after_refresh(folders: dict[str, Pat
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8 half a block"])
-def test_a_model_compiled_before_its_first_call_is_compared(folders: dict[str, Path], name: str) -> None:
+def test_compiled_model_compared_on_first_call(folders: dict[str, Path], name: str) -> None:
     torch._dynamo.reset()
     model = load(folders[name])
     compiled = torch.compile(model, backend="aot_eager")
@@ -307,7 +307,7 @@ NO_INTERFACE = {
 
 
 @pytest.mark.parametrize("name", sorted(NO_INTERFACE))
-def test_a_model_without_an_interface_says_so(tmp_path: Path, name: str) -> None:
+def test_model_without_experts_interface_refused(tmp_path: Path, name: str) -> None:
     config = NO_INTERFACE[name]()
     plain = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     plain.save_pretrained(tmp_path)
@@ -325,7 +325,7 @@ def test_a_model_without_an_interface_says_so(tmp_path: Path, name: str) -> None
         load(tmp_path)
 
 
-def test_a_composite_model_without_an_interface_says_so(tmp_path: Path) -> None:
+def test_composite_model_without_experts_interface_refused(tmp_path: Path) -> None:
     text = NO_INTERFACE["llama"]()
     vision = transformers.CLIPVisionConfig(
         hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
@@ -342,7 +342,7 @@ class Derived(transformers.Qwen3MoeForCausalLM):
     """A class of a user's own: transformers looks for its interface in this file's source."""
 
 
-def test_a_switch_that_transformers_ignores_says_so(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ignored_implementation_switch_raises(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     for parent in Derived.__mro__:  # what another test made it remember
         if "_can_set_experts_implementation_cached_value" in vars(parent):
             monkeypatch.delattr(parent, "_can_set_experts_implementation_cached_value")
@@ -356,7 +356,7 @@ def test_a_switch_that_transformers_ignores_says_so(folders: dict[str, Path], mo
     assert len(layers_of(model)) == 3
 
 
-def test_other_models_and_other_implementations_are_left_alone(tmp_path: Path) -> None:
+def test_unrelated_models_and_implementations_unchanged(tmp_path: Path) -> None:
     base = transformers.PreTrainedModel
     methods = ("from_pretrained", "_from_config", "set_experts_implementation", "_load_pretrained_model")
     before = [base.__dict__[name] for name in methods]

@@ -197,7 +197,7 @@ def test_a_router_inside_a_linear_module(tmp_path: Path) -> None:
     assert off(load_layer(tmp_path, 0, dtype="fp32", device="cpu")(x), truth(x)) < 2e-5
 
 
-def test_alternating_rows_in_scale_blocks_are_refused(tmp_path: Path) -> None:
+def test_interleaved_rows_with_block_scales_refused(tmp_path: Path) -> None:
     gpt_oss(tmp_path, rows_alternating, "bf16")
     checkpoint = Checkpoint.open(tmp_path)
     tensors = {name: checkpoint.read(name) for name in checkpoint.tensors}
@@ -212,7 +212,7 @@ def test_alternating_rows_in_scale_blocks_are_refused(tmp_path: Path) -> None:
         load_layer(tmp_path, 0, device="cpu")
 
 
-def test_modules_of_gate_and_up_are_not_written(tmp_path: Path) -> None:
+def test_quantizing_gate_up_modules_refused(tmp_path: Path) -> None:
     gpt_oss(tmp_path, rows_alternating, "bf16")
     with pytest.raises(InputError, match="gate_up_projs"):
         quantize_model(str(tmp_path), "fp8_channel", str(tmp_path / "out"))
@@ -324,7 +324,7 @@ def test_every_spelling_of_a_family(tmp_path: Path, kind: str, container: str, t
         assert off(found, output(x, expert, 0.75)) < 2e-5
 
 
-def test_square_matrices_that_may_be_turned_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ambiguous_square_matrices_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "WIDTH", HIDDEN)
     monkeypatch.setitem(CONFIGS["dbrx"]["ffn_config"], "ffn_hidden_size", HIDDEN)
     family_layer(tmp_path, "dbrx", "experts.", "{container}mlp.{dbrx}_linear.{expert}")
@@ -392,7 +392,7 @@ def test_two_wrappers_with_experts_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("other", ["talker.", "mtp.", "draft_model."])
-def test_layers_of_another_model_are_no_rivals(tmp_path: Path, other: str) -> None:
+def test_layers_of_other_models_ignored(tmp_path: Path, other: str) -> None:
     torch.manual_seed(8)
     output = family_layer(tmp_path, "qwen3_vl_moe_text", "experts.", APART)
     checkpoint = Checkpoint.open(tmp_path)
@@ -405,7 +405,7 @@ def test_layers_of_another_model_are_no_rivals(tmp_path: Path, other: str) -> No
     assert off(found, output(x, 1, 1.0)) < 2e-5
 
 
-def test_names_that_start_right_are_not_called_missing(tmp_path: Path) -> None:
+def test_matching_prefixes_are_not_called_missing(tmp_path: Path) -> None:
     family_layer(tmp_path, "qwen3_vl_moe_text", "experts.", APART)
     rewrite(tmp_path, lambda name: [name.replace("_proj.weight", "_matrix.weight")])
     with pytest.raises(CheckpointError) as refusal:
@@ -428,7 +428,7 @@ def test_the_nearest_names_are_listed(tmp_path: Path) -> None:
     assert all(name in Checkpoint.open(tmp_path) and not name.startswith(prefix) for name in listed)
 
 
-def test_a_bias_of_a_family_without_is_refused(tmp_path: Path) -> None:
+def test_unexpected_expert_bias_refused(tmp_path: Path) -> None:
     family_layer(tmp_path, "qwen3_vl_moe_text", "experts.", APART)
     checkpoint = Checkpoint.open(tmp_path)
     tensors = {name: checkpoint.read(name) for name in checkpoint.tensors}

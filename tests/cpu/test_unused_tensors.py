@@ -109,7 +109,7 @@ USED = {
 
 
 @pytest.mark.parametrize("kind", list(USED))
-def test_config_without_a_stored_module_is_refused(tmp_path: Path, kind: str) -> None:
+def test_config_omitting_stored_module_refused(tmp_path: Path, kind: str) -> None:
     path, entries = USED[kind]
     build(CASES[kind], tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())

@@ -81,7 +81,7 @@ def test_rounded_maxima_are_not_reported(tmp_path, activations: str, seed: int) 
     assert (code, said) == (0, ""), out
 
 
-def test_encoded_weights_are_judged_by_their_own_values(tmp_path) -> None:
+def test_encoded_weights_judged_by_decoded_values(tmp_path) -> None:
     write_checkpoint(tmp_path, "qwen3_moe", "bf16", size=SIZE)
     report = verify_model(tmp_path, device="cpu", experts=2, weight_format="nvfp4")
     assert report.passed
@@ -155,7 +155,7 @@ def test_swapped_experts_are_caught(tmp_path, monkeypatch) -> None:
     assert {p.worst for p in report.checks} <= {3, 4}
 
 
-def test_a_row_nobody_wrote_is_not_a_small_error(tmp_path, monkeypatch) -> None:
+def test_unwritten_row_fails_verification(tmp_path, monkeypatch) -> None:
     write_checkpoint(tmp_path, "qwen3_moe", "bf16", size=SIZE)
     run = ReferenceExperts.run
 
@@ -170,7 +170,7 @@ def test_a_row_nobody_wrote_is_not_a_small_error(tmp_path, monkeypatch) -> None:
     assert json.loads(json.dumps(report.to_json()))["layers"][0]["worst_error"] is None
 
 
-def test_the_command_exits_with_1_over_tolerance(tmp_path, monkeypatch) -> None:
+def test_exit_code_1_over_tolerance(tmp_path, monkeypatch) -> None:
     write_checkpoint(tmp_path, "deepseek_v3", "bf16", size=SIZE)
     runner = CliRunner()
     arguments = ["verify", str(tmp_path), "--device", "cpu", "--experts", "3"]
@@ -212,7 +212,7 @@ def _step(folder: Any, limits: list[float], shared: list[float]) -> None:
 @pytest.mark.parametrize(
     ("limits", "shared", "part"), [([0.0, 0.0], [0.0, 0.7], "shared"), ([0.0, 0.7], [0.0, 0.0], "experts")]
 )
-def test_a_shared_expert_is_judged_by_its_own_activation(tmp_path, monkeypatch, limits, shared, part: str) -> None:
+def test_shared_expert_judged_with_its_activation(tmp_path, monkeypatch, limits, shared, part: str) -> None:
     _step(tmp_path, limits, shared)
     code, output, said = command("verify", tmp_path, "--device", "cpu", "--json")
     assert code == 0, said

@@ -134,13 +134,13 @@ def as_vllm_loads(kind: str) -> tuple[dict[str, torch.Tensor], list[list[torch.T
 
 
 @pytest.mark.parametrize("key", ["checkpoint_format", "format"])
-def test_the_layout_of_gptq_has_two_names(key: str) -> None:
+def test_gptq_layout_has_two_keys(key: str) -> None:
     config = SimpleNamespace(**{**vars(CONFIG), "full_config": {key: "gptq_v2"}})
     assert stored_as(method("AutoGPTQMoEMethod", quant_config=config)).storage == "gptq_v2"
 
 
 @pytest.mark.parametrize("kind", list(METHODS))
-def test_what_vllm_loads_are_the_numbers_of_the_checkpoint(kind: str) -> None:
+def test_vllm_weights_match_checkpoint_values(kind: str) -> None:
     tensors, numbers = as_vllm_loads(kind)
     name, held = METHODS[kind]
     stored = stored_as(method(name, **held))
@@ -155,7 +155,7 @@ def test_what_vllm_loads_are_the_numbers_of_the_checkpoint(kind: str) -> None:
     assert made.problem.spec.num_experts == EXPERTS
 
 
-def test_gpt_oss_rows_alternate_have_biases_and_room() -> None:
+def test_gpt_oss_interleaved_padded_with_biases() -> None:
     """MXFP4 as vLLM's gpt-oss keeps it: gate and up by turns, zeros beyond the rank's width and the hidden size."""
     write = KINDS["ct mxfp4"].write
     room_i, room_h = WIDE + 32, HIDDEN + 64
@@ -204,7 +204,7 @@ def truth(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Te
 
 
 @pytest.mark.parametrize("split", ["whole", "experts", "experts in turn", "slices", "replicas"])
-def test_the_parts_of_all_ranks_add_up(split: str) -> None:
+def test_partial_sums_of_ranks_add_up(split: str) -> None:
     experts = matrices()
     w13 = torch.stack([torch.cat(expert[:2]) for expert in experts])
     w2 = torch.stack([expert[2] for expert in experts])
@@ -269,7 +269,7 @@ def test_vllm_moves_whole_experts(kind: str) -> None:
     assert torch.equal(packed(x, routing=Routing(topk_ids=place[ids], topk_weights=weights)), before)
 
 
-def test_a_tensor_that_no_file_has_is_named() -> None:
+def test_missing_tensor_is_named() -> None:
     tensors, _ = as_vllm_loads("ct mxfp4")
     layer, stored = Layer(tensors, moe()), StoredAs("mxfp4", "compressed-tensors")
     whole = {(expert, shard) for expert in range(EXPERTS) for shard in ("w1", "w3")}
@@ -282,7 +282,7 @@ def test_a_tensor_that_no_file_has_is_named() -> None:
         loaded_weights(layer, stored, {})
 
 
-def test_numbers_no_expert_may_have_are_named() -> None:
+def test_nonfinite_expert_values_are_named() -> None:
     tensors, _ = as_vllm_loads("ct mxfp4")
     tensors["w2_weight_scale"][3, 5, 1] = 255
     with raises_with(BadScaleError, "[3]"):
@@ -310,14 +310,14 @@ def test_numbers_no_expert_may_have_are_named() -> None:
         ({"swiglu_alpha": 1.5}, "alpha=1.5"),
     ],
 )
-def test_what_only_vllm_does_is_refused_by_name(changed: dict[str, Any], said: str) -> None:
+def test_vllm_only_features_refused_by_name(changed: dict[str, Any], said: str) -> None:
     tensors = {"w13_weight": torch.ones(EXPERTS, 2 * WIDE, HIDDEN), "w2_weight": torch.ones(EXPERTS, HIDDEN, WIDE)}
     plan_layer(Layer(tensors, moe()), StoredAs("plain", "plain"))
     with pytest.raises(SpecError, match=said):
         plan_layer(Layer(tensors, moe(**changed)), StoredAs("plain", "plain"))
 
 
-def test_methods_of_unknown_tensors_are_refused_by_name() -> None:
+def test_unknown_methods_refused_by_name() -> None:
     for made, said in (
         (method("MoeWNA16Method"), "MoeWNA16Method"),
         (method("AutoGPTQMoEMethod", quant_config=SimpleNamespace(**{**vars(CONFIG), "desc_act": True})), "order"),
@@ -580,7 +580,7 @@ def test_recipes_that_were_not_served(mode: str, monkeypatch: pytest.MonkeyPatch
     assert "layers.0 to layers.2" in stand.said[0]
 
 
-def test_the_log_names_the_faster_option_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faster_option_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLLEGIUM_VLLM", "on")
     monkeypatch.setattr(plugin, "fp8_core_format", lambda _: "fp8_group128")
     stand = Stand(monkeypatch)
@@ -592,7 +592,7 @@ def test_the_log_names_the_faster_option_once(monkeypatch: pytest.MonkeyPatch) -
     assert len(stand.said) == 1
 
 
-def test_nothing_is_on_by_default_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_default_serves_only_listed_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "probe", lambda _: HOPPER)
     for kind, (name, held) in METHODS.items():
         layer = Layer(as_vllm_loads(kind)[0], moe(in_dtype=torch.bfloat16))

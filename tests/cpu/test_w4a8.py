@@ -209,7 +209,7 @@ def test_nvfp4_is_exact_in_range() -> None:
     assert pack_w4a8(payload, None).report.beyond == 0
 
 
-def test_nvfp4_scales_below_the_normal_range_are_exact_too() -> None:
+def test_subnormal_nvfp4_scales_are_exact() -> None:
     scales = torch.arange(1, 33)[None].to(torch.uint8)
     payload = NvFp4(
         shape=(1, 1, 1, 512),
@@ -252,7 +252,7 @@ def test_groups_of_zeros_set_no_base() -> None:
     assert torch.equal(multiplied_by_one(payload), payload.decode()[0, 0])
 
 
-def test_rows_of_an_odd_width_keep_their_columns() -> None:
+def test_odd_width_rows_preserve_columns() -> None:
     codes, scale = operand(heavy_tailed(3, 200, seed=1), "fp8_token", order=REORDERED)
     assert scale is not None
     plain, _ = operand(heavy_tailed(3, 200, seed=1), "fp8_token")
@@ -278,7 +278,7 @@ def test_refusals_name_what_was_asked() -> None:
         pack_w4a8(small, None)
 
 
-def test_the_plan_takes_it_for_e4m3_activations_only() -> None:
+def test_plan_uses_w4a8_only_with_e4m3() -> None:
     asked = question("mxfp4", "fp8_token")
     assert plan(asked).kernel == "triton_w4a8"
     assert plan(replace(asked, activation_format=None)).kernel == "triton_w4a16"

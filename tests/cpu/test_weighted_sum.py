@@ -30,7 +30,7 @@ def scalar_loop(rows, slots, weights):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weighted_sum_bits_are_those_of_the_defined_order(dtype):
+def test_weighted_sum_uses_the_defined_order(dtype):
     rows, slots, weights = problem()
     rows = rows.to(dtype)
     found = weighted_sum(rows, slots, weights, torch.float32)
@@ -46,7 +46,7 @@ def test_weighted_sum_order_is_by_slot():
     assert weighted_sum(rows, torch.tensor([[0, 2, 1]]), ones, torch.float32).item() == 1.0
 
 
-def test_weighted_sum_products_are_rounded_before_they_are_added():
+def test_weighted_sum_rounds_products_before_adding():
     factor = 1.0 + 2.0**-12
     exact = factor * factor  # needs 25 bits
     rows = torch.tensor([[-(1.0 + 2.0**-11)], [factor]])
@@ -55,7 +55,7 @@ def test_weighted_sum_products_are_rounded_before_they_are_added():
     assert found == 0.0
 
 
-def test_weighted_sum_dropped_slots_add_nothing_even_from_poison():
+def test_weighted_sum_dropped_slots_ignore_poison():
     rows, slots, weights = problem()
     drop = torch.rand(slots.shape, generator=torch.Generator().manual_seed(1)) < 0.4
     clean = scalar_loop(rows, slots.masked_fill(drop, -1), weights)
@@ -69,7 +69,7 @@ def test_weighted_sum_dropped_slots_add_nothing_even_from_poison():
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("slot", [-2, 65, 1 << 40])
-def test_weighted_sum_of_invalid_slots_is_nan(slot, weighted):
+def test_weighted_sum_invalid_slots_give_nan(slot, weighted):
     rows, slots, weights = problem()
     weights = weights if weighted else None
     clean = weighted_sum(rows, slots, weights, torch.float32)
@@ -83,7 +83,7 @@ def test_weighted_sum_of_invalid_slots_is_nan(slot, weighted):
     assert nothing.isnan().all(dim=1).tolist() == [False, True]
 
 
-def test_weighted_sum_weights_multiply_as_they_are():
+def test_weighted_sum_preserves_nonfinite_weights():
     rows, slots, weights = problem()
     weights[2, 1], weights[5, 0], weights[7, 3] = torch.nan, torch.inf, -torch.inf
     found = weighted_sum(rows, slots, weights, torch.float32)
@@ -97,14 +97,14 @@ def test_weighted_sum_of_dropped_slots():
     assert weighted_sum(rows, torch.full((4, 2), -1), torch.ones(4, 2), torch.float32).eq(0).all()
 
 
-def test_weighted_sum_bits_do_not_depend_on_the_batch():
+def test_weighted_sum_is_batch_invariant():
     rows, slots, weights = problem(tokens=21, width=90)
     whole = weighted_sum(rows, slots, weights, torch.bfloat16)
     alone = [weighted_sum(rows, s[None], w[None], torch.bfloat16) for s, w in zip(slots, weights, strict=True)]
     assert torch.equal(whole, torch.cat(alone))
 
 
-def test_weighted_sum_rounds_once_at_the_end():
+def test_weighted_sum_rounds_once_at_end():
     rows = torch.full((3, 1), 1.0 + 2.0**-7)
     rows[1:] = 2.0**-9
     slots, weights = torch.tensor([[0, 1, 2]]), torch.ones(1, 3)
@@ -112,7 +112,7 @@ def test_weighted_sum_rounds_once_at_the_end():
     assert weighted_sum(rows, slots, weights, torch.bfloat16).item() == 1.0 + 2.0**-6
 
 
-def test_weighted_sum_returns_permuted_rows_to_their_tokens():
+def test_weighted_sum_unpermutes_rows_to_tokens():
     ids = torch.tensor([[3, 1], [-1, 3], [0, 2]])
     x = torch.randn(3, 7, generator=torch.Generator().manual_seed(0))
     order = permute(ids, 4)

@@ -146,7 +146,7 @@ def put_back(arch: str, name: str, parameter: Tensor, decoded: dict[str, Tensor]
 
 
 @pytest.mark.parametrize("arch", KINDS)
-def test_it_is_the_model_of_the_decoded_numbers(arch: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_matches_model_of_decoded_weights(arch: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     truth = whole(arch, tmp_path / "model.gguf")
     ids = torch.arange(40).view(2, 20) * 2
     with torch.inference_mode():
@@ -160,7 +160,7 @@ def test_it_is_the_model_of_the_decoded_numbers(arch: str, tmp_path: Path, caplo
 
 
 @pytest.mark.parametrize("arch", ["qwen3moe", "gpt-oss"])
-def test_a_text_is_written_twice_the_same(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generated_text_is_reproducible(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole(arch, tmp_path / "model.gguf")
     opened, read = list[str](), reader.read_gguf
 
@@ -189,7 +189,7 @@ def test_a_text_is_written_twice_the_same(arch: str, tmp_path: Path, monkeypatch
     assert texts.pop().startswith("abc")
 
 
-def test_what_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
+def test_unsupported_files_refused_by_name(tmp_path: Path) -> None:
     whole("qwen3moe", tmp_path / "a.gguf", **{"rope.scaling.type": "longrope"})
     with raises_with(ConfigError, "rope.scaling.type"):
         load_model(tmp_path / "a.gguf", device="cpu")
@@ -202,7 +202,7 @@ def test_what_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arch", KINDS)
-def test_inspect_says_what_a_whole_model_decodes(arch: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_inspect_lists_decoded_dense_matrices(arch: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     whole(arch, tmp_path / "model.gguf")
     code, out, _ = command("inspect", tmp_path / "model.gguf", "--device", "cpu", "--json")
     assert code == 0

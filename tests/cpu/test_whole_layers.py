@@ -117,7 +117,7 @@ def test_numbers_that_are_none_are_named(tmp_path: Path, name: str, value: float
     refused(tmp_path, BadScaleError, name, "NaN or infinity", headers=False)
 
 
-def test_scales_of_a_quantised_shared_expert_are_read(tmp_path: Path) -> None:
+def test_quantised_shared_expert_scales_are_read(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "deepseek_v3", "fp8_channel", "compressed-tensors", size=SIZE)
     path = f"{SHARED}down_proj"
 
@@ -191,7 +191,7 @@ def test_factors_of_a_router(tmp_path: Path, tail: str) -> None:
 
 
 @pytest.mark.parametrize("part", ["gate_up_proj_blocks", "gate_up_proj_scales", "down_proj_scales"])
-def test_one_expert_fewer_in_one_stack_names_the_stack(tmp_path: Path, part: str) -> None:
+def test_missing_expert_names_the_stack(tmp_path: Path, part: str) -> None:
     write_checkpoint(tmp_path, "gpt_oss", "mxfp4", size=SIZE)
     name = f"model.layers.1.mlp.experts.{part}"
     rewrite(tmp_path, put(name, lambda t: t[:3]))
@@ -200,7 +200,7 @@ def test_one_expert_fewer_in_one_stack_names_the_stack(tmp_path: Path, part: str
     assert "is the checkpoint pruned" not in inspect(tmp_path)[1]
 
 
-def test_one_expert_fewer_in_a_bias_names_the_bias(tmp_path: Path) -> None:
+def test_missing_expert_names_the_bias(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "gpt_oss", "mxfp4", size=SIZE)
     name = "model.layers.1.mlp.experts.down_proj_bias"
     rewrite(tmp_path, put(name, lambda t: t[:3]))
@@ -217,7 +217,7 @@ def test_pruned_stacks_are_detected(tmp_path: Path) -> None:
     refused(tmp_path, ConfigError, "experts 0 to 2 (3)", "num_experts=4", "pruned", layer=1, headers=True)
 
 
-def test_experts_in_a_layer_that_the_config_calls_dense(tmp_path: Path) -> None:
+def test_experts_in_layer_declared_dense_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "qwen3_moe", "bf16", size=SIZE)
     rewrite(tmp_path, lambda _: None, lambda c: c.update(mlp_only_layers=[1]))
     for name in ("inspect", "verify"):
@@ -228,13 +228,13 @@ def test_experts_in_a_layer_that_the_config_calls_dense(tmp_path: Path) -> None:
         assert "[0, 2]" in said
 
 
-def test_the_last_layer_too_may_be_called_dense_wrongly(tmp_path: Path) -> None:
+def test_experts_in_last_layer_declared_dense(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "qwen3_moe", "bf16", size=SIZE)
     rewrite(tmp_path, lambda _: None, lambda c: c.update(mlp_only_layers=[2]))
     assert_values(inspect(tmp_path)[1], "layer 2", "config.json")
 
 
-def test_layers_that_predict_further_tokens_are_no_dense_layers(tmp_path: Path) -> None:
+def test_mtp_layers_are_not_dense_layers(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "deepseek_v3", "bf16", size=SIZE)
     rewrite(
         tmp_path,
@@ -243,7 +243,7 @@ def test_layers_that_predict_further_tokens_are_no_dense_layers(tmp_path: Path) 
     assert inspect(tmp_path)[0] == 0
 
 
-def test_a_dense_layer_that_the_config_calls_sparse(tmp_path: Path) -> None:
+def test_dense_layer_declared_sparse_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "qwen3_moe", "bf16", size=SIZE)
 
     def change(tensors: dict[str, Tensor]) -> None:
@@ -269,7 +269,7 @@ MIXED = {
 
 @pytest.mark.parametrize("case", list(MIXED))
 @pytest.mark.parametrize("other", ["FP8", None])
-def test_mixed_precision_inside_a_layer_is_refused_by_name(tmp_path: Path, case: str, other: str | None) -> None:
+def test_mixed_precision_layer_refused_by_name(tmp_path: Path, case: str, other: str | None) -> None:
     write_checkpoint(tmp_path, "mixtral", "nvfp4", "modelopt", size=SIZE)
     paths = [
         f"model.layers.{i}.block_sparse_moe.experts.{e}.{p}"

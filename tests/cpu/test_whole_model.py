@@ -58,7 +58,7 @@ def changed(folder: Path, path: Path, change: Callable[[dict[str, torch.Tensor]]
     return str(path)
 
 
-def test_every_tensor_keeps_the_dtype_transformers_keeps_it_in(deepseek: Path, tmp_path: Path) -> None:
+def test_tensor_dtypes_match_transformers(deepseek: Path, tmp_path: Path) -> None:
     """A correction bias rounded to BF16 lets other experts win."""
 
     def published(tensors: dict[str, torch.Tensor]) -> None:
@@ -128,7 +128,7 @@ def test_torch_settings_do_not_change_models(folder: Path, set_for_torch: str) -
 
 
 @pytest.mark.parametrize("asked", ["eager", "grouped_mm", "batched_mm", {"": "collegium", "text_config": "eager"}])
-def test_the_experts_run_in_no_other_way(folder: Path, asked: Any) -> None:
+def test_other_experts_implementations_refused(folder: Path, asked: Any) -> None:
     model = load_model(str(folder), device="cpu")
     before = logits(model)
     for part in (model, model.model):
@@ -144,14 +144,14 @@ def test_the_experts_run_in_no_other_way(folder: Path, asked: Any) -> None:
             logits(model)
 
 
-def test_it_is_not_saved_without_its_experts(folder: Path, tmp_path: Path) -> None:
+def test_saving_without_experts_is_refused(folder: Path, tmp_path: Path) -> None:
     model = load_model(str(folder), device="cpu")
     with pytest.raises(InputError, match=rf"Copy .*, or write it .* collegium quantize {folder} --to"):
         model.save_pretrained(tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
 
 
-def test_it_stays_where_and_what_it_is(folder: Path) -> None:
+def test_moves_and_dtype_changes_refused(folder: Path) -> None:
     model = load_model(str(folder), device="cpu")
     before = logits(model)
     assert model.to("cpu") is model.to(torch.bfloat16) is model.to(device="cpu", dtype=torch.bfloat16) is model.cpu()
@@ -168,7 +168,7 @@ def test_it_stays_where_and_what_it_is(folder: Path) -> None:
     assert torch.equal(logits(model), before)
 
 
-def test_what_lies_outside_the_layers_is_left_alone(deepseek: Path, tmp_path: Path) -> None:
+def test_layers_beyond_the_config_ignored(deepseek: Path, tmp_path: Path) -> None:
     """Layers from num_hidden_layers on are read by nobody, whatever they hold."""
 
     def predict(tensors: dict[str, torch.Tensor]) -> None:
@@ -179,7 +179,7 @@ def test_what_lies_outside_the_layers_is_left_alone(deepseek: Path, tmp_path: Pa
     assert torch.equal(logits(more), logits(load_model(str(deepseek), device="cpu")))
 
 
-def test_no_expert_is_read_for_what_lies_outside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dense_loading_reads_no_experts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from collegium.integrations.transformers import loading
 
     read: list[str] = []
@@ -226,7 +226,7 @@ def test_unknown_gguf_architectures(tmp_path: Path) -> None:
             load_model(str(path), device="cpu")
 
 
-def test_one_file_beside_its_config_is_a_model(folder: Path) -> None:
+def test_single_file_with_config_loads(folder: Path) -> None:
     one = load_model(str(folder / "model.safetensors"), device="cpu")
     assert torch.equal(logits(one), logits(load_model(str(folder), device="cpu")))
 
@@ -243,7 +243,7 @@ def test_a_config_transformers_cannot_read(deepseek: Path, tmp_path: Path) -> No
     "name",
     ["model.layers.1.mlp.gate.weight", "model.layers.2.mlp.shared_experts.up_proj.weight", "model.norm.weight"],
 )
-def test_a_tensor_of_another_shape_is_named(deepseek: Path, tmp_path: Path, name: str) -> None:
+def test_mismatched_tensor_shape_is_named(deepseek: Path, tmp_path: Path, name: str) -> None:
     def cut(tensors: dict[str, torch.Tensor]) -> None:
         tensors[name] = tensors[name][:-1]
 
@@ -251,7 +251,7 @@ def test_a_tensor_of_another_shape_is_named(deepseek: Path, tmp_path: Path, name
         load_model(changed(deepseek, tmp_path / "cut", cut), device="cpu")
 
 
-def test_a_missing_tensor_is_named_also_a_correction_bias(deepseek: Path, tmp_path: Path) -> None:
+def test_missing_correction_bias_is_named(deepseek: Path, tmp_path: Path) -> None:
     name = "model.layers.2.mlp.gate.e_score_correction_bias"
 
     def drop(tensors: dict[str, torch.Tensor]) -> None:
@@ -311,7 +311,7 @@ def test_ties_generation_settings_and_stored_dtypes(tmp_path: Path, dtype: torch
     assert 0 < written.shape[1] - IDS.shape[1] <= 5
 
 
-def test_an_error_of_transformers_names_the_checkpoint(deepseek: Path, tmp_path: Path) -> None:
+def test_transformers_errors_name_the_checkpoint(deepseek: Path, tmp_path: Path) -> None:
     shutil.copytree(deepseek, tmp_path / "odd")
     config = json.loads((tmp_path / "odd" / "config.json").read_text())
     changes = {"hidden_act": "silu", "rope_parameters": {"rope_type": "unheard", "rope_theta": 1e4}}
@@ -321,7 +321,7 @@ def test_an_error_of_transformers_names_the_checkpoint(deepseek: Path, tmp_path:
 
 
 @pytest.mark.parametrize("name", ["dbrx", "llama4", "step3p7"])
-def test_a_replaced_block_returns_no_router_logits(tmp_path: Path, name: str) -> None:
+def test_router_logits_of_replaced_blocks_refused(tmp_path: Path, name: str) -> None:
     build(CASES[name], tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     for part in (config, config.get("text_config", {})):
@@ -363,7 +363,7 @@ def test_replaced_blocks_name_router_faults(tmp_path: Path, gone: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["ernie4_5_moe", "granitemoe", "minimax", "nemotron_h", "dbrx", "llama4", "phimoe"])
-def test_the_command_writes_with_families_under_their_published_names(tmp_path: Path, name: str) -> None:
+def test_generate_runs_published_family_names(tmp_path: Path, name: str) -> None:
     from dataclasses import replace
 
     from typer.testing import CliRunner
@@ -385,7 +385,7 @@ def test_the_command_writes_with_families_under_their_published_names(tmp_path: 
 
 
 @pytest.mark.parametrize("kind", ["gguf", "bare", "arctic"])
-def test_the_command_says_what_it_cannot_load(
+def test_generate_explains_unloadable_models(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from collegium import cli

@@ -43,7 +43,7 @@ def held(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in found.items() if not tensor.is_meta}
 
 
-def test_a_copy_has_experts_of_its_own(folder: Path) -> None:
+def test_copies_have_separate_experts(folder: Path) -> None:
     model = load_model(folder, device="cpu")
     wanted = logits(model)
     made: Any = copy.deepcopy(model)
@@ -65,13 +65,13 @@ with torch.no_grad():
 """
 
 
-def test_a_saved_model_runs_in_another_process(folder: Path, tmp_path: Path) -> None:
+def test_saved_model_runs_in_another_process(folder: Path, tmp_path: Path) -> None:
     model = load_model(folder, device="cpu")
     torch.save((model, IDS, logits(model)), tmp_path / "model.pt")
     subprocess.run([sys.executable, "-c", _READ, str(tmp_path / "model.pt")], check=True, timeout=240)
 
 
-def test_a_state_dict_is_not_saved_without_its_experts(folder: Path, tmp_path: Path) -> None:
+def test_state_dict_without_experts_not_saved(folder: Path, tmp_path: Path) -> None:
     model: Any = load_model(folder, device="cpu")
     state = model.state_dict()
     whole = "has only their shapes. torch.save.model. saves all of it"
@@ -93,7 +93,7 @@ def test_a_state_dict_is_not_saved_without_its_experts(folder: Path, tmp_path: P
     assert torch.equal(logits(model), before)
 
 
-def test_experts_of_others_are_refused_before_anything_is_overwritten(folder: Path) -> None:
+def test_foreign_state_dict_refused_before_overwriting(folder: Path) -> None:
     model: Any = load_model(folder, device="cpu")
     before, state = held(model), load_model(folder, device="cpu").state_dict()
     numbers = {name: torch.full(tensor.shape, 7.0) for name, tensor in state.items()}
@@ -130,7 +130,7 @@ def test_no_conversion_is_done_in_part(folder: Path, way: str) -> None:
     assert torch.equal(logits(model), wanted)
 
 
-def test_a_conversion_to_what_it_is_rounds_nothing(folder: Path) -> None:
+def test_same_dtype_conversion_rounds_nothing(folder: Path) -> None:
     """Frequencies of positions and correction biases are float32 in a BF16 model."""
     model: Any = load_model(folder, device="cpu")
     before, wanted = held(model), logits(model)
@@ -149,7 +149,7 @@ def test_a_conversion_to_what_it_is_rounds_nothing(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_registered_experts_take_tokens_of_every_dtype_in_turn(tmp_path: Path, compiled: bool) -> None:
+def test_registered_experts_accept_every_token_dtype(tmp_path: Path, compiled: bool) -> None:
     import transformers
 
     build(CASES["qwen3_moe"], tmp_path)
@@ -174,7 +174,7 @@ def test_registered_experts_take_tokens_of_every_dtype_in_turn(tmp_path: Path, c
                 assert (found.float() - wanted).norm() <= 4 * torch.finfo(dtype).eps * wanted.norm()
 
 
-def test_weights_may_be_loaded_into_a_model_by_keyword(folder: Path) -> None:
+def test_load_hook_accepts_model_by_keyword(folder: Path) -> None:
     """As adapters are by transformers, which hands the model over by name."""
     register()
     given: list[Any] = []

@@ -30,14 +30,12 @@ def folders(tmp_path_factory: Any) -> list[Path]:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_a_model_over_ranks_writes_what_one_process_does(
-    folders: list[Path], monkeypatch: pytest.MonkeyPatch, world: int
-) -> None:
+def test_model_over_ranks_matches_one_process(folders: list[Path], monkeypatch: pytest.MonkeyPatch, world: int) -> None:
     monkeypatch.setenv(FOLDERS, os.pathsep.join(map(str, folders if world == 2 else folders[1:2])))
     assert run_ranks(compare_models, world, seconds=200) == [[]] * world
 
 
-def test_torchrun_and_the_command_are_all_it_takes() -> None:
+def test_torchrun_generate_matches_one_process() -> None:
     asked = ("generate", SHIPPED, "--tokens", 20, "--prompt", "The old king", "--json")
     code, said, errors = torchrun(*asked)
     assert code == 0, errors
@@ -45,7 +43,7 @@ def test_torchrun_and_the_command_are_all_it_takes() -> None:
     assert (found["text"], found["tokens"]) == (wanted["text"], wanted["tokens"])
 
 
-def test_ranks_verify_their_experts_and_give_one_report(folders: list[Path]) -> None:
+def test_ranks_verify_into_one_report(folders: list[Path]) -> None:
     code, said, errors = torchrun("verify", folders[1], "--experts", 3, "--json")
     assert code == 0, errors
     found, wanted = json.loads(said), json.loads(command("verify", folders[1], "--experts", 3, "--json")[1])
@@ -61,9 +59,7 @@ def test_ranks_verify_their_experts_and_give_one_report(folders: list[Path]) -> 
         assert 0.5 * theirs["error"] < mine["error"] < 2 * theirs["error"]
 
 
-def test_what_one_rank_computes_wrongly_every_rank_reports(
-    folders: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_rank_reports_one_ranks_error(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FOLDERS, str(folders[1]))
     for passed, proofs in run_ranks(one_computes_wrongly, 2):
         assert not passed
@@ -86,7 +82,7 @@ def test_ranks_measure_sequences_of_their_own(tmp_path: Path) -> None:
     assert all(row["seconds"] and 0 < row["error"] < 0.01 for row in report["rows"]), report
 
 
-def test_a_group_that_is_there_is_used_and_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_process_group_is_reused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FOLDERS, str(SHIPPED))
     first, other = run_ranks(by_command, 2)
     for (code, said, _), prompt in zip(first, ("Once", "The old king"), strict=True):
@@ -120,7 +116,7 @@ def test_a_rank_that_fails_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None
         ({}, ("generate", SHIPPED), "which another program has; choose another with --master-port"),
     ],
 )
-def test_a_launch_that_cannot_be_is_one_error(
+def test_invalid_launch_gives_one_error(
     environ: dict[str, str], arguments: tuple[object, ...], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.socket() as taken:
@@ -137,7 +133,7 @@ def test_a_launch_that_cannot_be_is_one_error(
     assert "InputError" in said
 
 
-def test_the_others_are_waited_for_no_longer_than_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_ranks_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("collegium.parallel.torchrun.PATIENCE", 1.0)
     with socket.socket() as free:
         free.bind(("", 0))

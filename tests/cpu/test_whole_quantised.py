@@ -70,7 +70,7 @@ def close(ours: nn.Module, theirs: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("name", list(KINDS))
-def test_it_is_the_model_of_the_decoded_numbers(tmp_path: Path, name: str, caplog: Any) -> None:
+def test_matches_model_of_decoded_weights(tmp_path: Path, name: str, caplog: Any) -> None:
     """Attention, dense layer, head and experts are quantised, in every storage."""
     kind = KINDS[name]
     twin = quantise(write(tmp_path / "model"), kind, linear)
@@ -161,7 +161,7 @@ def test_deepseek_v4_as_it_is_published(tmp_path: Path) -> None:
     close(ours, theirs)
 
 
-def test_modelopt_gives_modules_algorithms_of_their_own(tmp_path: Path, caplog: Any) -> None:
+def test_modelopt_per_module_algorithms(tmp_path: Path, caplog: Any) -> None:
     layers = {}
 
     def other(path: str) -> Any:
@@ -184,7 +184,7 @@ def test_modelopt_gives_modules_algorithms_of_their_own(tmp_path: Path, caplog: 
     )
 
 
-def test_down_in_another_format_than_gate_and_up(tmp_path: Path) -> None:
+def test_down_format_differs_from_gate_up(tmp_path: Path) -> None:
     """Of routed experts NVFP4 with FP8, as ModelOpt mixes them."""
     layers = {}
 
@@ -206,7 +206,7 @@ def test_down_in_another_format_than_gate_and_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["re:.*embed_tokens$", "Embedding"])
-def test_compressed_tensors_with_two_groups_and_embeddings(tmp_path: Path, target: str) -> None:
+def test_compressed_tensors_groups_with_embeddings(tmp_path: Path, target: str) -> None:
     """Names in targets decide before classes, of which there are two."""
     eight = {
         "targets": [target, "lm_head"],
@@ -337,13 +337,13 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", list(FAULTS))
-def test_what_contradicts_itself_is_refused_by_name(tmp_path: Path, fault: str) -> None:
+def test_contradictory_checkpoints_refused_by_name(tmp_path: Path, fault: str) -> None:
     kind, change, said = FAULTS[fault]
     refused(tmp_path, change, kind, said=rf"(?s){said}")
 
 
 @pytest.mark.parametrize("name", ["fp8 blocks", "ct nvfp4", "gptq order"])
-def test_the_commands_take_it_as_it_was_downloaded(tmp_path: Path, name: str) -> None:
+def test_commands_accept_published_quantised_models(tmp_path: Path, name: str) -> None:
     """The text is that of the decoded numbers; the experts are not quantised, so their kernels are the same."""
     from typer.testing import CliRunner
 
@@ -375,7 +375,7 @@ def test_the_commands_take_it_as_it_was_downloaded(tmp_path: Path, name: str) ->
     assert not any("outside the experts" in text for text in said["inspect model-decoded"][0]["findings"])
 
 
-def test_inspect_says_why_it_is_no_whole_model(tmp_path: Path) -> None:
+def test_inspect_explains_unloadable_whole_model(tmp_path: Path) -> None:
     """Its layers are read as before."""
     from collegium.checkpoint import Checkpoint, audit
 
@@ -425,7 +425,7 @@ def test_quantize_copies_it(tmp_path: Path, name: str, target: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gptq", "awq", "modelopt fp8", "bitsandbytes", "mxfp8"])
-def test_quantize_refuses_what_no_config_could_say(tmp_path: Path, name: str) -> None:
+def test_quantize_refuses_inexpressible_configs(tmp_path: Path, name: str) -> None:
     from collegium.commands.quantize import quantize_model
 
     quantise(write(tmp_path / "model"), KINDS[name], linear)
@@ -434,7 +434,7 @@ def test_quantize_refuses_what_no_config_could_say(tmp_path: Path, name: str) ->
     assert not (tmp_path / "out").exists()
 
 
-def test_a_config_of_its_own_for_the_quantisation(tmp_path: Path) -> None:
+def test_separate_modelopt_quantisation_config(tmp_path: Path) -> None:
     """ModelOpt's ``hf_quant_config.json``, whose exclusions are wildcards; the last attention is plain."""
     folder = write(tmp_path / "model")
     twin = quantise(folder, KINDS["modelopt nvfp4"], lambda path: linear(path) and "2.self_attn" not in path)
@@ -455,7 +455,7 @@ def test_a_config_of_its_own_for_the_quantisation(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["gptq", "gptq zeros", "gptq order", "gptq 8 bits", "ct int4 zeros", "awq"])
-def test_a_config_as_older_exporters_wrote_it(tmp_path: Path, name: str) -> None:
+def test_configs_of_older_exporters(tmp_path: Path, name: str) -> None:
     """AutoGPTQ's and AutoAWQ's own files, which name no method, and the first key of compressed-tensors."""
     folder = write(tmp_path / "model")
     twin = quantise(folder, KINDS[name], linear)
@@ -478,7 +478,7 @@ def test_a_config_as_older_exporters_wrote_it(tmp_path: Path, name: str) -> None
 
 
 @pytest.mark.parametrize("name", ["gptq", "awq", "ct int4"])
-def test_an_older_config_does_not_outlive_its_integers(tmp_path: Path, name: str) -> None:
+def test_quantize_drops_older_quantisation_config(tmp_path: Path, name: str) -> None:
     folder = write(tmp_path / "model")
     twin = quantise(folder, KINDS[name], lambda path: ".experts." in path)
     config = json.loads((folder / "config.json").read_text())
@@ -570,7 +570,7 @@ PACKED = {
 
 
 @pytest.mark.parametrize(("name", "form"), PACKED.items())
-def test_the_stored_numbers_are_those_of_the_package(name: str, form: str) -> None:
+def test_stored_values_match_compressed_tensors(name: str, form: str) -> None:
     """What the tests above write and take for truth is what compressed-tensors reads."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme

@@ -44,7 +44,7 @@ def arena(regions: tuple[Region, ...] = REGIONS) -> Memory:
     return Workspace(CPU, places.nbytes).memory(places)
 
 
-def test_buffers_have_the_shapes_and_do_not_overlap() -> None:
+def test_buffers_have_shapes_without_overlap() -> None:
     made = one_pass(arena())
     assert {name: (tuple(t.shape), t.dtype) for name, t in made.items()} == WANTED
     for number, tensor in enumerate(made.values()):
@@ -111,7 +111,7 @@ def test_regions_have_one_place() -> None:
     assert memory.alloc("second", (7,), torch.int64) is first
 
 
-def test_what_is_remembered_of_an_arena_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arena_buffer_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memories, "_MAX_CACHED_BUFFERS", 3)
     memory = arena()
     made = [memory.alloc("second", (size,), torch.uint8) for size in range(20)]
@@ -119,7 +119,7 @@ def test_what_is_remembered_of_an_arena_has_a_bound(monkeypatch: pytest.MonkeyPa
     assert len({tensor.data_ptr() for tensor in made[1:]}) == 1
 
 
-def test_maps_of_the_same_regions_have_the_same_places() -> None:
+def test_equal_regions_give_equal_offsets() -> None:
     one, two = MemoryMap(REGIONS), MemoryMap(tuple(Region(*region) for region in REGIONS))
     assert one.offsets == two.offsets
     assert one.nbytes == two.nbytes
@@ -136,7 +136,7 @@ def test_copied_maps_equal_their_regions() -> None:
     assert pickle.loads(pickle.dumps(alone)).offsets == alone.offsets
 
 
-def test_parts_put_their_name_before_the_regions() -> None:
+def test_parts_prefix_region_names() -> None:
     memory = arena((*REGIONS, Region("part/inner/fourth", 8)))
     whole = memory.alloc("part/third", (5,), torch.uint8)
     part = memory.part("part")
@@ -223,7 +223,7 @@ def test_small_workspaces_outlive_running_passes() -> None:
     assert bool((retired.memory(places).alloc("second", (600,), torch.uint8) == 1).all())
 
 
-def test_threads_never_hold_one_workspace_at_the_same_time() -> None:
+def test_threads_never_share_a_workspace() -> None:
     lent, held, twice = Workspaces(CPU), set[int](), list[int]()
 
     def many() -> None:
@@ -240,7 +240,7 @@ def test_threads_never_hold_one_workspace_at_the_same_time() -> None:
     assert not twice
 
 
-def test_a_copied_or_unpickled_owner_shares_the_devices_workspaces() -> None:
+def test_copies_and_pickles_share_device_workspaces() -> None:
     lent = Workspaces(CPU)
     lent.reserve(300)
     for own in (copy.deepcopy(lent), pickle.loads(pickle.dumps(lent))):
@@ -260,7 +260,7 @@ def test_temporary_buffers_are_distinct() -> None:
     assert not addresses & {tensor.data_ptr() for tensor in later}
 
 
-def test_memory_made_in_inference_mode_can_be_written_outside() -> None:
+def test_inference_mode_memory_is_writable_outside() -> None:
     places = memory_map(REGIONS)
     with torch.inference_mode():
         space = Workspace(CPU, places.nbytes)

@@ -106,6 +106,7 @@ def noted_of_recipe(shape: str, recipe: str, tokens: list[int]) -> list[Noted]:
     from collegium.types import Routing
 
     interleave = import_module("collegium.experts.triton.packing.interleave")
+    dummy_weights = import_module("collegium.dummy.weights")
     weights, activations = bench.recipe_of(recipe)
     _, spec = bench.named_layer(shape)
     spec = replace(spec, weight_format=encoded_as(weights))
@@ -116,7 +117,7 @@ def noted_of_recipe(shape: str, recipe: str, tokens: list[int]) -> list[Noted]:
     # Which numbers there are does not matter: one expert is made, and no code is re-laid.
     with (
         pretending() as launches,
-        patch.object(bench, "_DISTINCT_EXPERTS", 1),
+        patch.object(dummy_weights, "_DISTINCT_EXPERTS", 1),
         patch.object(interleave, "_fill", clear),
     ):
         layer = layer_on(spec, activations, limit=max(tokens))

@@ -75,7 +75,7 @@ def _replayed(rank: int) -> list[str]:
     return faults
 
 
-def test_a_graph_of_fixed_room_gives_the_bits_of_one_layer() -> None:
+def test_fixed_capacity_graph_matches_one_layer() -> None:
     assert run_ranks(_replayed, WORLD, "nccl", seconds=400) == [[]] * WORLD
 
 
@@ -102,7 +102,7 @@ def _overflows(rank: int) -> tuple[list[int], list[str]]:
     return lost, said
 
 
-def test_a_replay_without_room_is_an_error_on_every_rank() -> None:
+def test_replay_overflow_raises_on_every_rank() -> None:
     for rank, (lost, said) in enumerate(run_ranks(_overflows, WORLD, "nccl", seconds=200)):
         assert lost == ([4, 5] if rank == 1 else [])
         assert "found no room when a CUDA graph ran, and their rows are NaN (rank 1: 2)" in said[0]
@@ -127,7 +127,7 @@ def _reduced(rank: int) -> list[float]:
     return found
 
 
-def test_reduced_sums_are_as_close_as_they_say() -> None:
+def test_reduced_sums_within_documented_error() -> None:
     for found in run_ranks(_reduced, WORLD, "nccl", seconds=300):
         assert max(found) < 1, found
 
@@ -144,7 +144,7 @@ def _too_many(rank: int) -> list[str]:
     return said
 
 
-def test_more_tokens_than_planned_are_an_error_on_every_rank() -> None:
+def test_too_many_tokens_raise_on_ranks() -> None:
     for said in run_ranks(_too_many, WORLD, "nccl", seconds=200):
         assert len(said) == 8
         assert all("InputError" in text and "65" in text for text in said), said

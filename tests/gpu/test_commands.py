@@ -59,7 +59,7 @@ def test_after_compiling_the_demo_compiles_nothing(monkeypatch, compiled):
     assert all(row.tokens_per_second > 0 for row in report.rows)
 
 
-def test_a_text_is_timed_in_the_steps_of_a_graph(compiled):
+def test_text_is_timed_in_a_graph(compiled):
     limits = writing.prompt_limits(SHIPPED, "The old king")
     assert 1 < limits.max_tokens <= 8
     model = load_model(str(SHIPPED), device="cuda", limits=limits)
@@ -77,7 +77,7 @@ def test_a_text_is_timed_in_the_steps_of_a_graph(compiled):
 
 
 @pytest.mark.parametrize("run", [bench, tune])
-def test_a_layer_larger_than_the_memory_is_refused_before_anything_is_built(run):
+def test_oversized_layer_refused_before_allocation(run):
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     recipe = ("bf16", "bf16")

@@ -61,7 +61,7 @@ def _fresh_compiler():
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("first", ["eager", "compiled"])
-def test_a_compiled_model_gives_its_eager_logits(mode: str, first: str) -> None:
+def test_compiled_model_matches_eager_logits(mode: str, first: str) -> None:
     model = qwen()
     if first == "eager":
         model(ids_of(2, 9))
@@ -81,7 +81,7 @@ def test_a_compiled_model_gives_its_eager_logits(mode: str, first: str) -> None:
     assert relative_error(wanted, model(ids, use_cache=False).logits) > 0.2
 
 
-def test_a_copied_and_an_unpickled_layer_run_themselves() -> None:
+def test_copied_and_unpickled_layers_run_independently() -> None:
     made = load_layer(SHIPPED, 2, device="cuda", weight_format="mxfp4")
     x = torch.randn(5, 256, device="cuda").bfloat16()
     wanted = made(x)
@@ -96,7 +96,7 @@ def test_a_copied_and_an_unpickled_layer_run_themselves() -> None:
                 assert torch.equal(run(x).clone(), wanted)
 
 
-def test_generate_with_a_static_cache_writes_what_the_decoder_writes() -> None:
+def test_static_cache_generate_matches_decoder() -> None:
     model, ids = qwen(), ids_of(1, 7)
     wanted = Decoder(model, capture=False).generate(ids, 24)
     for _ in range(2):
@@ -106,7 +106,7 @@ def test_generate_with_a_static_cache_writes_what_the_decoder_writes() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_everything_asked_of_the_second_gpu_happens_there() -> None:
+def test_second_gpu_does_all_the_work() -> None:
     ids, texts = torch.tensor([[5, 60, 7]]), []
     for device in ("cuda:0", "cuda:1"):
         before = torch.cuda.memory_allocated(0)

@@ -55,7 +55,7 @@ def test_the_graph_writes_the_same_tokens(family, tokens, rows):
     assert torch.equal(graph.generate(other, tokens), plain.generate(other, tokens))
 
 
-def test_a_kernel_that_cannot_be_captured_is_not():
+def test_uncapturable_kernel_is_not_captured():
     model = tiny("qwen3_moe")
     ids = torch.randint(0, 512, (1, 9), device="cuda")
     decoder = Decoder(model)
@@ -71,7 +71,7 @@ def test_a_kernel_that_cannot_be_captured_is_not():
     assert not decoder.captured
 
 
-def test_a_cache_that_slides_is_not_captured():
+def test_sliding_cache_is_not_captured():
     decoder = Decoder(tiny("gpt_oss"))
     decoder.generate(torch.randint(0, 512, (1, 9), device="cuda"), 40)
     assert not decoder.captured

@@ -42,7 +42,7 @@ def test_the_published_layout_runs(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int4_group", "fp8_block"])
-def test_a_16_bit_shared_expert_beside_quantised_ones(tmp_path: Path, name: str) -> None:
+def test_bf16_shared_expert_with_quantised_experts(tmp_path: Path, name: str) -> None:
     write_checkpoint(tmp_path, "deepseek_v3", name, size=TinySize(hidden=WIDTH, intermediate=384, experts=6, layers=3))
     x = heavy_tailed(33, WIDTH, seed=2).bfloat16()
     on_gpu, on_cpu = (load_layer(tmp_path, 2, device=device) for device in ("cuda", "cpu"))

@@ -50,7 +50,7 @@ def call(tokens: int, seed: int) -> tuple[torch.Tensor, Routing]:
 
 
 @pytest.mark.parametrize(("weights", "activations"), RECIPES)
-def test_bits_are_those_of_the_sorted_way(weights: str, activations: str | None) -> None:
+def test_direct_matches_split_bitwise(weights: str, activations: str | None) -> None:
     layer = build(weights, activations)
     both = layer._context
     (_, direct), (_, split) = both.pipelines
@@ -72,7 +72,7 @@ def test_bits_are_those_of_the_sorted_way(weights: str, activations: str | None)
 
 @pytest.mark.parametrize(("weights", "activations"), RECIPES)
 @pytest.mark.parametrize("captured", [False, True])
-def test_passes_that_follow_closely_do_not_meet(weights: str, activations: str | None, captured: bool) -> None:
+def test_overlapping_passes_do_not_interfere(weights: str, activations: str | None, captured: bool) -> None:
     """A kernel starts while the one before it ends, so passes of one layer run into each other on one stream."""
     layer = build(weights, activations)
     calls = [call(1 + index % 4, index) for index in range(12)]

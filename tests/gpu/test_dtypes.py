@@ -23,7 +23,7 @@ WRITTEN = [form.name for form in FORMATS if not form.read_only and form.name != 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("weights", WRITTEN)
-def test_no_format_needs_the_reference_and_none_is_wrong(weights: str, dtype: Any) -> None:
+def test_every_format_has_an_accurate_kernel(weights: str, dtype: Any) -> None:
     layer = load_layer(MODEL, layer=2, weight_format=weights, dtype=dtype)
     judge = load_layer(MODEL, layer=2, weight_format=weights, dtype="fp32", overrides=Overrides(kernel="reference"))
     assert layer.plan.kernel != "reference"

@@ -63,7 +63,7 @@ def test_a_graph_of_layers() -> None:
         assert all(torch.equal(rows[:stop], right) for rows, right in zip(found, wanted, strict=True))
 
 
-def test_the_driver_tells_how_fast_memory_is() -> None:
+def test_driver_reports_memory_bandwidth() -> None:
     facts = probe("cuda")
     assert facts.bandwidth is not None
     assert 1.5e12 < facts.bandwidth < 6e12, "no Hopper GPU has that"

@@ -153,14 +153,14 @@ def test_every_tile_gives_the_same_bits(weights: str, act: str, bound: float) ->
 
 
 @pytest.mark.parametrize(("weights", "act", "bound"), CASES)
-def test_a_row_does_not_depend_on_the_batch(weights: str, act: str, bound: float) -> None:
+def test_rows_are_batch_invariant(weights: str, act: str, bound: float) -> None:
     packed, _, problem = build(weights, act, wide=256, hidden=512)
     check_rows_stand_alone(packed, (2, 9, 64, 333, 4096), DTYPES[problem.dtype])
 
 
 @pytest.mark.parametrize("scaled", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_every_e4m3_code_is_exact_in_lanes(scaled: bool, dtype: torch.dtype) -> None:
+def test_every_e4m3_code_exact_in_lanes(scaled: bool, dtype: torch.dtype) -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     codes = torch.where((codes & 127) == 127, 0, codes)[None, None, None].view(torch.float8_e4m3fn).cuda()
     scales = torch.linspace(118, 134, 8).round().to(torch.uint8)[None, None, None].cuda()
@@ -180,7 +180,7 @@ def test_every_e4m3_code_is_exact_in_lanes(scaled: bool, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
-def test_every_e2m1_code_and_scale_is_exact(name: str, dtype: torch.dtype) -> None:
+def test_every_e2m1_code_and_scale_exact(name: str, dtype: torch.dtype) -> None:
     half, size = dtype == torch.float16, 32 if name == "mxfp4" else 16
     codes = pack_nibbles(torch.arange(16, dtype=torch.uint8).repeat(128)[None, None, None])
     scales = torch.arange(2048 // size, dtype=torch.uint8)
@@ -203,7 +203,7 @@ def test_every_e2m1_code_and_scale_is_exact(name: str, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("group", [32, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_every_integer_beside_every_zero_point_is_exact(bits: int, group: int, dtype: torch.dtype) -> None:
+def test_every_integer_and_zero_point_exact(bits: int, group: int, dtype: torch.dtype) -> None:
     count = 1 << bits
     codes = torch.arange(256).remainder(count).repeat(count, 1).to(torch.uint8)
     zeros = torch.arange(count, dtype=torch.uint8)[:, None].expand(count, 256 // group).contiguous()
@@ -226,7 +226,7 @@ def test_every_integer_beside_every_zero_point_is_exact(bits: int, group: int, d
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_every_code_and_step_of_gguf_blocks_is_exact(kind: str, dtype: torch.dtype) -> None:
+def test_every_gguf_code_and_step_exact(kind: str, dtype: torch.dtype) -> None:
     payload, half = random_blocks(kind, 1, 1, 160, 512).to("cuda"), dtype == torch.float16
     packed = pack_gguf(payload, None, half=half)
     packed = replace(packed, layout=replace(packed.layout, half=half))
@@ -267,7 +267,7 @@ def test_codes_that_look_numbers_up(act: str, most: float, wide: int, hidden: in
 
 @pytest.mark.parametrize("name", ["fp8_group128", "fp8_group128_pow2", "fp8_token"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_codes_and_scales_of_rows_are_those_of_the_format(name: str, dtype: torch.dtype) -> None:
+def test_row_codes_and_scales_match_format(name: str, dtype: torch.dtype) -> None:
     x = heavy_tailed(70, 336, seed=3).to(dtype)
     x[3] = 0
     x[4] *= 1e-36
@@ -311,7 +311,7 @@ def test_nothing_waits_for_the_device() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_nan_token_stays_in_its_rows() -> None:
+def test_nan_tokens_stay_in_their_rows() -> None:
     for weights, act in (("bf16", "bf16"), ("fp8_block", "fp8_group128"), ("mxfp4", "bf16")):
         packed, _, _ = build(weights, act)
         batch = dispatched(20, 17, 336)
@@ -325,7 +325,7 @@ def test_a_nan_token_stays_in_its_rows() -> None:
         assert torch.equal(found[:stop][~hit], clean[:stop][~hit])
 
 
-def test_rows_beyond_the_last_expert_are_not_written() -> None:
+def test_rows_past_last_expert_not_written() -> None:
     packed, _, _ = build("bf16", "bf16")
     batch = dispatched(12, 17, 336)
     stop = int(batch.expert_offsets[-1])

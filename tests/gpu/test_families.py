@@ -42,7 +42,7 @@ def test_whole_models_in_float32(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in FLOAT32_ON_GPU])
-def test_a_whole_model_in_bf16_and_the_tokens_it_writes(tmp_path: Path, name: str) -> None:
+def test_whole_models_and_tokens_in_bf16(tmp_path: Path, name: str) -> None:
     build(CASES[name], tmp_path)
     in_bf16(tmp_path)
     ours = load_model(str(tmp_path), device=DEVICE)
@@ -60,7 +60,7 @@ def test_a_whole_model_in_bf16_and_the_tokens_it_writes(tmp_path: Path, name: st
     assert decoder.captured or name not in CAPTURED
 
 
-def test_a_step_that_asks_the_host_is_not_captured(tmp_path: Path) -> None:
+def test_host_synchronising_step_is_not_captured(tmp_path: Path) -> None:
     build(CASES["qwen3_moe"], tmp_path)
     in_bf16(tmp_path)
     model = load_model(str(tmp_path), device=DEVICE)

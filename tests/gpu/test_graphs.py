@@ -37,7 +37,7 @@ RECIPES = (
     ("nvfp4", "fp8_token"),
     ("fp8_block", "fp8_group128"),
     ("bf16", None),
-    ("int4", None),
+    ("int4_group", None),
 )
 
 

@@ -55,7 +55,7 @@ def call(tokens: int) -> tuple[torch.Tensor, Routing]:
 
 @pytest.mark.parametrize(("weights", "activations"), FORMATS)
 @pytest.mark.parametrize(("shared", "gated"), [(False, False), (True, False), (True, True)])
-def test_a_pass_takes_no_memory_and_does_not_wait(
+def test_passes_neither_allocate_nor_synchronise(
     weights: str, activations: str | None, shared: bool, gated: bool
 ) -> None:
     layer = build(weights, activations, shared=shared, gated=gated)
@@ -86,7 +86,7 @@ def test_the_workspace_changes_no_bits() -> None:
     assert torch.equal(layer(x, routing=routing), wanted)
 
 
-def test_passes_on_two_streams_do_not_meet_in_the_shared_buffers() -> None:
+def test_concurrent_streams_do_not_share_buffers() -> None:
     layer = build("bf16", None)
     calls = [call(tokens) for tokens in (500, 501)]
     wanted = [layer(x, routing=routing) for x, routing in calls]
@@ -101,7 +101,7 @@ def test_passes_on_two_streams_do_not_meet_in_the_shared_buffers() -> None:
     assert all(torch.equal(out, wanted[place]) for place in (0, 1) for out in found[place])
 
 
-def test_repeated_passes_give_the_bits_of_computed_ones() -> None:
+def test_replayed_passes_match_computed_bitwise() -> None:
     layer, plain = build("fp8_block", "fp8_group128", shared=True), build("fp8_block", "fp8_group128", shared=True)
     plain.workspaces = None
     x, routing = call(33)
@@ -137,7 +137,7 @@ def test_a_large_batch_is_repeated_too(weights: str, activations: str | None) ->
     assert all(isinstance(found, tuple) for found in layer._executor.replay._kinds.values())
 
 
-def test_a_repeated_pass_is_captured_as_it_is() -> None:
+def test_replayed_pass_can_be_captured() -> None:
     layer = build("mxfp4", "fp8_group128")
     x, routing = call(9)
     out = torch.empty_like(x)
@@ -153,7 +153,7 @@ def test_a_repeated_pass_is_captured_as_it_is() -> None:
         assert torch.equal(out, wanted)
 
 
-def test_a_hook_sees_every_launch_of_a_pass_that_was_repeated_before() -> None:
+def test_hook_sees_launches_of_replayed_pass() -> None:
     layer = build("fp8_block", "fp8_group128")
     x, routing = call(8)
     wanted = layer(x, routing=routing)
@@ -185,9 +185,7 @@ def microseconds(run: Callable[[], object]) -> float:
 
 @pytest.mark.parametrize("tokens", [1, 8, 64])
 @pytest.mark.parametrize(("weights", "activations"), COSTS)
-def test_an_eager_call_costs_the_host_less_than_100_microseconds(
-    weights: str, activations: str | None, tokens: int, record_property
-) -> None:
+def test_eager_call_host_time_below_100us(weights: str, activations: str | None, tokens: int, record_property) -> None:
     layer = build(weights, activations)
     x, routing = call(tokens)
     out = torch.empty_like(x)
@@ -197,7 +195,7 @@ def test_an_eager_call_costs_the_host_less_than_100_microseconds(
     assert found < 100, f"{found:.1f} us"
 
 
-def test_full_graph_compilation_gives_the_bits_of_eager() -> None:
+def test_fullgraph_compile_matches_eager_bitwise() -> None:
     layer = build("mxfp4", None)
     compiled = torch.compile(layer, fullgraph=True, dynamic=True)
     for tokens in (3, 40):
@@ -207,7 +205,7 @@ def test_full_graph_compilation_gives_the_bits_of_eager() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_layer_runs_on_its_own_device_whatever_the_current_one_is() -> None:
+def test_layer_ignores_the_current_device() -> None:
     x, routing = call(9)
     with torch.cuda.device(1):
         layer = build("bf16", None)

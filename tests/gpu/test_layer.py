@@ -70,7 +70,7 @@ def test_gpu_layer_is_the_cpu_reference(weight_format, activations):
 
 
 @pytest.mark.parametrize("score", ["softmax", "topk_softmax", "sigmoid", "sqrt_softplus"])
-def test_gpu_routing_is_the_cpu_routing_bit_for_bit(score):
+def test_gpu_routing_matches_cpu(score):
     logits = heavy_tailed(257, 64, seed=4, channels=False)
     logits[::5] = logits[::5].round()  # ties
     spec = RoutingSpec(top_k=6, score=score, groups=8, topk_groups=3, group_score="top2_sum")
@@ -79,7 +79,7 @@ def test_gpu_routing_is_the_cpu_routing_bit_for_bit(score):
     assert relative_error(on_gpu.topk_weights.cpu(), on_cpu.topk_weights) < 1e-6
 
 
-def test_gpu_layer_with_its_own_router_runs_twice_the_same():
+def test_gpu_layer_with_router_is_deterministic():
     weights = encode_experts(random_experts(16, 2, 96, 128, seed=5), "mxfp4")
     spec = MoESpec(
         hidden_size=128,
@@ -100,7 +100,7 @@ def test_gpu_layer_with_its_own_router_runs_twice_the_same():
 
 
 @pytest.mark.parametrize("weight_format", ["bf16", "fp8_block", "mxfp4", "nvfp4", "int4_group"])
-def test_planned_kernel_is_right_and_replays_in_a_graph(weight_format):
+def test_planned_kernel_is_accurate_and_capturable(weight_format):
     """What the plan calls capturable is captured whole: router, experts, combine, shared expert."""
     experts, hidden, wide = 17, 256, 128
     weights = encode_experts(random_experts(experts, 2, wide, hidden, seed=8), weight_format)
@@ -149,9 +149,7 @@ def test_planned_kernel_is_right_and_replays_in_a_graph(weight_format):
         ("mxfp4", "bf16", "fp8_token", 0.07),
     ],
 )
-def test_gpu_rows_packed_by_expert_wait_for_nothing_and_replay_with_other_counts(
-    weight_format, dtype, activations, bound
-):
+def test_gpu_batched_rows_asynchronous_and_replayable(weight_format, dtype, activations, bound):
     experts, room, hidden, wide = 6, 40, 192, 90
     weights = encode_experts(random_experts(experts, 2, wide, hidden, seed=1), weight_format)
     spec = MoESpec(
@@ -190,7 +188,7 @@ def test_gpu_rows_packed_by_expert_wait_for_nothing_and_replay_with_other_counts
         assert torch.equal(layer.run_batched(given, counts)[held], out[held])
 
 
-def test_gpu_experts_are_swapped_until_a_graph_has_captured_them():
+def test_gpu_experts_swap_until_captured():
     def made(weight_format, seed):
         return to(encode_experts(random_experts(16, 2, 96, 128, seed=seed), weight_format), "cuda")
 
@@ -225,7 +223,7 @@ def test_gpu_experts_are_swapped_until_a_graph_has_captured_them():
     ("weight_format", "activations"),
     [("bf16", None), ("fp8_block", "fp8_group128"), ("mxfp4", "fp8_token"), ("nvfp4", None)],
 )
-def test_gpu_merged_shared_expert_has_the_bits_of_apart_eager_and_replayed(weight_format, activations):
+def test_gpu_merged_shared_expert_matches_apart(weight_format, activations):
     """Layers with routers of their own, by logits and by a given routing: unsorted, sorted, in passes, in a graph."""
     experts, hidden, wide, most = 17, 256, 128, 200
     spec = MoESpec(
@@ -282,7 +280,7 @@ def test_gpu_merged_shared_expert_has_the_bits_of_apart_eager_and_replayed(weigh
     ("weights", "shared", "activations"),
     [("bf16", SharedSpec(intermediate_size=128, gated=True), None), ("mxfp4", "fp8_block", "fp8_token")],
 )
-def test_gpu_a_shared_expert_runs_beside_the_others(weights, shared, activations):
+def test_gpu_shared_expert_on_side_stream(weights, shared, activations):
     """Several layers, in graphs of several threads and of torch.compile: the bits of layers without a second stream."""
     experts, hidden, wide, most = 17, 256, 128, 200
     own = shared if isinstance(shared, SharedSpec) else SharedSpec(intermediate_size=wide, weight_format=shared)

@@ -32,7 +32,7 @@ def bits(rows: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize(("k_in", "n_out"), SIZES)
-def test_a_row_has_the_same_bits_in_every_batch(k_in: int, n_out: int, pair: Pair) -> None:
+def test_rows_are_batch_invariant(k_in: int, n_out: int, pair: Pair) -> None:
     x, weight = made(4096, k_in, n_out, pair)
     alone = bits(torch.cat([linear(row[None], weight) for row in x]))
     for tokens in COUNTS:
@@ -63,7 +63,7 @@ def test_truth(k_in: int, n_out: int, pair: Pair, monkeypatch: pytest.MonkeyPatc
                 )
 
 
-def test_a_float32_product_errs_no_more_than_torch() -> None:
+def test_fp32_error_not_above_torch() -> None:
     x, weight = made(512, 7168, 256, (BF16, FP32))
     truth = x.double() @ weight.double().T
     before = torch.backends.cuda.matmul.allow_tf32
@@ -77,7 +77,7 @@ def test_a_float32_product_errs_no_more_than_torch() -> None:
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("tokens", [3, 40, 3000])
-def test_what_is_no_number_stays_in_its_row(pair: Pair, odd: float, tokens: int) -> None:
+def test_nonfinite_values_stay_in_their_row(pair: Pair, odd: float, tokens: int) -> None:
     x, weight = made(tokens, 2048, 130, pair)
     wanted = linear(x, weight)
     x[1, 2047], x[tokens - 1, 0] = odd, odd

@@ -33,7 +33,7 @@ WIDER = Case(1024, 512, 4)
 
 
 @pytest.mark.parametrize(("case", "world"), list(product((*CASES, WIDER), (2, 4))))
-def test_virtual_ranks_have_the_bits_of_one_rank(case: Case, world: int) -> None:
+def test_virtual_ranks_equal_one_rank_bitwise(case: Case, world: int) -> None:
     ranks = Ranks(case, world, "cuda", most=600)
     for turn, counts in enumerate(TURNS):
         for dtype in (torch.float32, torch.bfloat16):
@@ -43,7 +43,7 @@ def test_virtual_ranks_have_the_bits_of_one_rank(case: Case, world: int) -> None
 
 
 @pytest.mark.parametrize("case", [CASES[0], WIDER])
-def test_ranks_that_run_beside_each_other_have_the_bits_of_one_rank(case: Case) -> None:
+def test_concurrent_ranks_equal_one_rank_bitwise(case: Case) -> None:
     world = 2
     ranks = Ranks(case, world, "cuda", most=600)
     # As many programs of each rank as fit beside those of the other one.
@@ -80,7 +80,7 @@ def _beside_others(*args: Any, **options: Any) -> None:
     launch(*args, **options | {"launch_cooperative_grid": False})
 
 
-def test_one_launch_that_is_its_own_peer_has_the_bits_of_one_rank() -> None:
+def test_self_peer_launch_equals_one_rank() -> None:
     # Every peer is this rank, so tokens whose experts are all here get their sums, each rank's share of them alike.
     ranks = Ranks(WIDER, 2, "cuda", most=600)
     place = ranks.tables[0].slots[0]
@@ -102,12 +102,12 @@ def test_one_launch_that_is_its_own_peer_has_the_bits_of_one_rank() -> None:
 
 
 @several
-def test_a_graph_of_layers_over_ranks_has_the_bits_of_one_layer() -> None:
+def test_graph_over_ranks_equals_one_layer() -> None:
     assert run_ranks(partial(replayed, fused=True), WORLD, "nccl", seconds=400) == [[]] * WORLD
 
 
 @several
-def test_a_layer_whose_neighbour_does_not_come_says_so_in_bounded_time() -> None:
+def test_absent_neighbour_reported_in_bounded_time() -> None:
     first, last = run_ranks(partial(deserted, fused=True), 2, "nccl", seconds=200)
     assert first[0].startswith("symm_mem dispatch: symm_mem dispatch on rank 0: rank 1 did not come")
     assert first[1] == first[0], "and again at the next call"

@@ -21,7 +21,7 @@ two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 @two
 @pytest.mark.parametrize("recipe", sorted(set(RECIPES) - {"whole"}))
-def test_random_rebalances_with_replicas_change_no_bit(recipe: str) -> None:
+def test_random_rebalances_with_replicas_preserve_bits(recipe: str) -> None:
     world = min(torch.cuda.device_count(), 4)
     work = partial(rebalance, recipe=recipe, times=150, replicas=True, spoil=25)
     for faults, counts in run_ranks(work, world, "nccl", seconds=500):
@@ -32,7 +32,7 @@ def test_random_rebalances_with_replicas_change_no_bit(recipe: str) -> None:
 
 
 @two
-def test_a_graph_of_layers_that_read_peers_memory_follows_moves() -> None:
+def test_symmetric_memory_graph_follows_moves() -> None:
     world = min(torch.cuda.device_count(), 4)
     work = partial(served_while_moving, recipes=("mxfp4", "fp8_block", "bf16"), times=60)
     assert run_ranks(work, world, "nccl", seconds=120) == [[]] * world
@@ -60,7 +60,7 @@ def test_a_captured_graph_follows_a_switch() -> None:
     assert not torch.equal(places, before)
 
 
-def test_a_checksum_is_the_same_on_every_device_and_waits_for_nothing() -> None:
+def test_device_checksum_matches_cpu_without_synchronising() -> None:
     parts = (torch.randint(0, 256, (3_000_001,), dtype=torch.uint8), torch.randn(77, 33).to(torch.bfloat16))
     sent = tuple(part.cuda() for part in parts)
     checksum(sent)

@@ -162,7 +162,7 @@ def test_the_layers_own_router_shows_it(routing: RoutingSpec, count: int) -> Non
         assert torch.equal(found[~hit], clean[~hit])
 
 
-def test_checked_refuses_by_name_on_the_device() -> None:
+def test_checked_layer_refuses_poison_by_token() -> None:
     layer = build("bf16", checked=True)
     for poison in poisons(layer, tokens(9), 4, seed=3):
         if not poison.name.startswith("x "):
@@ -170,7 +170,7 @@ def test_checked_refuses_by_name_on_the_device() -> None:
                 layer(**poison.call)
 
 
-def test_it_is_seen_in_a_replayed_graph_and_goes_away() -> None:
+def test_graph_replay_shows_and_clears_nan() -> None:
     layer, x = build("mxfp4"), tokens(3)
     (poison, *_) = poisons(layer, x, 1, seed=3)
     routing = poison.call["routing"]

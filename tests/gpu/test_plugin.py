@@ -51,7 +51,7 @@ def one_scale(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     return {"weight": codes, "weight_scale": scale}, codes.float() * scale
 
 
-def test_modelopt_fp8_is_refused_and_load_model_reads_it(tmp_path: Path) -> None:
+def test_modelopt_fp8_refused_outside_load_model(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
     skip = ["lm_head", "*self_attn*", "*mlp.gate"]
     rewrite(folder, one_scale, {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": skip})
@@ -64,7 +64,7 @@ def test_modelopt_fp8_is_refused_and_load_model_reads_it(tmp_path: Path) -> None
     assert relative_error(logits(ours), truth) < 0.03
 
 
-def test_stretched_blocks_are_refused_and_whole_ones_run(tmp_path: Path) -> None:
+def test_partial_blocks_refused_whole_blocks_run(tmp_path: Path) -> None:
     """Decoded while loading; transformers keeps FP8 as it is where it finds kernels of its own."""
     skip = ["lm_head", "mlp.gate", "q_proj", "k_proj", "v_proj", "o_proj"]
     block = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": skip}
@@ -94,7 +94,7 @@ def test_experts_that_stay_fp8_are_compared(tmp_path: Path) -> None:
         logits(changed)
 
 
-def test_right_weights_run_and_a_changed_row_is_found(tmp_path: Path) -> None:
+def test_unchanged_weights_run_changed_row_detected(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
     model = load(folder)
     found = logits(model)
@@ -108,7 +108,7 @@ def test_right_weights_run_and_a_changed_row_is_found(tmp_path: Path) -> None:
     assert logits(changed).isfinite().all()
 
 
-def test_a_write_behind_the_counter_is_seen_after_refresh(tmp_path: Path) -> None:
+def test_refresh_picks_up_uncounted_writes(tmp_path: Path) -> None:
     model = load(write_model(tmp_path / "model"))
     before, layers = logits(model), layers_of(model)
     for module in experts_modules(model).values():

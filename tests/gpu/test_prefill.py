@@ -104,9 +104,7 @@ def dispatched(
 
 @pytest.mark.parametrize(("weights", "act", "bound"), CASES)
 @pytest.mark.parametrize("sizes", [(17, 176, 336), (16, 1408, 2880)])
-def test_truth_and_the_bits_of_the_small_batch_product(
-    weights: str, act: str, bound: float, sizes: tuple[int, int, int]
-) -> None:
+def test_matches_truth_and_small_batch_bits(weights: str, act: str, bound: float, sizes: tuple[int, int, int]) -> None:
     experts, wide, hidden = sizes
     packed, made, problem = build(weights, act, experts=experts, wide=wide, hidden=hidden)
     ids = uneven_ids(600, 4, experts, seed=2).cuda()
@@ -125,13 +123,13 @@ def test_truth_and_the_bits_of_the_small_batch_product(
 
 
 @pytest.mark.parametrize(("weights", "act", "bound"), CASES)
-def test_a_row_does_not_depend_on_the_batch(weights: str, act: str, bound: float) -> None:
+def test_rows_are_batch_invariant(weights: str, act: str, bound: float) -> None:
     packed, _, _ = build(weights, act, wide=256, hidden=512)
     check_rows_stand_alone(packed, (9, 130, 237, 238, 333, 1024, 4096), DTYPES[dtype_of(act)])
 
 
 @pytest.mark.parametrize(("weights", "act"), [("bf16", "bf16"), ("fp8_block", "fp8_group128")])
-def test_one_hot_expert_and_graph_replay_with_another_routing(weights: str, act: str) -> None:
+def test_graph_replay_follows_one_hot_routing(weights: str, act: str) -> None:
     packed, _, _ = build(weights, act)
     local = Local(num_experts=17)
     x = heavy_tailed(300, 336, seed=3).bfloat16().cuda()
@@ -155,7 +153,7 @@ def test_one_hot_expert_and_graph_replay_with_another_routing(weights: str, act:
         assert torch.equal(replayed, layer(small(packed)))
 
 
-def test_a_variant_may_be_loaded_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_variant_loads_during_graph_capture(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     packed, _, _ = build("fp8_block", "fp8_group128")
     batch = dispatched(300, 17, 336)
     stop, wanted = int(batch.expert_offsets[-1]), packed.run(batch).clone()
@@ -169,7 +167,7 @@ def test_a_variant_may_be_loaded_while_a_graph_is_captured(monkeypatch: pytest.M
     assert len(list((tmp_path / "collegium" / "kernels").iterdir())) == 2, "one for each product"
 
 
-def test_threads_that_need_a_variant_at_once_compile_it_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_concurrent_threads_compile_variant_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     packed, _, _ = build("bf16", "bf16")
     batches = [dispatched(tokens, 17, 336) for tokens in (300, 420, 555, 600)]
     wanted = [packed.run(batch)[: int(batch.expert_offsets[-1])].clone() for batch in batches]
@@ -203,7 +201,7 @@ def test_nothing_waits_for_the_device() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_nan_token_stays_in_its_rows() -> None:
+def test_nan_tokens_stay_in_their_rows() -> None:
     for weights, act in (("bf16", "bf16"), ("fp8_block", "fp8_group128")):
         packed, _, _ = build(weights, act)
         batch = dispatched(300, 17, 336)
@@ -219,7 +217,7 @@ def test_a_nan_token_stays_in_its_rows() -> None:
 
 @pytest.mark.parametrize("act", ["fp8_group128", "fp8_group128_pow2"])
 @pytest.mark.parametrize("parts", [1, 2])
-def test_codes_and_scales_of_the_rows_between(act: str, parts: int) -> None:
+def test_intermediate_codes_and_scales(act: str, parts: int) -> None:
     """What leaves the first product as codes is what quantising its rows gives, bit for bit."""
     codes = torch.randn(3, parts, 336, 512, device="cuda").to(torch.float8_e4m3fn)
     scale = torch.rand(3, parts, 3, 4, device="cuda") * 0.1

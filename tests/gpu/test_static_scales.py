@@ -60,7 +60,7 @@ def on(routing: Routing, place: str) -> Routing:
 
 @pytest.mark.parametrize("name", ["fp8_static", "nvfp4_static"])
 @pytest.mark.parametrize("rows", [1, 23, 5000])
-def test_the_kernel_has_the_codes_of_the_reference(name: str, rows: int) -> None:
+def test_kernel_codes_match_reference(name: str, rows: int) -> None:
     """Formats with and without a given scale take turns: their kernels differ by a missing argument alone."""
     x = tokens(max(rows, 2))[0][:rows]
     for reach in (REACH, (0.5, 1.0)):
@@ -94,7 +94,7 @@ def test_layers_are_the_reference(weights: str, count: int) -> None:
         assert relative_error(other(x.cuda(), routing=on(routing, "cuda")).float().cpu()[~zero], wanted[~zero]) > 0.05
 
 
-def test_layers_of_other_scales_and_of_none_share_kernels_and_graphs() -> None:
+def test_layers_share_kernels_across_static_scales() -> None:
     """Warmed up by the first, then each in a graph of its own: the bits are those without one."""
     x, routing = tokens(24)
     x, routing = x.cuda(), on(routing, "cuda")

@@ -34,11 +34,11 @@ def test_ranks_equal_one_layer() -> None:
 
 
 @pytest.mark.parametrize("combine", ["exact", "reduced"])
-def test_a_graph_of_layers_over_ranks_has_the_bits_of_one_layer_or_of_sums_by_collectives(combine: str) -> None:
+def test_graph_matches_one_layer_or_collectives(combine: str) -> None:
     assert run_ranks(partial(replayed, combine=combine), WORLD, "nccl", seconds=300) == [[]] * WORLD
 
 
-def test_a_layer_whose_neighbour_does_not_come_says_so_in_bounded_time() -> None:
+def test_absent_neighbour_reported_in_bounded_time() -> None:
     first, last = run_ranks(deserted, 2, "nccl", seconds=120)
     assert first[0].startswith("symm_mem dispatch: symm_mem dispatch on rank 0: rank 1 did not come")
     assert first[1] == first[0], "and again at the next call"

@@ -30,7 +30,7 @@ def from_four_threads(run: Callable[[], torch.Tensor], times: int) -> list[torch
 
 
 @pytest.mark.parametrize("how", ["load_model", "register"])
-def test_a_whole_model_called_from_four_threads(how: str) -> None:
+def test_whole_model_on_four_threads(how: str) -> None:
     pytest.importorskip("transformers")
     from transformers import AutoModelForCausalLM
 
@@ -62,7 +62,7 @@ def test_a_whole_model_called_from_four_threads(how: str) -> None:
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("own_streams", [False, True])
 @pytest.mark.parametrize("recipe", [("bf16", "bf16"), ("fp8_block", "fp8_group128"), ("mxfp4", "fp8_token")])
-def test_threads_get_the_bits_of_a_single_caller(recipe: tuple[str, str], own_streams: bool, layers: int) -> None:
+def test_threads_match_single_caller_bitwise(recipe: tuple[str, str], own_streams: bool, layers: int) -> None:
     from stress_threads import stress
 
     calls, different, error = stress(*recipe, own_streams, layers, 2.0)
@@ -70,7 +70,7 @@ def test_threads_get_the_bits_of_a_single_caller(recipe: tuple[str, str], own_st
     assert calls > 16
 
 
-def test_threads_that_load_kernels_at_the_same_time(tmp_path: Path) -> None:
+def test_threads_load_kernels_concurrently(tmp_path: Path) -> None:
     """Each starts its own kernel by that kernel's function, however often Python changes threads."""
     program = Path(__file__).with_name("stress_threads.py")
     text = "import runpy, sys; sys.setswitchinterval(1e-6); sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], "

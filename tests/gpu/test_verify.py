@@ -36,7 +36,7 @@ def test_clamped_experts_with_biases_pass(tmp_path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["fp8_block", "fp8_channel"])
-def test_eight_bit_activations_pass_within_their_tolerance(tmp_path, name: str) -> None:
+def test_eight_bit_activations_within_tolerance(tmp_path, name: str) -> None:
     write_checkpoint(tmp_path, "mixtral", name, size=SIZE)
     activations = "fp8_group128" if name == "fp8_block" else "fp8_token"
     force = Overrides(kernel="triton_fp8", activation_format=activations)

@@ -100,7 +100,7 @@ def test_experts_against_the_truth(weights: str, act: str, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_large_ugly_sizes_with_limit_and_biases(weights: str) -> None:
+def test_large_odd_sizes_limit_and_biases(weights: str) -> None:
     kind = ActivationSpec(kind="swiglu_oai", limit=7.0)
     packed, made, problem = build(weights, "fp8_token", 17, 2880, 1408, kind)
     for tokens in (1, 40):
@@ -113,7 +113,7 @@ def test_large_ugly_sizes_with_limit_and_biases(weights: str) -> None:
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("act", FORMATS)
 @pytest.mark.parametrize("columns", [2880, 3000])  # an odd number of K blocks, and one that 4 divides
-def test_every_tile_gives_the_same_bits_close_to_the_product_of_the_codes(weights: str, act: str, columns: int) -> None:
+def test_tiles_agree_bitwise_and_match_codes(weights: str, act: str, columns: int) -> None:
     rows = 1500
     payload = encode(weights, heavy_tailed(5, 1, 512, columns, seed=1, channels=False) * columns**-0.5)
     packed = pack_w4a8(payload, None)
@@ -137,7 +137,7 @@ def test_every_tile_gives_the_same_bits_close_to_the_product_of_the_codes(weight
 
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("act", ["fp8_token", "fp8_group128"])
-def test_a_row_does_not_depend_on_the_batch(weights: str, act: str) -> None:
+def test_rows_are_batch_invariant(weights: str, act: str) -> None:
     packed, _, _ = build(weights, act, hidden=512, wide=256)
     check_rows_stand_alone(packed, (2, 9, 64, 333, 4096))
 
@@ -156,7 +156,7 @@ def as_read(payload: Any) -> torch.Tensor:
     return found.T
 
 
-def test_every_byte_is_exact_at_every_scale_in_range() -> None:
+def test_every_byte_exact_at_every_scale() -> None:
     codes = torch.arange(256, dtype=torch.uint8, device="cuda").repeat(1, 1, 12, 1)
     exponents = (torch.arange(12, device="cuda")[:, None] + torch.arange(16, device="cuda")) % 12 + 100
     mxfp4 = MxFp4(shape=(1, 1, 12, 512), codes=codes, scales=exponents.to(torch.uint8)[None, None])
@@ -175,7 +175,7 @@ def test_every_byte_is_exact_at_every_scale_in_range() -> None:
         assert torch.equal(as_read(int4), int4.decode()[0, 0])
 
 
-def test_rows_have_the_codes_of_their_format_in_the_kernels_order() -> None:
+def test_row_codes_in_kernel_order() -> None:
     x = heavy_tailed(70, 336, seed=3)
     x[3] = 0
     x[5, 7] = torch.nan
@@ -194,7 +194,7 @@ def test_graph_replay_with_another_routing(weights: str) -> None:
     check_replay_with_another_routing(packed)
 
 
-def test_a_nan_token_stays_in_its_rows() -> None:
+def test_nan_tokens_stay_in_their_rows() -> None:
     packed, _, _ = build("mxfp4", "fp8_token")
     batch = batch_of(20, 17, 336)
     stop = int(batch.expert_offsets[-1])

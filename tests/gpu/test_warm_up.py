@@ -93,7 +93,7 @@ def run(layer: MoELayer, tokens: int) -> torch.Tensor:
     ("weights", "activations", "hidden"),
     [("bf16", "bf16", 1152), ("fp8_block", "fp8_group128", 1280), ("mxfp4", "bf16", 1408), ("nvfp4", "bf16", 1536)],
 )
-def test_after_warming_up_no_token_count_compiles_anything(compiled, weights, activations, hidden):
+def test_warm_up_covers_every_token_count(compiled, weights, activations, hidden):
     layer = layer_of(weights, activations, hidden=hidden)
     seen: list[tuple[int, int]] = []
     batches = warm_up([layer, layer], lambda done, total, _: seen.append((done, total)))
@@ -133,7 +133,7 @@ def asked(layer: MoELayer, tokens: int) -> Iterator[dict[str, object]]:
         ("int4_group", "bf16", 2176, False),
     ],
 )
-def test_after_warming_up_no_way_to_ask_compiles_anything(compiled, weights, activations, hidden, routed):
+def test_warm_up_covers_every_call_form(compiled, weights, activations, hidden, routed):
     layer = layer_of(weights, activations, hidden=hidden, routed=routed)
     warm_up([layer])
     made = len(compiled)
@@ -154,7 +154,7 @@ def test_after_warming_up_no_way_to_ask_compiles_anything(compiled, weights, act
     assert compiled[made:] == []
 
 
-def test_tiles_of_a_file_are_used_and_change_no_bit(tmp_path):
+def test_tile_file_used_without_changing_bits(tmp_path):
     layer = layer_of("mxfp4", "bf16", hidden=768)
     packed, problem = layer.experts, layer.plan.problem
     wanted, rows = run(layer, 48), 48 * TOP_K
@@ -175,7 +175,7 @@ def test_tiles_of_a_file_are_used_and_change_no_bit(tmp_path):
     assert used[0] != used[1]
 
 
-def test_tuning_writes_a_file_that_layers_use(tmp_path):
+def test_layers_use_the_tuned_file(tmp_path):
     report = tune("768x256x8x2", ("mxfp4", "bf16"), tokens=(1, 64), candidates=4, rounds=3, folder=tmp_path)
     assert {(row.product, row.tokens) for row in report.rows} == {(p, t) for p in ("gate_up", "down") for t in (1, 64)}
     assert all(0 < row.best_seconds <= row.chosen_seconds for row in report.rows)
@@ -186,7 +186,7 @@ def test_tuning_writes_a_file_that_layers_use(tmp_path):
     assert tuned[0] == tuple((row.rows, row.best) for row in report.rows if row.product == "gate_up")
 
 
-def test_a_captured_bench_gives_times_above_their_floor():
+def test_captured_bench_times_exceed_floor():
     ceilings = measure_ceilings(torch.device("cuda"), nbytes=1 << 30)
     assert 1e11 < ceilings.bandwidth < 2e13
     assert 1e13 < ceilings.rate_16 <= ceilings.rate_8 < 1e16

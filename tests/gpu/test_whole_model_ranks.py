@@ -36,13 +36,13 @@ def test_several_gpus_give_what_one_does(check: Any, folders: str, monkeypatch: 
     assert run_ranks(check, 2, "cpu:gloo,cuda:nccl", seconds=500) == [[]] * 2
 
 
-def test_ranks_that_read_each_others_memory_decode_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_symmetric_memory_ranks_decode_in_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FOLDERS, str(SHIPPED))
     assert run_ranks(captures, 2, "cpu:gloo,cuda:nccl", seconds=120) == [[]] * 2
 
 
 @pytest.mark.parametrize("more", [(), ("--format", "mxfp4"), ("--temperature", "1")])
-def test_torchrun_and_the_command_are_all_it_takes(more: tuple[str, ...]) -> None:
+def test_torchrun_generate_matches_one_process(more: tuple[str, ...]) -> None:
     asked = ("generate", str(SHIPPED), "--tokens", "24", "--prompt", "The old king", "--json", *more)
     code, said, errors = torchrun(*asked)
     assert code == 0, errors

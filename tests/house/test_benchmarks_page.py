@@ -64,7 +64,7 @@ def test_pictures_have_every_measured_point(tmp_path: Path) -> None:
     assert "| bf16 x bf16 | **10**, 40 (peer & co) | 20, 10 (peer & co) |" in results_block(tmp_path)
 
 
-def test_a_long_title_is_broken_into_lines() -> None:
+def test_long_titles_wrap_into_lines() -> None:
     drawn = chart(
         "several words " * 12, [Panel(title="p", lines=[Line(name="a", points=[(1, 1), (2, 2)])])], x="x", y="y"
     )
@@ -91,7 +91,7 @@ def block_of(text: str, name: str) -> str:
     )
 
 
-def test_the_headline_of_the_readme_is_in_its_file() -> None:
+def test_readme_headline_matches_results() -> None:
     """Our time and the fastest peer's, each with the same recipe, routing and token count."""
     text = block_of(README.read_text(encoding="utf-8"), "headline")
     with (RESULTS / "peers_qwen3_30b_h200.csv").open(encoding="utf-8") as file:
@@ -155,7 +155,7 @@ def test_the_worst_are_in_the_readme(tmp_path: Path) -> None:
     assert "| G | s | zipf | 8 | mxfp4 x fp8_group128 | 10 | 9 (p) | 0.900 | `new` |" in text
 
 
-def test_the_numbers_of_balancing_stand_in_their_file() -> None:
+def test_balancing_page_matches_results() -> None:
     text = (ROOT / "docs/balancing.md").read_text(encoding="utf-8")
     with (ROOT / "benchmarks/results/balance.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))

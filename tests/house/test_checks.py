@@ -162,6 +162,6 @@ def test_no_block_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no block" in capsys.readouterr().out
 
 
-def test_a_command_of_this_environment_is_found() -> None:
+def test_snippets_find_commands_of_this_environment() -> None:
     snippet = run_snippets.Snippet(page="p.md", line=1, language="bash", code="python -c 'import torch'")
     assert run_snippets.run(snippet).returncode == 0

@@ -66,7 +66,7 @@ def table() -> list[str]:
     return ["| " + " | ".join(cells) + " |" for cells in (HEAD, ["---"] * len(HEAD), *rows)]
 
 
-def test_the_page_has_the_table_of_the_name_tables() -> None:
+def test_page_has_the_tensor_name_table() -> None:
     text = (ROOT / "docs" / "families.md").read_text(encoding="utf-8").splitlines()
     missing = [line for line in table() if line not in text]
     assert not missing, "docs/families.md lacks:\n" + "\n".join(missing)

@@ -3,5 +3,5 @@ from __future__ import annotations
 import torch
 
 
-def test_poisoning_ends_with_the_tests_of_the_cpu() -> None:
+def test_poisoning_is_limited_to_cpu_tests() -> None:
     assert not torch.are_deterministic_algorithms_enabled()

@@ -47,7 +47,7 @@ class Layer:
         ("Layer", "$a * $b", "$a", "total = add(x, [scale - x])  # a sum"),
     ],
 )
-def test_an_edit_finds_code_by_its_shape(symbol: str, before: str, after: str, line: str | None) -> None:
+def test_edit_matches_code_by_structure(symbol: str, before: str, after: str, line: str | None) -> None:
     if line is None:  # what is a list there is no name
         with pytest.raises(ValueError, match="occurs 0 times"):
             edited(Edit(symbol, before, after), SOURCE)
@@ -66,12 +66,12 @@ def test_an_edit_finds_code_by_its_shape(symbol: str, before: str, after: str, l
         ("Layer.run", "$t > 0", "$t > limit", "limit"),
     ],
 )
-def test_an_edit_without_one_place_is_refused(symbol: str, before: str, after: str, reason: str) -> None:
+def test_edit_without_unique_match_refused(symbol: str, before: str, after: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         edited(Edit(symbol, before, after), SOURCE)
 
 
-def test_an_edit_of_text_is_within_its_function() -> None:
+def test_text_edit_stays_within_function() -> None:
     source = "int f(int a);\nint f(int a) {\n  if (a) { return 1; }\n  return  2;\n}\nint g(int a) { return 2; }\n"
     changed = edited(Edit("f", "return 2;", "return 3;"), source, python=False)
     assert changed == source.replace("return  2;", "return 3;")
@@ -79,11 +79,11 @@ def test_an_edit_of_text_is_within_its_function() -> None:
         edited(Edit("", "return 2;", "return 3;"), source, python=False)
 
 
-def test_no_two_mutants_share_a_name_and_a_file() -> None:
+def test_mutant_name_and_file_are_unique() -> None:
     assert len({(mutant.name, mutant.file) for mutant in ALL}) == len(ALL)
 
 
-def test_the_page_lists_every_mutant_and_none_survives() -> None:
+def test_page_lists_every_mutant_as_killed() -> None:
     page = mutants.PAGE.read_text(encoding="utf-8")
     assert page == mutants.page(), "python scripts/mutants.py --page writes it anew"
     lines = mutants.RESULTS.read_text(encoding="utf-8").splitlines()

@@ -37,7 +37,7 @@ def test_every_format_has_a_page(name: str) -> None:
     assert not absent, f"{page.name} says nothing of {absent}"
 
 
-def test_every_page_is_reached_from_the_index() -> None:
+def test_index_links_every_page() -> None:
     index = (DOCS / "index.md").read_text(encoding="utf-8")
     lost = [
         str(page.relative_to(DOCS))
@@ -64,18 +64,18 @@ def test_troubleshooting_texts_are_in_the_code() -> None:
     assert not [text for text in texts if not all(any(part in one for one in said) for part in text.split(" … "))]
 
 
-def test_every_name_of_the_package_is_in_the_reference() -> None:
+def test_reference_lists_every_public_name() -> None:
     text = (DOCS / "api" / "collegium.md").read_text(encoding="utf-8")
     assert not [name for name in collegium.__all__ if f" collegium.{name}\n" not in text and f"`{name}`" not in text]
 
 
-def test_the_command_line_page_is_what_the_commands_say() -> None:
+def test_command_line_page_is_current() -> None:
     assert make_command_line.PAGE.read_text(encoding="utf-8") == make_command_line.page(), (
         "run: python scripts/make_command_line.py"
     )
 
 
-def test_every_version_of_a_result_is_called_tested() -> None:
+def test_compatibility_page_lists_tested_versions() -> None:
     text = (DOCS / "compatibility.md").read_text(encoding="utf-8")
     for path in sorted((ROOT / "benchmarks" / "results").glob("*.csv")):
         with path.open(newline="", encoding="utf-8") as file:

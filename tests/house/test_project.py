@@ -34,7 +34,7 @@ def test_every_direct_dependency_is_pinned() -> None:
     assert not {name for name in wanted if name.replace("_", "-") not in pinned}
 
 
-def test_the_constraints_name_no_place_to_install_from() -> None:
+def test_constraints_name_no_package_index() -> None:
     for path in sorted((ROOT / "constraints").iterdir()):
         text = path.read_text(encoding="utf-8")
         assert "--" not in text
@@ -46,7 +46,7 @@ def test_the_installed_version_is_the_projects() -> None:
     assert metadata.version("collegium") == collegium.__version__
 
 
-def test_no_file_is_too_large_for_a_clone() -> None:
+def test_no_tracked_file_is_too_large() -> None:
     large = {str(path.relative_to(ROOT)): path.stat().st_size for path in tracked() if path.stat().st_size > 40e6}
     assert not large
 
@@ -74,7 +74,7 @@ def test_the_wheel_holds_the_shipped_model() -> None:
     assert needed <= {source.rpartition("/")[2] for source in added}
 
 
-def test_every_python_that_is_promised_has_run_the_wheel() -> None:
+def test_wheel_ran_on_every_declared_python() -> None:
     with (ROOT / "benchmarks" / "results" / "wheels.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     ran = {row["python"] for row in rows if not row["failure"]}

@@ -75,7 +75,7 @@ _STEPS: dict[str, Callable[..., Tensor]] = {
 def run(text: str, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the registers of all lanes after the steps of ``text``; other steps than these few are a KeyError."""
     registers = dict(inputs)
-    for line in re.sub(r"[{}\n]|\.reg [^;]*;", "", text).split(";")[:-1]:
+    for line in re.sub(r"//.*|[{}\n]|\.reg [^;]*;", "", text).split(";")[:-1]:
         step, into, *given = re.split(r"[ ,]+", line.strip())
         values: list[Any] = [registers[one] if one in registers else int(one, 0) for one in given]
         if step in ("lop3.b32", "mov.b32"):

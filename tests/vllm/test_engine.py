@@ -53,7 +53,7 @@ def proves(answer: dict[str, Any], kernel: str, weights: str, activations: str) 
 
 
 @pytest.mark.parametrize("way", ["", ", chunked prefill", ", compiled", ", tensor parallel", ", expert parallel"])
-def test_the_shipped_model_writes_what_it_writes_without_the_plugin(answers: dict[str, Any], way: str) -> None:
+def test_shipped_model_matches_vllm_without_plugin(answers: dict[str, Any], way: str) -> None:
     truth, found = served(answers, "shipped, vLLM's own"), served(answers, f"shipped{way}")
     assert truth["log"] == []
     proves(found, "cpu_grouped", "fp32", "fp32")
@@ -67,7 +67,7 @@ def test_the_shipped_model_writes_what_it_writes_without_the_plugin(answers: dic
         )
 
 
-def test_the_shipped_model_in_bf16_is_as_near_the_truth_and_the_same_twice(answers: dict[str, Any]) -> None:
+def test_bf16_model_is_accurate_and_deterministic(answers: dict[str, Any]) -> None:
     truth, own = served(answers, "shipped, vLLM's own"), served(answers, "shipped in BF16, vLLM's own")
     found, again = served(answers, "shipped in BF16"), served(answers, "shipped in BF16, again")
     proves(found, "cpu_grouped", "bf16", "bf16")
@@ -90,7 +90,7 @@ def near(answers: dict[str, Any], name: str, model: str) -> None:
 
 
 @pytest.mark.parametrize("model", list(FORMATS))
-def test_quantised_experts_are_the_numbers_of_the_checkpoint(answers: dict[str, Any], model: str) -> None:
+def test_quantised_experts_match_checkpoint_values(answers: dict[str, Any], model: str) -> None:
     proves(served(answers, model), *FORMATS[model], "bf16")
     near(answers, model, model)
 
@@ -131,7 +131,7 @@ def test_vllm_moves_packed_experts_between_ranks(answers: dict[str, Any], model:
         near(answers, f"{model}, balanced", model)
 
 
-def test_gpt_oss_keeps_its_activation_and_biases(answers: dict[str, Any]) -> None:
+def test_gpt_oss_preserves_activation_and_biases(answers: dict[str, Any]) -> None:
     truth, found = served(answers, "gpt_oss, vLLM's own"), served(answers, "gpt_oss")
     proves(found, "cpu_grouped", "fp32", "fp32")
     assert found["ids"] == truth["ids"]
@@ -145,7 +145,7 @@ def test_activations_by_option(answers: dict[str, Any]) -> None:
     assert off(plain, truth)[0] < off(found, truth)[0] < 1
 
 
-def test_what_is_refused_is_vllms_in_auto_and_an_error_in_require(answers: dict[str, Any]) -> None:
+def test_auto_falls_back_and_require_raises(answers: dict[str, Any]) -> None:
     truth, found = served(answers, "shipped, vLLM's own"), served(answers, "refused, auto")
     assert re.match(r"vLLM's own experts run this model; 6 of 6 MoE layers are refused: .*fp3", found["log"][0])
     assert (found["ids"], found["prompts"]) == (truth["ids"], truth["prompts"])
@@ -154,7 +154,7 @@ def test_what_is_refused_is_vllms_in_auto_and_an_error_in_require(answers: dict[
     assert re.search(r"cannot run through Collegium.*fp3.*; nor does vLLM itself run it here: No WNA16", both)
 
 
-def test_wrong_weights_are_seen_before_anything_runs(answers: dict[str, Any]) -> None:
+def test_bad_weights_detected_before_running(answers: dict[str, Any]) -> None:
     found = served(answers, "an expert is missing, auto")
     assert re.match(r"vLLM's own experts run this model; 1 of 6 .*w3 of local expert 5", found["log"][0])
     assert "w3 of local expert 5" in answers["an expert is missing, require"]["error"]

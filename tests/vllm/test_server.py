@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_the_server_runs_the_experts_through_collegium(tmp_path: Path) -> None:
+def test_server_runs_experts_through_collegium(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -43,7 +43,13 @@ __all__ = [
 
 _FACTORS = "input factors (AWQ), which no kernel applies; export it with the factors folded into the weights"
 _LOW_RANK = "a low-rank correction (SVDQuant), which no kernel applies; export the checkpoint in another format"
+_OFFSET = (
+    "an offset of {}, which no kernel adds: the formats here are code * scale, or integers with a zero point; export "
+    "symmetrically or with zero points"
+)
 _REFUSED_SUFFIXES = {
+    ".weight_offset": _OFFSET.format("weights"),
+    ".input_offset": _OFFSET.format("activations"),
     ".weight_zero_point": "a zero point, where the config declares no asymmetric packed integers",
     ".weight_g_idx": "an activation order of the columns, where the config declares no integer weights",
     ".pre_quant_scale": _FACTORS,

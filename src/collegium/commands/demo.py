@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..checkpoint.layer_view import CheckpointLayer
 from ..checkpoint.loader import describe_checkpoint, load_experts
 from ..checkpoint.reader import Checkpoint
-from ..functional import moe
+from ..functional import MoEOptions, moe
 from ..integrations.transformers import attach, build_layers, experts_modules, layers_of, load_model
 from ..layer import MoELayer
 from ..parallel.placement import linear
@@ -214,7 +214,7 @@ class _Case:
             topk_ids,
             topk_weights,
             activation=spec.activation,
-            overrides=Overrides(kernel="reference"),
+            options=MoEOptions(overrides=Overrides(kernel="reference")),
         )
 
     def error(self, layer: MoELayer) -> float:

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from ..formats.unquantised import DTYPES
 from ..ops.route_wide import append_shared_experts
 from ..parallel.input_check import InputCheck
 from ..parallel.rendezvous import group_lock
@@ -60,6 +61,7 @@ class Executor:
         self._merged_shared_experts = context.plan.merged_shared_experts
         self._side_stream_tokens = context.plan.side_stream_tokens
         self._max_tokens = problem.limits.max_tokens
+        self._out_dtype = DTYPES[problem.output_dtype]
         self._chunk_tokens = context.chunk_tokens
         symmetric = context.handshake.symmetric
         # The launches of a user's function are not recorded, nor what torch exchanges with other ranks on a CPU.
@@ -150,7 +152,7 @@ class Executor:
         )
         pipeline = self.pipeline_for(tokens)
         if self._latent is None:
-            pipeline(x, routing, memory, dtype=x.dtype, shared=shared, out=out)
+            pipeline(x, routing, memory, dtype=self._out_dtype, shared=shared, out=out)
             return
         latent_memory = part(memory, "latent")
         rows = pipeline(self._latent.enter(x, latent_memory), routing, memory, dtype=torch.float32)

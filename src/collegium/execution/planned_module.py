@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -120,8 +121,20 @@ class PlannedModule(PackedModule):
     def replan(self, plan: Plan, experts: PackedWeights) -> None:
         """Continue with ``experts``, packed for ``plan``, which may differ from the layer's plan in its placement.
 
-        All ranks of the new placement call it together. CUDA graphs that captured the layer before are invalid.
+        All ranks of the new placement call it together. CUDA graphs that captured the layer before are invalid. Raises
+        InputError for a plan with another kernel, other formats or other sizes of an expert: ``swap`` packs experts.
         """
+        old, new = (_packing(layer_plan) for layer_plan in (self.plan, plan))
+        different = [f"{name} {new[name]}, not {value}" for name, value in old.items() if new[name] != value]
+        if different:
+            raise InputError(
+                f"replan: the plan has {'; '.join(different)} as the packed experts. It may differ in its placement; "
+                "call swap(weights, overrides) to pack experts for another kernel or format"
+            )
+        self._continue_with(plan, experts)
+
+    def _continue_with(self, plan: Plan, experts: PackedWeights) -> None:
+        """Continue with ``experts``, packed for ``plan``."""
         self.__dict__["experts"] = with_measured_tiles(experts, plan.problem)
         self._build(plan)
 
@@ -151,3 +164,12 @@ class PlannedModule(PackedModule):
         workspaces = self.workspaces
         self._build(self.plan)
         self.workspaces = workspaces
+
+
+def _packing(plan: Plan) -> dict[str, object]:
+    """Return, by name, what packed experts depend on, except how many there are and how large batches are."""
+    problem = plan.routed_problem.routed
+    values = {field.name: getattr(problem, field.name) for field in fields(problem)}
+    for name in ("experts", "tokens", "rows", "device"):
+        values.pop(name)
+    return {"kernel": plan.kernel, **values}

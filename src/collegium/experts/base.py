@@ -20,7 +20,7 @@ from ..problem import ExpertsProblem
 from ..runtime.memory import Memory, Regions
 from ..types import ContiguousBatch, ExpertWeights
 
-__all__ = ["ExpertKernel", "PackedWeights", "Product", "Tiling", "map_tensors", "refuse_codes"]
+__all__ = ["ExpertKernel", "PackedWeights", "Product", "Tiling", "map_tensors", "refuse_codes", "refuse_fast"]
 
 
 class Tiling:
@@ -264,6 +264,13 @@ def refuse_codes(batch: ContiguousBatch, kernel: str, format_name: str | None = 
             f"{kernel}: the batch is {batch.x.dtype} with scales{weighted}; allowed are E4M3 codes of {format_name}, "
             "weighted before they are quantised"
         )
+
+
+def refuse_fast(problem: ExpertsProblem) -> str | None:
+    """Return why a kernel without approximate activation functions cannot run ``problem``, or None."""
+    if problem.activation.fast:
+        return "fast=True was requested for the activation; it has only the exact functions. Plan with fast=False"
+    return None
 
 
 class ExpertKernel(Protocol):

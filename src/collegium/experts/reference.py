@@ -26,7 +26,7 @@ from ..ops.quantize import ActivationFormat, QuantizedRows, formats_within
 from ..problem import ExpertsProblem
 from ..runtime.memory import Memory, Regions
 from ..types import ActivationSpec, ContiguousBatch, ExpertWeights
-from .base import ExpertKernel, PackedWeights, map_tensors, refuse_codes
+from .base import ExpertKernel, PackedWeights, map_tensors, refuse_codes, refuse_fast
 
 __all__ = ["Reference", "ReferenceExperts"]
 
@@ -67,6 +67,10 @@ class Reference(ExpertKernel):
 
     name = "reference"
     takes_codes = True
+
+    def refuse(self, problem: ExpertsProblem) -> str | None:
+        """Refuse approximate activation functions."""
+        return refuse_fast(problem)
 
     def regions(self, problem: ExpertsProblem) -> Regions:
         """Return the decoded weights of one expert, and the rows of the largest batch all routed to one expert."""

@@ -5,6 +5,7 @@ from .bnb4 import Bnb4
 from .fp8_block import Fp8Block
 from .fp8_channel import Fp8Channel
 from .fp8_tensor import Fp8Tensor
+from .from_scales import payload_from_scales
 from .gguf import Gguf
 from .int4_group import Int4Group
 from .int_affine import Int4Affine, Int4Ordered, Int8Affine, Int8Ordered
@@ -36,6 +37,7 @@ __all__ = [
     "Payload",
     "Storage",
     "by_name",
+    "payload_from_scales",
 ]
 
 FORMATS: tuple[type[Payload], ...] = (

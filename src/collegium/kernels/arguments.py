@@ -1,11 +1,13 @@
-"""Arguments of the product kernels in groups: what belongs together is one named tuple.
+"""Arguments of kernels, grouped in named tuples.
 
-Triton passes every field as an argument of its own and specialises it: whether 16 divides an address or size, and the
-integer 1, are compiled in. Arguments for which that would compile a kernel again from batch to batch stay parameters of
-their own, listed in ``do_not_specialize``. A tuple of compile-time values is one ``tl.constexpr`` parameter.
+Triton passes each field of a tuple as a separate argument and specialises it: whether an address or size is divisible
+by 16, and the integer 1, are compiled in. Arguments for which that would compile a kernel again from batch to batch
+stay separate parameters, listed in ``do_not_specialize``. A tuple of compile-time values is one ``tl.constexpr``
+parameter.
 
-The host makes these tuples, so nothing here imports Triton. Fields of ``Any`` are tensors on the host and pointers in a
-kernel. Shape letters: T tokens, R rows, E experts, P projections (2: gate and up; 1), N outputs of a projection.
+The host makes these tuples, so this module does not import Triton. Fields of type ``Any`` are tensors on the host and
+pointers in a kernel. Shape letters: T tokens, R rows, E experts, P projections (2: gate and up; 1), N outputs of a
+projection.
 """
 
 from __future__ import annotations
@@ -36,10 +38,10 @@ __all__ = [
 class Tokens(NamedTuple):
     """The rows that are multiplied.
 
-    x: ``[T or R, stride]``, of the operand dtype. scale: float32, laid out as ``OperandFormat.x_scale`` says; another
-    tensor where rows have none. sums: float16 ``[T or R, 32 * K blocks]``, sums of the rows' columns, for weights with
-    minima (``ops/columns.py``); another tensor for other weights. scale_stride: from the scales of a K block to those
-    of the next.
+    x: ``[T or R, stride]``, of the operand dtype. scale: float32, in the layout ``OperandFormat.x_scale``; any tensor
+    if rows have no scale. sums: float16 ``[T or R, 32 * K blocks]``, sums of the rows' columns, for weights with
+    minima (``ops/columns.py``); any tensor for other weights. scale_stride: elements from the scales of one K block to
+    those of the next.
     """
 
     x: Any
@@ -52,8 +54,8 @@ class Tokens(NamedTuple):
 class Weights(NamedTuple):
     """A packed weight matrix of all experts.
 
-    packed: codes or numbers. scale: of blocks or groups. row_scale: float32, one for each row; for codes
-    that index a table, the table. bias: ``[E, P, N]``. Where the matrix lacks one, another of its tensors is there.
+    packed: codes or numbers. scale: of blocks or groups. row_scale: float32, one for each row; for codes that index a
+    table, the table. bias: ``[E, P, N]``. A missing tensor is replaced by another one of the matrix.
     """
 
     packed: Any
@@ -86,9 +88,8 @@ class ActivationBounds(NamedTuple):
 class OperandFormat(NamedTuple):
     """How both operands of a product are stored; compile-time.
 
-    weight, scale: numbers of ``enums.py``. words: 32-bit words of scales for each row and K block. x_scale: 0 none, 1
-    ``[., k_blocks]``, 2 ``[., 1]``, 3 ``[k_blocks, scale_stride]`` of rows in order. row_scale, bias: whether the
-    weights have them. k_blocks: blocks of ``block_k`` columns. even_k: ``block_k`` divides K.
+    weight, scale, x_scale: numbers of ``enums.py``. words: 32-bit words of scales for each row and K block. row_scale,
+    bias: whether the weights have them. k_blocks: blocks of ``block_k`` columns. even_k: ``block_k`` divides K.
     """
 
     weight: int
@@ -105,7 +106,7 @@ class OperandFormat(NamedTuple):
 class Projections(NamedTuple):
     """What a product computes; compile-time.
 
-    count: 2 for gate and up, otherwise 1. activation: NO_ACTIVATION, or a place in ``types.ACTIVATION_KINDS``, plus
+    count: 2 for gate and up, otherwise 1. activation: NO_ACTIVATION, or a position in ``types.ACTIVATION_KINDS``, plus
     FAST_MATH. has_limit: whether ``ActivationBounds.limit`` applies.
     """
 
@@ -115,12 +116,12 @@ class Projections(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The piece of a product that one program computes, and how; compile-time.
+    """The part of a product that one program computes, and how; compile-time.
 
     block_n: weight rows. block_t: token rows. group_t: token tiles that share a pass over the columns. narrow: a tile
-    of few rows is multiplied as one of half or a quarter of block_t. depth: K blocks that a step of the loop
-    multiplies. stages: of the software pipeline. interleave_gate_up: eight rows of gate and eight of up alternate in
-    one operand. fuse_k_block: a K block of decoded weights is one operand instead of four.
+    with few rows is multiplied as one of half or a quarter of block_t. depth: K blocks per step of the loop. stages: of
+    the software pipeline. interleave_gate_up: eight rows of gate and eight of up alternate in one operand.
+    fuse_k_block: a K block of decoded weights is one operand instead of four.
     """
 
     block_n: int
@@ -137,8 +138,8 @@ class Tile(NamedTuple):
 class RowOrder(NamedTuple):
     """Where rows are read and written; compile-time.
 
-    gather: row r is read at ``source[r]``; with top_k, at ``r // top_k``. top_k: not 0 where every assignment is a tile
-    of one row. row_map: a divisor of all entries of ``row_map``, 0 where rows are written in order.
+    gather: row r is read at ``source[r]``; with top_k, at ``r // top_k``. top_k: not 0 if each assignment is a tile of
+    one row. row_map: a divisor of all entries of ``row_map``, 0 if rows are written in order.
     """
 
     gather: bool

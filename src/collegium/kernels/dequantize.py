@@ -7,7 +7,7 @@ there: nothing is rounded, so a row has the same bits whichever kernel decoded i
 import triton
 import triton.language as tl
 
-from .decode import BLOCK_SCALE, E4M3_LANES, TABLE_LANES, decoded, look_up, words_of
+from .decode import BLOCK_SCALE, E4M3_LANES, TABLE_LANES, decode_block, load_tables, look_up
 
 __all__ = ["dequantize_kernel"]
 
@@ -47,15 +47,15 @@ def dequantize_kernel(
     GROUP_SIZE: tl.constexpr = BLOCK_K // GROUPS
     matrix = tl.program_id(1).to(tl.int64)
     block = tl.program_id(0) // row_tiles
-    row = tl.program_id(0) % row_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = row < n_out
-    row = tl.minimum(row, n_out - 1)
+    position = tl.program_id(0) % row_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = position < n_out
+    row = tl.minimum(position, n_out - 1)
     j = tl.arange(0, QUARTER)
     codes += ((matrix * K_BLOCKS + block) * n_out + row)[:, None] * (QUARTER * (2 if EIGHT_BITS else 1)) + j[None, :]
     lanes = tl.load(codes)
     more_lanes = tl.load(codes + QUARTER) if EIGHT_BITS else lanes
     words = scale + (matrix * K_BLOCKS + block) * (WORDS * n_out) + row
-    quarters, group_factors, _ = decoded(lanes, more_lanes, words, n_out, WEIGHT, SCALE, WORDS, HALF, ASM)
+    quarters, group_factors, _ = decode_block(lanes, more_lanes, words, n_out, WEIGHT, SCALE, WORDS, HALF, ASM)
     factors += matrix * groups * n_out + row
     if SCALE == BLOCK_SCALE:
         factor = tl.load(scale + (matrix * scale_rows + row // 128) * K_BLOCKS + block)
@@ -63,14 +63,15 @@ def dequantize_kernel(
     elif TABLE:
         for i in tl.static_range(GROUPS):
             group = GROUPS * block + i
-            group_inside = (inside & (group < groups))[:, None]
+            # The condition of a program goes into a bound: Triton's interpreter refuses a mask made with a scalar.
+            group_inside = (position < tl.where(group < groups, n_out, 0))[:, None]
             tl.store((factors + group * n_out)[:, None], group_factors[i * 4 // GROUPS], mask=group_inside)
     out += (matrix * n_out + row)[:, None] * (k_in * (2 if TABLE else 1)) + j[None, :]
     for quarter in tl.static_range(4):
         column = block * BLOCK_K + quarter * QUARTER
         quarter_inside = inside[:, None] & (column + j < k_in)[None, :]
         if TABLE:
-            large, small = look_up(lanes, words_of(table + matrix * 16, 1, ASM), 0, False, quarter, HALF, ASM)
+            large, small = look_up(lanes, load_tables(table + matrix * 16, 1, ASM), 0, False, quarter, HALF, ASM)
             tl.store(out + (column + column // GROUP_SIZE * GROUP_SIZE), large, mask=quarter_inside)
             tl.store(out + (column + column // GROUP_SIZE * GROUP_SIZE + GROUP_SIZE), small, mask=quarter_inside)
         else:

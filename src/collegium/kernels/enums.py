@@ -94,8 +94,8 @@ X_BLOCK_SCALE = 1  # for each row and K block, [rows, K blocks]
 X_ROW_SCALE = 2  # for each row, [rows, 1]
 X_BLOCK_SCALE_TRANSPOSED = 3  # as X_BLOCK_SCALE for rows in order, [K blocks, rows]
 
-# Projections.activation, where none follows; the others are places in types.ACTIVATION_KINDS, plus FAST_MATH for the
-# GPU's approximation of tanh.
+# Projections.activation, where none follows; the others are positions in types.ACTIVATION_KINDS, plus FAST_MATH for
+# the GPU's approximation of tanh.
 NO_ACTIVATION = -1
 FAST_MATH = 16
 

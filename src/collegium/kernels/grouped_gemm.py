@@ -26,7 +26,18 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from . import enums
 from .activation import activate
-from .decode import decoded, divisor, epilogue, has_minima, in_units, is_running, is_whole, joined, look_up, words_of
+from .decode import (
+    decode_block,
+    has_minima,
+    has_one_factor,
+    has_running_scale,
+    integer_divisor,
+    join_quarters,
+    load_tables,
+    look_up,
+    rescale_sum,
+    wait_for_products,
+)
 from .tiles import dot, split_gate_up, store_rows, tile_prologue, token_at
 
 __all__ = ["grouped_gemm_kernel", "grouped_tile"]
@@ -72,7 +83,7 @@ class _Block(NamedTuple):
     w: ``[BLOCK_N, .]``, codes or numbers. w1: the second halves of lanes of two codes, otherwise ``w``. scale: pointers
     to the first words of the weights' scales, and scale_stride the elements between words. x: a tuple of
     ``[., BLOCK_T]``, one for each operand of weights. x_scale: of the tokens. sums: ``[32, BLOCK_T]``, of the tokens'
-    columns, for weights with minima; for codes that index a table, that table (``words_of``).
+    columns, for weights with minima; for codes that index a table, that table (``load_tables``).
     """
 
     w: Any
@@ -102,7 +113,7 @@ def _is_decoded(WEIGHT):
 @triton.constexpr_function
 def _is_fused(FUSE, WEIGHT, SCALE, WORDS):
     """Return whether the four operands of a K block are multiplied as one."""
-    return FUSE and WEIGHT not in (enums.PLAIN, enums.E4M3_E4M3) and is_whole(SCALE, WORDS)
+    return FUSE and WEIGHT not in (enums.PLAIN, enums.E4M3_E4M3) and has_one_factor(SCALE, WORDS)
 
 
 @triton.constexpr_function
@@ -158,7 +169,7 @@ def _add_block(acc, unit, block, FORMAT: tl.constexpr, TILE: tl.constexpr, PROJE
     """Return ``acc [BLOCK_N, BLOCK_T]`` plus the product of a K block, scaled as FORMAT says, and the unit of the sum.
 
     block: ``_Block``. unit: what 1 in ``acc`` stands for, ``[BLOCK_N, 1]``, where the sum has a running scale
-    (``is_running``). PROJECTION: 1 for up if gate has another accumulator, otherwise 0.
+    (``has_running_scale``). PROJECTION: 1 for up if gate has another accumulator, otherwise 0.
     """
     if _is_decoded(FORMAT.weight):
         return _add_decoded(acc, unit, block, FORMAT, TILE, PROJECTION, ASM)
@@ -172,21 +183,21 @@ def _add_decoded(
 ):
     """Add a K block of weights that are decoded; see ``_add_block``."""
     HALF: tl.constexpr = block.x[0].dtype == tl.float16
-    quarters, factors, minima = decoded(
+    quarters, factors, minima = decode_block(
         block.w, block.w1, block.scale, block.scale_stride, FORMAT.weight, FORMAT.scale, FORMAT.words, HALF, ASM
     )
     if has_minima(FORMAT.scale, FORMAT.words):
         operand, factor = minima
-        acc, unit = dot(operand, block.sums, in_units(acc, unit, factor, ASM), ASM), factor
-    if is_whole(FORMAT.scale, FORMAT.words):
+        acc, unit = dot(operand, block.sums, rescale_sum(acc, unit, factor, ASM), ASM), factor
+    if has_one_factor(FORMAT.scale, FORMAT.words):
         return _add_with_one_factor(acc, unit, quarters, factors[0], block, FORMAT, TILE, ASM)
     elif FORMAT.weight == TABLE_LANES:
         return _add_table_lanes(acc, factors, block, FORMAT, TILE, PROJECTION, ASM), unit
     else:
         for quarter in tl.static_range(4):
-            acc = dot(quarters[quarter], block.x[quarter], in_units(acc, unit, factors[quarter], ASM), ASM)
+            acc = dot(quarters[quarter], block.x[quarter], rescale_sum(acc, unit, factors[quarter], ASM), ASM)
             unit = factors[quarter]
-        return epilogue(acc, ASM), unit
+        return wait_for_products(acc, ASM), unit
 
 
 @triton.jit
@@ -195,25 +206,25 @@ def _add_with_one_factor(
 ):
     """Add a K block whose four operands have one factor, or none besides those inside the operands."""
     SCALED_OPERAND: tl.constexpr = FORMAT.weight == E2M1_LANES or FORMAT.weight == E4M3_LANES
-    RUNNING_SCALE: tl.constexpr = is_running(FORMAT.weight)
+    RUNNING_SCALE: tl.constexpr = has_running_scale(FORMAT.weight)
     # A product without a factor continues the sum.
     CONTINUES: tl.constexpr = SCALED_OPERAND and FORMAT.scale != BLOCK_SCALE
     if RUNNING_SCALE:
-        product = in_units(acc, unit, factor, ASM)
+        product = rescale_sum(acc, unit, factor, ASM)
     elif CONTINUES:
         product = acc
     else:
         product = tl.zeros_like(acc)
     if _is_fused(TILE.fuse_k_block, FORMAT.weight, FORMAT.scale, FORMAT.words):
-        fused = joined(quarters[0], quarters[1], quarters[2], quarters[3])
+        fused = join_quarters(quarters[0], quarters[1], quarters[2], quarters[3])
         product = dot(fused, block.x[0], product, ASM)
     else:
         for quarter in tl.static_range(4):
             product = dot(quarters[quarter], block.x[quarter], product, ASM)
     if RUNNING_SCALE:
-        return epilogue(product, ASM), factor
+        return wait_for_products(product, ASM), factor
     elif CONTINUES:
-        return epilogue(product, ASM), unit
+        return wait_for_products(product, ASM), unit
     else:
         block_scale = tl.load(block.scale)
         return acc + product * (block_scale[:, None] if TILE.interleave_gate_up else block_scale), unit
@@ -437,8 +448,8 @@ def _scale_and_add_bias(acc, unit, tokens, weights, token, offset, FORMAT: tl.co
 
     offset: ``[BLOCK_N]``, of each row's scale and bias.
     """
-    if is_running(FORMAT.weight):
-        DIVISOR: tl.constexpr = divisor(tokens.x.dtype.element_ty == tl.float16)
+    if has_running_scale(FORMAT.weight):
+        DIVISOR: tl.constexpr = integer_divisor(tokens.x.dtype.element_ty == tl.float16)
         acc *= unit * DIVISOR
     if FORMAT.x_scale == X_ROW_SCALE:
         acc *= tl.load(tokens.scale + token)[None, :]
@@ -479,10 +490,10 @@ def grouped_tile(
     ACCUMULATORS: tl.constexpr = 1 if TILE.interleave_gate_up else PROJ.count
     rows = _weight_rows(expert, n_first, n_out, PROJ, TILE)
     pointers = _first_pointers(tokens, weights, strides, rows, n_first, token, n_out, FORMAT, PROJ, TILE)
-    unit = tl.zeros((BLOCK_N, 1), dtype=tl.float32) if is_running(FORMAT.weight) else 0.0
+    unit = tl.zeros((BLOCK_N, 1), dtype=tl.float32) if has_running_scale(FORMAT.weight) else 0.0
     tables = tokens.sums
     if FORMAT.weight == TABLE_LANES:
-        tables = words_of(weights.row_scale + rows.matrix * 16, PROJ.count, ASM)
+        tables = load_tables(weights.row_scale + rows.matrix * 16, PROJ.count, ASM)
     if TILE.depth > 1:
         up = _sum_in_steps_of_depth(pointers, strides, unit, row_count, n_out, k_in, FORMAT, TILE, BLOCK_T, ASM)
         gate, gate_unit, up_unit = up, unit, unit

@@ -76,7 +76,7 @@ _TICKETS = tl.constexpr(2)  # items that have a program, apart from the first on
 _FIXED = tl.constexpr(3)
 
 
-class MTiles(NamedTuple):
+class _MTiles(NamedTuple):
     """The m_tiles of all experts, in the order of experts.
 
     needed, last: ``[slots]``, m_tiles of each expert, and of all experts up to it. capacity: assignments of all ranks.
@@ -92,7 +92,7 @@ class MTiles(NamedTuple):
 
 @triton.jit
 def _m_tiles_of(scratch: Scratch, capacity, up_n_tiles, down_n_tiles, BLOCK_SLOTS: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Return the MTiles of this pass, once all token blocks are listed."""
+    """Return the _MTiles of this pass, once all token blocks are listed."""
     slot = tl.arange(0, BLOCK_SLOTS)
     count = tl.load(scratch.counters + _FIXED + slot, mask=slot < scratch.local_slots, other=0)
     needed = (count + BLOCK_T - 1) // BLOCK_T
@@ -100,11 +100,11 @@ def _m_tiles_of(scratch: Scratch, capacity, up_n_tiles, down_n_tiles, BLOCK_SLOT
     total = tl.sum(needed, 0)
     up_items = total * up_n_tiles
     items = up_items + total * down_n_tiles
-    return MTiles(needed=needed, last=last, capacity=capacity, up_items=up_items, items=items)
+    return _MTiles(needed=needed, last=last, capacity=capacity, up_items=up_items, items=items)
 
 
 @triton.jit
-def _m_tile_at(m_tile, tiles: MTiles, scratch: Scratch, BLOCK_T: tl.constexpr):
+def _m_tile_at(m_tile, tiles: _MTiles, scratch: Scratch, BLOCK_T: tl.constexpr):
     """Return expert, index of the first assignment on its list, the assignments ``[BLOCK_T]`` and their number.
 
     Assignments beyond the number are 0.
@@ -326,7 +326,7 @@ def _quantize_m_tile(members, count, scratch: Scratch, capacity, FORMAT: tl.cons
 
 @triton.jit
 def _first_products(
-    tiles: MTiles,
+    tiles: _MTiles,
     source: SourceTokens,
     pulled: TokenRows,
     scratch: Scratch,
@@ -392,7 +392,7 @@ def _store_remote(
 @triton.jit
 def _second_products(
     item,
-    tiles: MTiles,
+    tiles: _MTiles,
     peers: Peers,
     scratch: Scratch,
     up: Product,

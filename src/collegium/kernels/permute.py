@@ -18,7 +18,7 @@ from .tiles import NOWHERE, pdl_wait
 __all__ = ["count_kernel", "permute_kernel", "scatter_kernel"]
 
 
-class RowOutputs(NamedTuple):
+class _RowOutputs(NamedTuple):
     """What is written for each row and assignment (``Permutation`` of ``ops/permute.py``); ``weights`` by row."""
 
     source: Any
@@ -27,14 +27,14 @@ class RowOutputs(NamedTuple):
     row_map: Any
 
 
-class RouterWeights(NamedTuple):
+class _RouterWeights(NamedTuple):
     """Weights ``[T, K]``, floating, of which those of a token are adjacent; None: there are none."""
 
     data: Any
     stride: Any
 
 
-class Ranks(NamedTuple):
+class _Ranks(NamedTuple):
     """The ranks to whose memory rows return: ``count`` consecutive assignments of each rank, ``width`` elements a row.
 
     deltas: int64, bytes from this rank's rows to those of each rank.
@@ -45,7 +45,7 @@ class Ranks(NamedTuple):
     width: Any
 
 
-class TileList(NamedTuple):
+class _TileList(NamedTuple):
     """Expert and first row of each of ``count`` token tiles."""
 
     expert: Any
@@ -96,7 +96,7 @@ def _tile_counts(total, BLOCK_T: tl.constexpr):
 
 
 @triton.jit
-def _write_unused_tiles(tiles: TileList, needed, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr):
+def _write_unused_tiles(tiles: _TileList, needed, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr):
     """Write expert -1 and row 0 to the tiles that no expert needs."""
     if BLOCK_T:
         first = tl.sum(needed, 0) + tl.program_id(0) * BLOCK_E
@@ -108,7 +108,7 @@ def _write_unused_tiles(tiles: TileList, needed, BLOCK_T: tl.constexpr, BLOCK_E:
 
 
 @triton.jit
-def _write_tiles(tiles: TileList, first_tile, expert, is_local, order, row, BLOCK_T: tl.constexpr):
+def _write_tiles(tiles: _TileList, first_tile, expert, is_local, order, row, BLOCK_T: tl.constexpr):
     """Write the tiles whose first row is one of ``row``: an expert's rows in steps of BLOCK_T, by expert."""
     if BLOCK_T:
         tile = tl.gather(first_tile, expert, 0) + order // BLOCK_T
@@ -129,9 +129,9 @@ def _write_offsets(expert_offsets, first_row, total, experts, BLOCK_E: tl.conste
 
 @triton.jit
 def _write_rows(
-    outputs: RowOutputs,
-    weights: RouterWeights,
-    ranks: Ranks,
+    outputs: _RowOutputs,
+    weights: _RouterWeights,
+    ranks: _Ranks,
     assignment,
     row,
     dropped_slot,
@@ -208,7 +208,7 @@ def permute_kernel(
     """Write the permutation of at most BLOCK assignments, in one program.
 
     ids: integers ``[T, K]``; count: T * K. Outputs as in ``Permutation`` of ``ops/permute.py``; row_map is its
-    ``row_offsets``, computed from ``Ranks``. FORMAT: a ``PermutationFormat``.
+    ``row_offsets``, computed from ``_Ranks``. FORMAT: a ``PermutationFormat``.
     """
     pdl_wait(PDL)
     assignment = tl.arange(0, BLOCK)
@@ -225,11 +225,11 @@ def permute_kernel(
     first_a = _exclusive_sum(needed_a)
     first_b = _exclusive_sum(needed_b)
     row = tl.where(is_local, tl.gather(first_row, expert, 0), tl.sum(total, 0)) + order
-    outputs = RowOutputs(source=source, slots=slots, weights=weights_by_row, row_map=row_map)
-    router_weights = RouterWeights(data=weights, stride=weight_stride)
-    ranks = Ranks(deltas=deltas, count=rank_count, width=row_width)
-    tile_list_a = TileList(expert=tile_expert_a, row=tile_row_a, count=tiles_a)
-    tile_list_b = TileList(expert=tile_expert_b, row=tile_row_b, count=tiles_b)
+    outputs = _RowOutputs(source=source, slots=slots, weights=weights_by_row, row_map=row_map)
+    router_weights = _RouterWeights(data=weights, stride=weight_stride)
+    ranks = _Ranks(deltas=deltas, count=rank_count, width=row_width)
+    tile_list_a = _TileList(expert=tile_expert_a, row=tile_row_a, count=tiles_a)
+    tile_list_b = _TileList(expert=tile_expert_b, row=tile_row_b, count=tiles_b)
     _write_rows(outputs, router_weights, ranks, assignment, row, dropped_slot, is_local, inside, FORMAT)
     _write_tiles(tile_list_a, first_a, expert, is_local, order, row, FORMAT.block_t_a)
     _write_tiles(tile_list_b, first_b, expert, is_local, order, row, FORMAT.block_t_b)
@@ -331,11 +331,11 @@ def scatter_kernel(
     first_row = _exclusive_sum(total)
     first_a = _exclusive_sum(needed_a)
     first_b = _exclusive_sum(needed_b)
-    outputs = RowOutputs(source=source, slots=slots, weights=weights_by_row, row_map=row_map)
-    router_weights = RouterWeights(data=weights, stride=weight_stride)
-    ranks = Ranks(deltas=deltas, count=rank_count, width=row_width)
-    tile_list_a = TileList(expert=tile_expert_a, row=tile_row_a, count=tiles_a)
-    tile_list_b = TileList(expert=tile_expert_b, row=tile_row_b, count=tiles_b)
+    outputs = _RowOutputs(source=source, slots=slots, weights=weights_by_row, row_map=row_map)
+    router_weights = _RouterWeights(data=weights, stride=weight_stride)
+    ranks = _Ranks(deltas=deltas, count=rank_count, width=row_width)
+    tile_list_a = _TileList(expert=tile_expert_a, row=tile_row_a, count=tiles_a)
+    tile_list_b = _TileList(expert=tile_expert_b, row=tile_row_b, count=tiles_b)
     start = tl.program_id(0) * range_size
     stop = tl.minimum(start + range_size, count)
     # Dropped assignments come after all others; ``start`` less the others before this range is how many precede it.

@@ -20,7 +20,7 @@ SOFTMAX, TOPK_SOFTMAX, SIGMOID = (tl.constexpr(0), tl.constexpr(1), tl.constexpr
 SQRT_SOFTPLUS, SPARSEMIXER = (tl.constexpr(3), tl.constexpr(4))
 
 
-class Lanes(NamedTuple):
+class _Lanes(NamedTuple):
     """The experts of a token ``[N]``, group by group: each group has a power of two lanes, of which some are unused."""
 
     expert: Any
@@ -104,7 +104,7 @@ def _mask_groups(key, group_key, valid, groups, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def _choice_keys(choice, lanes: Lanes, HAS_BIAS: tl.constexpr, groups, GROUPS: tl.constexpr):
+def _choice_keys(choice, lanes: _Lanes, HAS_BIAS: tl.constexpr, groups, GROUPS: tl.constexpr):
     """Return int32 keys ``[N]`` that order experts by ``choice``; _LOWEST for lanes without an expert."""
     # A biased score of -inf stays above the -inf of a masked group.
     key = _key(tl.minimum(tl.maximum(choice, -_FLOAT32_MAX), _FLOAT32_MAX))
@@ -147,7 +147,7 @@ def _renormalize(weight, slot, eps, floor, TOP_K: tl.constexpr):
 
 
 @triton.jit
-def _choose(lanes: Lanes, key, table_ids, has_nan, jitter, ROUTING: tl.constexpr):
+def _choose(lanes: _Lanes, key, table_ids, has_nan, jitter, ROUTING: tl.constexpr):
     """Return the ids and weights of the slots ``[BLOCK_K]``: the highest keys in order, or the ids of a hash table.
 
     table_ids: None where keys decide; otherwise keys are not used. Of equal keys the expert with the lowest id comes
@@ -216,7 +216,7 @@ def route_kernel(
     valid = (position < group_size) & (lane // GROUPS.block_s < groups)
     logit = tl.load(logits + token * logits_stride + expert, mask=valid, other=0.0).to(tl.float32)
     score = _score(logit, valid, ROUTING.score)
-    lanes = Lanes(expert=expert, valid=valid, logit=logit, score=score)
+    lanes = _Lanes(expert=expert, valid=valid, logit=logit, score=score)
     # Without a bias, experts are chosen by their logits, which order them as the scores do.
     choice = logit
     checked = score

@@ -16,8 +16,9 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from . import enums
 from .activation import activate
-from .decode import epilogue, upper_scale
+from .decode import upper_scale, wait_for_products
 from .tiles import dot, split_gate_up, store_rows, tile_prologue, token_at
+from .w4a8_ptx import DECODE_E2M1_E4M3, DECODE_E2M1_E8M0, DECODE_INT4
 
 __all__ = ["w4a8_kernel", "w4a8_tile"]
 
@@ -26,7 +27,6 @@ INT4_FLOAT = tl.constexpr(enums.INT4_FLOAT)
 E2M1_E4M3 = tl.constexpr(enums.E2M1_E4M3)
 E2M1_SCALED = tl.constexpr(enums.E2M1_SCALED)
 INT4_PAIRS = tl.constexpr(enums.INT4_PAIRS)
-INT4_FLOATS = tl.constexpr(enums.INT4_FLOATS)
 
 X_BLOCK_SCALE = tl.constexpr(enums.X_BLOCK_SCALE)
 X_BLOCK_SCALE_TRANSPOSED = tl.constexpr(enums.X_BLOCK_SCALE_TRANSPOSED)
@@ -34,62 +34,29 @@ X_ROW_SCALE = tl.constexpr(enums.X_ROW_SCALE)
 
 NO_ACTIVATION = tl.constexpr(enums.NO_ACTIVATION)
 
-# Without signs, the upper half of the codes of word $W to the lower half of n: permutations read four codes.
-_HALVES = "and.b32 m, $W, 0x77777777; shr.u32 n, m, 16; shl.b32 s, $W, 4;"
-_SIGNS = "lop3.b32 $0, a, $W, 0x80808080, 0xF8; lop3.b32 $1, b, s, 0x80808080, 0xF8;"
-
-
-def _text(word: int, *steps: str) -> tl.constexpr:
-    return tl.constexpr(("{ .reg .b32 m, n, s, a, b; " + " ".join(steps) + " }").replace("$W", f"${word}"))
-
-
-# $2: the word; $3 and $7 (of $3 to $6 and $7 to $10, all the same): the table of eight bytes the permutations read.
-_E8M0_ASM = _text(2, _HALVES, "prmt.b32 a, $3, $7, m; prmt.b32 b, $3, $7, n;", _SIGNS)
-
-# Two tables: 0 to 7 and -8 to -1; the sign, spread over its byte, chooses.
-_TWO = "prmt.b32 a, 0x44403800, 0x4E4C4A48, {0}; prmt.b32 b, 0xCACCCED0, 0xB8C0C4C8, {0};"
-_INT4_ASM = _text(
-    2,
-    _HALVES,
-    _TWO.format("m") + "prmt.b32 m, $W, 0, 0xBA98; lop3.b32 $0, m, b, a, 0xCA;",
-    _TWO.format("n") + "prmt.b32 s, s, 0, 0xBA98; lop3.b32 $1, s, b, a, 0xCA;",
-)
-
-# $0, $1: first operands; $2, $3: second ones; $4: the word; $5 and $9: the first ones' table; $13 and $17: what
-# the second ones lack of the first. Additions issue on another pipe than the permutations and logic that limit this
-# kernel: so the second operands are differences, and the sign comes with the first.
-_E4M3_ASM = _text(
-    4,
-    _HALVES,
-    "prmt.b32 a, $5, $9, m; prmt.b32 b, $5, $9, n;" + _SIGNS,
-    "prmt.b32 a, $13, $17, m; prmt.b32 b, $13, $17, n; sub.u32 $2, $0, a; sub.u32 $3, $1, b;",
-)
-
 
 @triton.jit
-def _bytes(bits):
+def _as_e4m3(bits):
     return bits.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
 
 
 @triton.jit
-def _byte_of(scales, which, ASM: tl.constexpr):
+def _scale_byte(words, index, ASM: tl.constexpr):
+    """Return byte ``index`` of each word as int32."""
     if ASM:
         return tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, 0, $2;", "=r,r,r", [scales, which + 0x4440], dtype=tl.int32, is_pure=True, pack=1
+            "prmt.b32 $0, $1, 0, $2;", "=r,r,r", [words, index + 0x4440], dtype=tl.int32, is_pure=True, pack=1
         )
     else:
-        return (scales >> (8 * which)) & 255
+        return (words >> (8 * index)) & 255
 
 
 @triton.jit
-def _e2m1_byte(code, d):
-    # Codes 2 to 7 are (code << 2) + d; 0.5 has the exponent below that of 1 and no mantissa bit.
-    return tl.where(code == 0, 0, tl.where(code == 1, d, (code << 2) + d))
+def _unpack_words(words):
+    """Return magnitudes and signs ``m0, s0, m1, s1`` of both halves, each for the byte of the word of its column.
 
-
-@triton.jit
-def _halves(words):
-    """Return magnitudes and signs ``m0, s0, m1, s1`` of both halves for the byte of the word a column is in."""
+    For the interpreter; the PTX unpacks four columns at once.
+    """
     byte = (tl.arange(0, words.shape[1]) % 4)[None, :]
     m0 = (words >> (4 * byte)) & 7
     m1 = (words >> (16 + 4 * byte)) & 7
@@ -99,33 +66,42 @@ def _halves(words):
 
 
 @triton.jit
-def _e2m1_table(words, d):
-    m0, s0, m1, s1 = _halves(words)
-    return _bytes(_e2m1_byte(m0, d) | (s0 << 7)), _bytes(_e2m1_byte(m1, d) | (s1 << 7))
+def _with_sign(magnitude, sign):
+    return _as_e4m3(magnitude | (sign << 7))
 
 
 @triton.jit
-def _int4_one(m, s):
-    return (m - 8 * s).to(tl.float32).to(tl.float8e4nv)
+def _e2m1_magnitude(code, scale):
+    """Return the E4M3 byte of an E2M1 magnitude times 2^d; scale: 8 d."""
+    # Codes 2 to 7 are (code << 2) + scale; 0.5 has the exponent below that of 1 and no mantissa bit.
+    return tl.where(code == 0, 0, tl.where(code == 1, scale, (code << 2) + scale))
 
 
 @triton.jit
-def _first(m, d):
-    return tl.where(m == 0, 0, d + 8 * (m >> 1))
+def _first_magnitude(code, scale):
+    """Return the E4M3 byte of an E2M1 magnitude without its mantissa bit, times an E4M3 scale over two."""
+    return tl.where(code == 0, 0, scale + 8 * (code >> 1))
 
 
 @triton.jit
-def _second(m, d):
-    return tl.where((m & 1) * (m >> 1) == 0, 0, d + 8 * (m >> 1) - 8)
+def _second_magnitude(code, scale):
+    """Return the E4M3 byte of what ``_first_magnitude`` leaves out."""
+    return tl.where((code & 1) * (code >> 1) == 0, 0, scale + 8 * (code >> 1) - 8)
 
 
 @triton.jit
-def _operand(a0, a1, BLOCK_N: tl.constexpr, WARPS: tl.constexpr):
+def _int4_value(magnitude, sign):
+    return (magnitude - 8 * sign).to(tl.float32).to(tl.float8e4nv)
+
+
+@triton.jit
+def _operand(a0, a1, WARPS: tl.constexpr):
     """Return ``[BLOCK_N, BLOCK_K]`` from the first and second halves of words ``[BLOCK_N, BLOCK_K / 2]``.
 
     Loaded row (m, r, w, g) of sizes (., 2, WARPS, 8) becomes row (m, w, r, g), and byte (t, s, i) of sizes (4, ., 4)
-    column (half, s, t, i): each thread keeps what it holds, so nothing moves between threads.
+    column (half, s, t, i): no data moves between threads.
     """
+    BLOCK_N: tl.constexpr = a0.shape[0]
     HALF: tl.constexpr = a0.shape[1]
     both = tl.join(a0, a1)
     both = tl.reshape(both, (BLOCK_N // (16 * WARPS), 2, WARPS, 8, 4, HALF // 16, 4, 2))
@@ -134,19 +110,72 @@ def _operand(a0, a1, BLOCK_N: tl.constexpr, WARPS: tl.constexpr):
 
 
 @triton.jit
-def _int4(words, ASM: tl.constexpr):
-    """Return the E4M3 numbers of the first and second halves of words."""
+def _decode_int4(words, ASM: tl.constexpr):
+    """Return the E4M3 numbers of the first and second halves of words of INT4 codes."""
     if ASM:
         return tl.inline_asm_elementwise(
-            _INT4_ASM, "=&r,=&r,r", [words], dtype=(tl.float8e4nv, tl.float8e4nv), is_pure=True, pack=4
+            DECODE_INT4, "=&r,=&r,r", [words], dtype=(tl.float8e4nv, tl.float8e4nv), is_pure=True, pack=4
         )
     else:
-        m0, s0, m1, s1 = _halves(words)
-        return _int4_one(m0, s0), _int4_one(m1, s1)
+        m0, s0, m1, s1 = _unpack_words(words)
+        return _int4_value(m0, s0), _int4_value(m1, s1)
 
 
 @triton.jit
-def _quarters(words):
+def _decode_e2m1_e8m0(words, scale, ASM: tl.constexpr):
+    """Return the E4M3 numbers of both halves of words of E2M1 codes, times powers of two.
+
+    scale: bytes 8 d, which multiply by 2^d when they are added to all bytes of the table but the first. The words of a
+    group have the same table, so the compiler computes it once.
+    """
+    if ASM:
+        return tl.inline_asm_elementwise(
+            DECODE_E2M1_E8M0,
+            "=&r,=&r,r,r,r,r,r,r,r,r,r",
+            [words, scale * 0x01010100 + 0x0C080000, scale * 0x01010101 + 0x1C181410],
+            dtype=(tl.float8e4nv, tl.float8e4nv),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        m0, s0, m1, s1 = _unpack_words(words)
+        return _with_sign(_e2m1_magnitude(m0, scale), s0), _with_sign(_e2m1_magnitude(m1, scale), s1)
+
+
+@triton.jit
+def _decode_e2m1_e4m3(words, scale, ASM: tl.constexpr):
+    """Return two E4M3 terms of both halves of words of E2M1 codes times E4M3 scales: first, first, second, second.
+
+    scale: bytes, E4M3 scales over two. A magnitude with its mantissa bit set, 1.5 * 2^e, is 2^e + 2^(e-1): the table of
+    the first term holds scale * 2^e, and the bytes of the other table, subtracted from those, leave scale * 2^(e-1) or
+    zero.
+    """
+    if ASM:
+        return tl.inline_asm_elementwise(
+            DECODE_E2M1_E4M3,
+            "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
+            [
+                words,
+                scale * 0x01010100 + 0x08080000,
+                scale * 0x01010101 + 0x18181010,
+                scale * 0x00010100 + 0x08080000,
+                scale * 0x00010001 + 0x08180810,
+            ],
+            dtype=(tl.float8e4nv, tl.float8e4nv, tl.float8e4nv, tl.float8e4nv),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        m0, s0, m1, s1 = _unpack_words(words)
+        a0 = _with_sign(_first_magnitude(m0, scale), s0)
+        a1 = _with_sign(_first_magnitude(m1, scale), s1)
+        b0 = _with_sign(_second_magnitude(m0, scale), s0)
+        b1 = _with_sign(_second_magnitude(m1, scale), s1)
+        return a0, a1, b0, b1
+
+
+@triton.jit
+def _split_quarters(words):
     """Return the words of each quarter, ``[BLOCK_N, BLOCK_K / 8]`` bytes, from ``[BLOCK_N, BLOCK_K / 2]``."""
     split = tl.reshape(words, (words.shape[0], 4, 2, 2, words.shape[1] // 16))
     even, odd = tl.split(tl.permute(split, (0, 1, 4, 2, 3)))
@@ -154,51 +183,6 @@ def _quarters(words):
     q1, q3 = tl.split(odd)
     SHAPE: tl.constexpr = (words.shape[0], words.shape[1] // 4)
     return tl.reshape(q0, SHAPE), tl.reshape(q1, SHAPE), tl.reshape(q2, SHAPE), tl.reshape(q3, SHAPE)
-
-
-@triton.jit
-def _decode(
-    words, scales, select,
-    BLOCK_N: tl.constexpr, WARPS: tl.constexpr, WEIGHT: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """Return two E4M3 operands ``[BLOCK_N, BLOCK_K]``: the weights, and what they still lack (E2M1_E4M3)."""
-    if WEIGHT == INT4_FLOAT:
-        a0, a1 = _int4(words, ASM)
-    elif WEIGHT == E2M1_E8M0:
-        # The scale byte is 8 d: added to all bytes of the table but the first, it multiplies by 2^d. The words of a
-        # group share the table, so it is made outside.
-        d = _byte_of(scales, select, ASM)
-        if ASM:
-            a0, a1 = tl.inline_asm_elementwise(
-                _E8M0_ASM, "=&r,=&r,r,r,r,r,r,r,r,r,r",
-                [words, d * 0x01010100 + 0x0C080000, d * 0x01010101 + 0x1C181410],
-                dtype=(tl.float8e4nv, tl.float8e4nv), is_pure=True, pack=4,
-            )  # fmt: skip
-        else:
-            a0, a1 = _e2m1_table(words, d)
-    else:
-        # The byte is the E4M3 group scale over two. A magnitude with its mantissa bit set, 1.5 * 2^e, is
-        # 2^e + 2^(e-1): the first table holds scale * 2^e, and the bytes of the second, taken from those, leave
-        # scale * 2^(e-1) or zero. No byte borrows: the first is never the smaller one.
-        d = _byte_of(scales, select, ASM)
-        if ASM:
-            a0, a1, b0, b1 = tl.inline_asm_elementwise(
-                _E4M3_ASM, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
-                [words, d * 0x01010100 + 0x08080000, d * 0x01010101 + 0x18181010,
-                 d * 0x00010100 + 0x08080000, d * 0x00010001 + 0x08180810],
-                dtype=(tl.float8e4nv, tl.float8e4nv, tl.float8e4nv, tl.float8e4nv), is_pure=True, pack=4,
-            )  # fmt: skip
-        else:
-            m0, s0, m1, s1 = _halves(words)
-            a0 = _bytes(_first(m0, d) | (s0 << 7))
-            a1 = _bytes(_first(m1, d) | (s1 << 7))
-            b0 = _bytes(_second(m0, d) | (s0 << 7))
-            b1 = _bytes(_second(m1, d) | (s1 << 7))
-    a = _operand(a0, a1, BLOCK_N, WARPS)
-    if WEIGHT == E2M1_E4M3:
-        return a, _operand(b0, b1, BLOCK_N, WARPS)
-    else:
-        return a, a
 
 
 @triton.jit
@@ -219,13 +203,13 @@ def _load_tokens(pointers, valid, BLOCK_T: tl.constexpr):
 
 
 @triton.jit
-def _scales_across(pointers, ASM: tl.constexpr):
-    """Return the float32 scales of a tile's rows for one K block, laid out beside each other."""
+def _load_transposed_scales(pointers, ASM: tl.constexpr):
+    """Return the contiguous float32 scales of a tile's rows for one K block, ``[BLOCK_T]``."""
     if ASM:
         # A plain load would be prefetched into shared memory: every thread would copy all that it needs, a number at a
         # time, and read it back. A weak load would be moved to where the number is needed, and waited for; a relaxed
         # one stays before the product and arrives meanwhile. Pure, and with addresses made from a scalar in each step,
-        # so that every thread computes its own addresses: Triton 3.9 would move the numbers between threads instead.
+        # so that every thread computes its addresses: Triton 3.9 would move the numbers between threads instead.
         return tl.inline_asm_elementwise(
             "ld.relaxed.cta.global.b32 $0, [$1];",
             "=f,l",
@@ -239,28 +223,6 @@ def _scales_across(pointers, ASM: tl.constexpr):
 
 
 @triton.jit
-def _quarter_sum(
-    words, x_ptr, valid, g_ptr, none,
-    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, WARPS: tl.constexpr, PAIRS: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """Return the K block's product: of each quarter of weights and tokens, times its scale."""
-    STEP: tl.constexpr = x_ptr.shape[0]
-    pieces = _quarters(words)
-    total = none
-    for quarter in tl.static_range(4):
-        tokens = _load_tokens(x_ptr + quarter * STEP, valid, BLOCK_T)
-        if PAIRS:
-            pair = tl.load(g_ptr + quarter // 2 * 64)
-            factor = upper_scale(pair if quarter % 2 else pair << 16)
-        else:
-            factor = tl.load(g_ptr + quarter * 64)[:, None]
-        a0, a1 = _int4(pieces[quarter], ASM)
-        product = dot(_operand(a0, a1, BLOCK_N, WARPS), tokens, none, ASM) * factor
-        total = total + product if quarter else product
-    return total
-
-
-@triton.jit
 def _dot_scaled(pairs, scales, tokens, acc, ASM: tl.constexpr):
     """Add E2M1 pairs ``[BLOCK_N, BLOCK_K / 2]`` with E8M0 scales ``[BLOCK_N, BLOCK_K / 32]`` times E4M3 tokens."""
     if ASM:
@@ -269,7 +231,7 @@ def _dot_scaled(pairs, scales, tokens, acc, ASM: tl.constexpr):
     else:
         bits = pairs.to(tl.int32)
         codes = tl.reshape(tl.join(bits & 15, (bits >> 4) & 15), (pairs.shape[0], 2 * pairs.shape[1]))
-        values = _bytes(_e2m1_byte(codes & 7, 48) | ((codes & 8) << 4)).to(tl.float32)
+        values = _with_sign(_e2m1_magnitude(codes & 7, 48), codes >> 3).to(tl.float32)
         groups = tl.reshape(values, (scales.shape[0], scales.shape[1], 32))
         groups *= (scales.to(tl.int32) << 23).to(tl.float32, bitcast=True)[:, :, None]
         weights = tl.reshape(groups, (pairs.shape[0], 2 * pairs.shape[1]))
@@ -295,8 +257,36 @@ def _scale_block(WEIGHT):
     return 64 * words.get(WEIGHT, 1)
 
 
+@triton.constexpr_function
+def _has_x_block_scale(X_SCALE):
+    """Return whether tokens have a scale for each K block, which multiplies its product."""
+    return X_SCALE in (enums.X_BLOCK_SCALE, enums.X_BLOCK_SCALE_TRANSPOSED)
+
+
+class _Output(NamedTuple):
+    """The result, the row map of ``RowOrder.row_map``, and the rows that ``RowOrder.gather`` reads."""
+
+    out: Any
+    row_map: Any
+    source: Any
+
+
+class _Block(NamedTuple):
+    """One K block of both operands.
+
+    words: codes, bytes ``[BLOCK_N, BLOCK_K / 2]`` (in the interpreter each byte is its whole word). scales: as
+    ``_load_scales`` returns them. x: tokens ``[BLOCK_K, BLOCK_T]``, for weights with a scale for each quarter pointers
+    to the first quarter of them. x_scale: ``[BLOCK_T]``, a pointer to the first if they are transposed.
+    """
+
+    words: Any
+    scales: Any
+    x: Any
+    x_scale: Any
+
+
 class _Pointers(NamedTuple):
-    """Where a step of the K loop reads: tokens and their scales, weights and theirs."""
+    """What a step of the K loop reads: tokens, weights and the scales of both."""
 
     x: Any
     x_scale: Any
@@ -305,8 +295,15 @@ class _Pointers(NamedTuple):
 
 
 @triton.jit
+def _group_of_byte(WEIGHT: tl.constexpr, HALF: tl.constexpr):
+    """Return the group of columns of each byte of the words of a K block, ``[1, HALF]``."""
+    GROUPS: tl.constexpr = 8 if WEIGHT == E2M1_E4M3 else 4
+    return (tl.arange(0, HALF) // (HALF // GROUPS))[None, :]
+
+
+@triton.jit
 def _load_scales(s_ptr, group, WEIGHT: tl.constexpr):
-    """Return the scales of a K block's words; for weights that scale products, their address."""
+    """Return the scales of the words of a K block; of weights whose scales multiply products, pointers to them."""
     if WEIGHT == E2M1_SCALED:
         return tl.load(s_ptr)
     elif WEIGHT == E2M1_E8M0:
@@ -318,12 +315,53 @@ def _load_scales(s_ptr, group, WEIGHT: tl.constexpr):
 
 
 @triton.jit
-def _block_product(
-    words,
-    tokens,
-    scales,
-    group,
-    x_ptr,
+def _load_block(
+    pointers,
+    valid,
+    scale_stride,
+    AT: tl.constexpr,
+    FORMAT: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Return K block AT from ``pointers`` on, as ``_Block``."""
+    WEIGHT: tl.constexpr = FORMAT.weight
+    HALF: tl.constexpr = pointers.weight.shape[1]
+    words = _load_words(pointers.weight + AT * (64 * HALF), ASM or WEIGHT == E2M1_SCALED)
+    x = pointers.x + AT * (2 * HALF)
+    if not _has_quarters(WEIGHT):
+        x = _load_tokens(pointers.x + AT * (2 * HALF), valid, BLOCK_T)
+    scales = _load_scales(pointers.scale + AT * _scale_block(WEIGHT), _group_of_byte(WEIGHT, HALF), WEIGHT)
+    x_scale = pointers.x_scale + AT * scale_stride
+    if FORMAT.x_scale == X_BLOCK_SCALE:
+        x_scale = tl.load(x_scale)
+    return _Block(words=words, scales=scales, x=x, x_scale=x_scale)
+
+
+@triton.jit
+def _product_of_quarters(
+    block, valid, zeros, FORMAT: tl.constexpr, BLOCK_T: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr
+):
+    """Return the product of a K block whose quarters have scales: the sum of the scaled products of the quarters."""
+    STEP: tl.constexpr = block.x.shape[0]
+    quarters = _split_quarters(block.words)
+    total = zeros
+    for quarter in tl.static_range(4):
+        tokens = _load_tokens(block.x + quarter * STEP, valid, BLOCK_T)
+        if FORMAT.weight == INT4_PAIRS:
+            pair = tl.load(block.scales + quarter // 2 * 64)
+            factor = upper_scale(pair if quarter % 2 else pair << 16)
+        else:
+            factor = tl.load(block.scales + quarter * 64)[:, None]
+        a0, a1 = _decode_int4(quarters[quarter], ASM)
+        product = dot(_operand(a0, a1, WARPS), tokens, zeros, ASM) * factor
+        total = total + product if quarter else product
+    return total
+
+
+@triton.jit
+def _product_of_block(
+    block,
     valid,
     before,
     FORMAT: tl.constexpr,
@@ -331,24 +369,44 @@ def _block_product(
     WARPS: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Return ``before`` plus the product of one K block."""
+    """Return ``before`` plus the product of one K block, scaled by the weights' scales."""
     WEIGHT: tl.constexpr = FORMAT.weight
-    BLOCK_N: tl.constexpr = words.shape[0]
     if _has_quarters(WEIGHT):
-        return _quarter_sum(words, x_ptr, valid, scales, before, BLOCK_N, BLOCK_T, WARPS, WEIGHT == INT4_PAIRS, ASM)
+        return _product_of_quarters(block, valid, before, FORMAT, BLOCK_T, WARPS, ASM)
     elif WEIGHT == E2M1_SCALED:
-        return _dot_scaled(words, scales, tokens, before, ASM)
+        return _dot_scaled(block.words, block.scales, block.x, before, ASM)
     elif WEIGHT == INT4_FLOAT:
-        a, _ = _decode(words, words, words, BLOCK_N, WARPS, WEIGHT, ASM)
-        return dot(a, tokens, before, ASM) * tl.load(scales)[:, None]
+        a0, a1 = _decode_int4(block.words, ASM)
+        return dot(_operand(a0, a1, WARPS), block.x, before, ASM) * tl.load(block.scales)[:, None]
     else:
-        spread, _ = tl.broadcast(scales, words)
-        select, _ = tl.broadcast(group % 4, words)
-        a, b = _decode(words, spread, select, BLOCK_N, WARPS, WEIGHT, ASM)
-        product = dot(a, tokens, before, ASM)
-        if WEIGHT == E2M1_E4M3:
-            product = dot(b, tokens, product, ASM)
-        return product
+        spread, _ = tl.broadcast(block.scales, block.words)
+        index, _ = tl.broadcast(_group_of_byte(WEIGHT, block.words.shape[1]) % 4, block.words)
+        scale = _scale_byte(spread, index, ASM)
+        if WEIGHT == E2M1_E8M0:
+            a0, a1 = _decode_e2m1_e8m0(block.words, scale, ASM)
+            return dot(_operand(a0, a1, WARPS), block.x, before, ASM)
+        else:
+            a0, a1, b0, b1 = _decode_e2m1_e4m3(block.words, scale, ASM)
+            a = _operand(a0, a1, WARPS)
+            b = _operand(b0, b1, WARPS)
+            return dot(b, block.x, dot(a, block.x, before, ASM), ASM)
+
+
+@triton.jit
+def _add_block(acc, block, valid, FORMAT: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr):
+    """Return ``acc [BLOCK_N, BLOCK_T]`` plus the scaled product of one K block."""
+    BLOCK_T: tl.constexpr = acc.shape[1]
+    BY_BLOCK: tl.constexpr = _has_x_block_scale(FORMAT.x_scale)
+    # A product with a factor is added to the sum; others continue it.
+    SEPARATE: tl.constexpr = BY_BLOCK or not (_scales_operand(FORMAT.weight) or FORMAT.weight == E2M1_SCALED)
+    x_scale = block.x_scale
+    if FORMAT.x_scale == X_BLOCK_SCALE_TRANSPOSED:
+        x_scale = _load_transposed_scales(x_scale + tl.arange(0, BLOCK_T), ASM)
+    before = tl.zeros_like(acc) if SEPARATE else acc
+    product = _product_of_block(block, valid, before, FORMAT, BLOCK_T, WARPS, ASM)
+    if BY_BLOCK:
+        product *= x_scale[None, :]
+    return acc + product if SEPARATE else product
 
 
 @triton.jit
@@ -364,88 +422,65 @@ def _add_blocks(
 ):
     """Return ``acc`` plus the products of BLOCKS K blocks from ``pointers`` on.
 
-    All are read before the first is multiplied: the compiler decodes the second one, and adds the first one's scaled
-    product, while the tensor core is busy.
+    All are loaded before the first is multiplied: while the tensor core is busy, the compiler decodes the second block
+    and adds the scaled product of the first.
     """
-    WEIGHT: tl.constexpr = FORMAT.weight
-    BLOCK_T: tl.constexpr = acc.shape[1]
-    HALF: tl.constexpr = pointers.weight.shape[1]
-    SCALED_OPERAND: tl.constexpr = _scales_operand(WEIGHT)
-    BY_GROUP: tl.constexpr = FORMAT.x_scale == X_BLOCK_SCALE or FORMAT.x_scale == X_BLOCK_SCALE_TRANSPOSED
-    # A product with a factor of its own is added to the sum; others continue it.
-    SEPARATE: tl.constexpr = BY_GROUP or not (SCALED_OPERAND or WEIGHT == E2M1_SCALED)
-    none = tl.zeros_like(acc)
-    group = (tl.arange(0, HALF) // (HALF // (8 if WEIGHT == E2M1_E4M3 else 4)))[None, :]
     blocks = ()
     for at in tl.static_range(BLOCKS):
-        words = _load_words(pointers.weight + at * (64 * HALF), ASM or WEIGHT == E2M1_SCALED)
-        tokens = words
-        if not _has_quarters(WEIGHT):
-            tokens = _load_tokens(pointers.x + at * (2 * HALF), valid, BLOCK_T)
-        scales = _load_scales(pointers.scale + at * _scale_block(WEIGHT), group, WEIGHT)
-        xs = pointers.x_scale + at * scale_stride
-        blocks += ((words, tokens, scales, tl.load(xs) if FORMAT.x_scale == X_BLOCK_SCALE else xs),)
+        blocks += (_load_block(pointers, valid, scale_stride, at, FORMAT, acc.shape[1], ASM),)
     for at in tl.static_range(BLOCKS):
-        words, tokens, scales, xs = blocks[at]
-        if FORMAT.x_scale == X_BLOCK_SCALE_TRANSPOSED:
-            xs = _scales_across(xs + tl.arange(0, BLOCK_T), ASM)
-        before = none if SEPARATE else acc
-        x_at = pointers.x + at * (2 * HALF)
-        product = _block_product(words, tokens, scales, group, x_at, valid, before, FORMAT, BLOCK_T, WARPS, ASM)
-        if BY_GROUP:
-            product *= xs[None, :]
-        acc = acc + product if SEPARATE else product
-    return epilogue(acc, ASM) if SCALED_OPERAND and not BY_GROUP else acc
+        # A named tuple that is an element of a tuple has no field names.
+        words, scales, x, x_scale = blocks[at]
+        block = _Block(words=words, scales=scales, x=x, x_scale=x_scale)
+        acc = _add_block(acc, block, valid, FORMAT, WARPS, ASM)
+    CONTINUES: tl.constexpr = _scales_operand(FORMAT.weight) and not _has_x_block_scale(FORMAT.x_scale)
+    return wait_for_products(acc, ASM) if CONTINUES else acc
 
 
 @triton.jit
-def _first_pointers(
-    tokens,
-    weights,
-    expert,
-    n_first,
-    token,
-    row_first,
-    row_tiles,
-    FORMAT: tl.constexpr,
-    TILE: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    """Return the pointers of the first K block."""
+def _token_pointers(tokens, token, row_first, FORMAT: tl.constexpr):
+    """Return the pointers of the first K block of tokens, or of its first quarter, and of their scales."""
+    k = tl.arange(0, FORMAT.block_k // 4 if _has_quarters(FORMAT.weight) else FORMAT.block_k)
+    x_ptr = tokens.x + token[None, :] * tokens.stride + k[:, None]
+    if FORMAT.x_scale == X_BLOCK_SCALE_TRANSPOSED:
+        return x_ptr, tokens.scale + row_first
+    elif FORMAT.x_scale == X_BLOCK_SCALE:
+        return x_ptr, tokens.scale + token * FORMAT.k_blocks
+    else:
+        return x_ptr, tokens.scale + token
+
+
+@triton.jit
+def _weight_pointers(weights, expert, n_first, row_tiles, FORMAT: tl.constexpr, TILE: tl.constexpr, ASM: tl.constexpr):
+    """Return the pointers of the first K block of weights and of their scales."""
     WEIGHT: tl.constexpr = FORMAT.weight
     WARPS: tl.constexpr = TILE.warps
     K_BLOCKS: tl.constexpr = FORMAT.k_blocks
-    W_BLOCK: tl.constexpr = 32 * FORMAT.block_k
-    S_BLOCK: tl.constexpr = _scale_block(WEIGHT)
     HALF: tl.constexpr = FORMAT.block_k // 2
+    WEIGHT_BLOCK: tl.constexpr = 64 * HALF
+    SCALE_BLOCK: tl.constexpr = _scale_block(WEIGHT)
     n = tl.arange(0, TILE.block_n)
     j = tl.arange(0, HALF)
-    k = tl.arange(0, FORMAT.block_k // 4 if _has_quarters(WEIGHT) else FORMAT.block_k)
-    x_ptr = tokens.x + token[None, :] * tokens.stride + k[:, None]
-    if FORMAT.x_scale == X_BLOCK_SCALE_TRANSPOSED:
-        xs_ptr = tokens.scale + row_first
-    elif FORMAT.x_scale == X_BLOCK_SCALE:
-        xs_ptr = tokens.scale + token * K_BLOCKS
-    else:
-        xs_ptr = tokens.scale + token
-
     # The row of the tensor core that a loaded row becomes in _operand; weights are stored in the core's order.
-    moved = n // (16 * WARPS) * (16 * WARPS) + n // 8 % WARPS * 16 + n // (8 * WARPS) % 2 * 8 + n % 8
-    core = n if WEIGHT == E2M1_SCALED else moved
+    permuted = n // (16 * WARPS) * (16 * WARPS) + n // 8 % WARPS * 16 + n // (8 * WARPS) % 2 * 8 + n % 8
+    core = n if WEIGHT == E2M1_SCALED else permuted
     n_tile = n_first // 64
     first = (expert * row_tiles + n_tile) * K_BLOCKS
+    # Rows past the last tile of the matrix read that tile again; their results are not stored.
     last_tile = row_tiles - 1 - n_tile
-    beyond = tl.minimum(core // 64, last_tile) * K_BLOCKS
+    core_tile = tl.minimum(core // 64, last_tile) * K_BLOCKS
     byte = j if ASM or WEIGHT == E2M1_SCALED else j // 4 * 4
-    w_ptr = weights.packed + first * W_BLOCK + ((beyond * W_BLOCK + core % 64 * HALF)[:, None] + byte[None, :])
-    s_ptr = weights.scale + first * S_BLOCK
+    w_ptr = (
+        weights.packed + first * WEIGHT_BLOCK + ((core_tile * WEIGHT_BLOCK + core % 64 * HALF)[:, None] + byte[None, :])
+    )
+    s_ptr = weights.scale + first * SCALE_BLOCK
     if WEIGHT == E2M1_SCALED:
-        s_ptr += (beyond * S_BLOCK + core % 64 * 4)[:, None] + tl.arange(0, 4)[None, :]
+        s_ptr += (core_tile * SCALE_BLOCK + core % 64 * 4)[:, None] + tl.arange(0, 4)[None, :]
     elif _scales_operand(WEIGHT):
-        s_ptr += beyond * S_BLOCK + core % 64
+        s_ptr += core_tile * SCALE_BLOCK + core % 64
     else:
-        s_ptr += tl.minimum(n // 64, last_tile) * (K_BLOCKS * S_BLOCK) + n % 64
-    return _Pointers(x=x_ptr, x_scale=xs_ptr, weight=w_ptr, scale=s_ptr)
+        s_ptr += tl.minimum(n // 64, last_tile) * (K_BLOCKS * SCALE_BLOCK) + n % 64
+    return w_ptr, s_ptr
 
 
 @triton.jit
@@ -478,6 +513,53 @@ def _sum_over_k(
 
 
 @triton.jit
+def _scale_rows(
+    acc,
+    tokens,
+    weights,
+    expert,
+    n_first,
+    token,
+    row_tiles,
+    FORMAT: tl.constexpr,
+):
+    """Return ``acc [BLOCK_N, BLOCK_T]`` times the scales of weight rows and of tokens, where they have them."""
+    if _scales_operand(FORMAT.weight):
+        n = n_first + tl.arange(0, acc.shape[0])
+        last_row = row_tiles * 64 - 1
+        acc *= tl.load(weights.row_scale + expert * (row_tiles * 64) + tl.minimum(n, last_row))[:, None]
+    if FORMAT.x_scale == X_ROW_SCALE:
+        acc *= tl.load(tokens.scale + token)[None, :]
+    return acc
+
+
+@triton.jit
+def _load_bias(bias, column, n_out):
+    """Return float32 ``[columns, 1]``; columns past the end read the last one."""
+    return tl.load(bias + tl.minimum(column, n_out - 1)).to(tl.float32)[:, None]
+
+
+@triton.jit
+def _add_bias_and_activate(acc, bias, bounds, n_first, n_out, FORMAT: tl.constexpr, PROJ: tl.constexpr):
+    """Return the result ``[columns, BLOCK_T]`` and its columns; bias: of the expert's first projection."""
+    BLOCK_N: tl.constexpr = acc.shape[0]
+    if PROJ.count == 2:
+        gate, up = split_gate_up(acc, BLOCK_N, acc.shape[1])
+        column = n_first // 2 + tl.arange(0, BLOCK_N // 2)
+        if FORMAT.bias:
+            gate += _load_bias(bias, column, n_out)
+            up += _load_bias(bias + n_out, column, n_out)
+        return activate(gate, up, bounds, PROJ), column
+    else:
+        column = n_first + tl.arange(0, BLOCK_N)
+        if FORMAT.bias:
+            acc += _load_bias(bias, column, n_out)
+        if PROJ.activation != NO_ACTIVATION:
+            acc = activate(acc, acc, bounds, PROJ)
+        return acc, column
+
+
+@triton.jit
 def w4a8_tile(
     tokens,
     weights,
@@ -496,40 +578,23 @@ def w4a8_tile(
     ASM: tl.constexpr,
     LAUNCH_NEXT: tl.constexpr,
 ):
-    """Return ``[n, BLOCK_T]`` float32 and its ``n`` columns: rows ``token [BLOCK_T]`` times weights of an expert.
+    """Return float32 ``[columns, BLOCK_T]`` and its columns: rows ``token [BLOCK_T]`` times an expert's weights.
 
     tokens to bounds, FORMAT to TILE: as in ``w4a8_kernel``. n_first: the first of ``TILE.block_n`` rows of the packed
-    weights. row_count: of the rows those that exist; the others may be any of tokens, and nothing of them counts.
-    row_first: of rows in order. LAUNCH_NEXT: the next kernel may start once the products are done.
+    weights. row_first: the first of the rows, for transposed scales. row_count: how many of the rows exist; the others
+    may be any token, and their results are not used. LAUNCH_NEXT: the next kernel may start once the products are
+    complete.
     """
-    n = tl.arange(0, TILE.block_n)
     valid = (tl.arange(0, BLOCK_T) < row_count)[None, :]
-    pointers = _first_pointers(tokens, weights, expert, n_first, token, row_first, row_tiles, FORMAT, TILE, ASM)
+    x_ptr, xs_ptr = _token_pointers(tokens, token, row_first, FORMAT)
+    w_ptr, s_ptr = _weight_pointers(weights, expert, n_first, row_tiles, FORMAT, TILE, ASM)
+    pointers = _Pointers(x=x_ptr, x_scale=xs_ptr, weight=w_ptr, scale=s_ptr)
     acc = _sum_over_k(pointers, valid, tokens.scale_stride, FORMAT, TILE, BLOCK_T, ASM)
     if LAUNCH_NEXT:
         gdc_launch_dependents()
-    if _scales_operand(FORMAT.weight):
-        last_row = row_tiles * 64 - 1
-        acc *= tl.load(weights.row_scale + expert * (row_tiles * 64) + tl.minimum(n_first + n, last_row))[:, None]
-    if FORMAT.x_scale == X_ROW_SCALE:
-        acc *= tl.load(tokens.scale + token)[None, :]
-    vector = weights.bias + expert * PROJ.count * n_out
-    if PROJ.count == 2:
-        gate, up = split_gate_up(acc, TILE.block_n, BLOCK_T)
-        column = n_first // 2 + tl.arange(0, TILE.block_n // 2)
-        last = tl.minimum(column, n_out - 1)
-        if FORMAT.bias:
-            gate += tl.load(vector + last).to(tl.float32)[:, None]
-            up += tl.load(vector + n_out + last).to(tl.float32)[:, None]
-        result = activate(gate, up, bounds, PROJ)
-    else:
-        column = n_first + n
-        result = acc
-        if FORMAT.bias:
-            result += tl.load(vector + tl.minimum(column, n_out - 1)).to(tl.float32)[:, None]
-        if PROJ.activation != NO_ACTIVATION:
-            result = activate(result, result, bounds, PROJ)
-    return result, column
+    acc = _scale_rows(acc, tokens, weights, expert, n_first, token, row_tiles, FORMAT)
+    bias = weights.bias + expert * PROJ.count * n_out
+    return _add_bias_and_activate(acc, bias, bounds, n_first, n_out, FORMAT, PROJ)
 
 
 @triton.jit
@@ -537,13 +602,8 @@ def _write_tile(
     tokens,
     weights,
     bounds,
-    out,
-    row_map,
-    source,
-    expert,
-    row_first,
-    row_count,
-    n_first,
+    output,
+    rows,
     n_out,
     row_tiles,
     FORMAT: tl.constexpr,
@@ -554,21 +614,21 @@ def _write_tile(
     ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiply and store ``row_count`` rows, up to BLOCK_T, by the weight rows from n_first on."""
-    # Rows beyond the end are not read: every program asks for the same few rows at the same time. In a tall tile, which
-    # is fuller, they read a neighbour again, since a mask costs instructions; nothing of them is stored.
+    """Multiply and store up to BLOCK_T rows. output: ``_Output``. rows: ``TileRows``."""
+    # Rows past the end are not read: every program would read the same few rows at the same time. A large tile has few
+    # of them, which read an existing row again, since a mask costs instructions; their results are not stored.
     t = tl.arange(0, BLOCK_T)
-    row = row_first + tl.where(t < row_count, t, 0)
-    token = token_at(row, source, ROWS.gather, ROWS.top_k)
+    row = rows.first + tl.where(t < rows.count, t, 0)
+    token = token_at(row, output.source, ROWS.gather, ROWS.top_k)
     result, column = w4a8_tile(
         tokens,
         weights,
         bounds,
-        expert,
-        n_first,
+        rows.expert,
+        rows.n_first,
         token,
-        row_first,
-        row_count,
+        rows.first,
+        rows.count,
         n_out,
         row_tiles,
         FORMAT,
@@ -578,7 +638,7 @@ def _write_tile(
         ASM,
         PDL and not ROWS.top_k,
     )
-    store_rows(result, out, row_map, row, t < row_count, 0, column, n_out, ROWS.row_map)
+    store_rows(result, output.out, output.row_map, row, t < rows.count, 0, column, n_out, ROWS.row_map)
 
 
 @triton.jit(
@@ -618,7 +678,7 @@ def w4a8_kernel(
     ``grouped_gemm_kernel``. FORMAT: ``OperandFormat``. PROJ: ``Projections``. TILE: ``Tile``; its depth need not divide
     the K blocks. ROWS: ``RowOrder``.
     """
-    expert, row_first, row_count, n_first = tile_prologue(
+    rows = tile_prologue(
         row_tiles * 64,
         token_tiles,
         tile_expert,
@@ -631,22 +691,21 @@ def w4a8_kernel(
         EARLY,
         PDL,
     )
-    if expert < 0:
+    if rows.expert < 0:
         return
+    output = _Output(out, row_map, source)
+    # A narrow tile with few rows is multiplied as one of half or a quarter of its size.
     HALVINGS: tl.constexpr = 2 if TILE.narrow else 0
     for halving in tl.static_range(HALVINGS + 1):
-        if row_count <= TILE.block_t >> halving and (halving == HALVINGS or row_count > TILE.block_t >> (halving + 1)):
+        if rows.count <= TILE.block_t >> halving and (
+            halving == HALVINGS or rows.count > TILE.block_t >> (halving + 1)
+        ):
             _write_tile(
                 tokens,
                 weights,
                 bounds,
-                out,
-                row_map,
-                source,
-                expert,
-                row_first,
-                row_count,
-                n_first,
+                output,
+                rows,
                 n_out,
                 row_tiles,
                 FORMAT,

@@ -50,6 +50,18 @@ def weighted_sum(
         if shared is not None:
             total.add_(shared)
         return total.to(out_dtype) if out is None else out.copy_(total)
+    result = out
+    if result is None:
+        tokens, width = slots.shape[0], rows.shape[1]
+        result = allocate(memory, _buffers(tokens, width, out_dtype), rows.device)["sum"]
+    if slots.shape[0] > 0:
+        _launch(rows, slots, weights, shared, result, experts)
+    return result
+
+
+def _launch(
+    rows: Tensor, slots: Tensor, weights: Tensor | None, shared: Tensor | None, out: Tensor, experts: int
+) -> None:
     # Imported here: Triton exists for Linux only, and everything except launches works without it.
     from ..kernels.weighted_sum import weighted_sum_kernel
 
@@ -58,11 +70,6 @@ def weighted_sum(
     rows, slots = row_contiguous(rows), slots.contiguous()
     weights = None if weights is None else row_contiguous(weights)
     shared = None if shared is None else row_contiguous(shared)
-    result = out
-    if result is None:
-        result = allocate(memory, _buffers(tokens, width, out_dtype), rows.device)["sum"]
-    if tokens == 0:
-        return result
     # Small batches spread a token over more programs.
     block = min(power_at_least(width, 32), 1024 if tokens >= 64 else 256)
     args = (
@@ -70,7 +77,7 @@ def weighted_sum(
         slots,
         weights,
         shared,
-        result,
+        out,
         count,
         width,
         rows.stride(0),
@@ -86,7 +93,6 @@ def weighted_sum(
     }
     warps = max(1, min(4, block // 256))
     launch(weighted_sum_kernel, (-(-width // block), tokens), args, constants, num_warps=warps, enable_fp_fusion=False)
-    return result
 
 
 def _reference(rows: Tensor, slots: Tensor, weights: Tensor | None, experts: int) -> Tensor:

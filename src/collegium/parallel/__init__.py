@@ -5,7 +5,7 @@ from .all_to_all import AllToAllKind
 from .all_to_all_fixed import AllToAllFixedKind
 from .base import EXCHANGES, Dispatcher, DispatcherKind, SymmetricDispatcher
 from .local import Local, LocalKind
-from .partial import PartialKind
+from .partial import Partial, PartialKind
 from .symm_mem import SymmMemKind
 from .table import DISPATCHERS, wrapped_for
 
@@ -19,6 +19,7 @@ __all__ = [
     "DispatcherKind",
     "Local",
     "LocalKind",
+    "Partial",
     "PartialKind",
     "SymmMemKind",
     "SymmetricDispatcher",

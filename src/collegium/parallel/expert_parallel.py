@@ -60,7 +60,7 @@ def refuse_split(problem: Problem) -> str | None:
 def layer_settings(problem: Problem) -> dict[str, Any]:
     """Return, by name, the settings that all ranks of a layer must have in common."""
     settings = {field.name: getattr(problem.spec, field.name) for field in fields(problem.spec)}
-    for name in ("limits", "dtype", "activation_format", "combine", "sent_as"):
+    for name in ("limits", "dtype", "output_dtype", "activation_format", "combine", "sent_as"):
         settings[name] = getattr(problem, name)
     return settings
 

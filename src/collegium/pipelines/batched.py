@@ -19,18 +19,20 @@ from ..types import ContiguousBatch, RemoteOutput
 __all__ = ["check_batched", "run_batched"]
 
 
-def check_batched(x: Tensor, counts: Tensor, problem: ExpertsProblem, device: torch.device, *, checked: bool) -> None:
+def check_batched(
+    x: Tensor, counts: Tensor, problem: ExpertsProblem, device: torch.device, *, quantized: bool, checked: bool
+) -> None:
     """Compare the inputs of ``run_batched`` with what the experts were packed for; raises InputError.
 
-    checked: wait for the device, and raise RoutingError for a count below 0 or above M.
+    quantized: x is E4M3 codes. checked: wait for the device, and raise RoutingError for a count below 0 or above M.
     """
     check_tensors(device, x=x, counts=counts)
-    dtype = DTYPES[problem.dtype]
+    dtype = torch.float8_e4m3fn if quantized else DTYPES[problem.dtype]
     shape = (problem.experts, *x.shape[1:2], problem.hidden)
     if (tuple(x.shape), x.dtype) != (shape, dtype):
         raise InputError(
             f"run_batched: x is {tuple(x.shape)} {x.dtype}, allowed: ({problem.experts}, M, {problem.hidden}) {dtype}, "
-            "room for M rows of each expert of this rank"
+            "room for M rows of each expert of this rank; float8_e4m3fn with scale= alone"
         )
     if counts.shape != x.shape[:1] or counts.dtype not in (torch.int32, torch.int64):
         raise InputError(
@@ -49,24 +51,27 @@ def run_batched(
     counts: Tensor,
     out: Tensor,
     *,
+    codes: tuple[Tensor, torch.dtype] | None = None,
     expected: int | None = None,
     after_expert: Callable[[Tensor], Tensor] | None = None,
     merged_shared_experts: int = 0,
 ) -> None:
     """Write the first ``counts[e]`` rows of ``out[e]``: expert e's output for those of ``x[e]``; both ``[E, M, H]``.
 
-    expected: number of rows to choose tiles for; None: E * M. merged_shared_experts: number of experts packed after
-    those E, which get no rows. Only the kernel ``reference`` waits for the device.
+    codes: where x is E4M3 codes, their scales ``[E, M, G]`` float32 and the dtype that they stand for. expected: number
+    of rows to choose tiles for; None: E * M. merged_shared_experts: number of experts packed after those E, which get
+    no rows. Only the kernel ``reference`` waits for the device.
     """
     num_experts, room, width = x.shape
     x_rows = x.reshape(-1, width)
+    scale, dtype = (None, x.dtype) if codes is None else (codes[0].reshape(len(x_rows), -1), codes[1])
     out_rows = out.view(-1, width)
     valid = torch.arange(room, device=x.device) < counts[:, None]
     ids = torch.where(valid, torch.arange(num_experts, device=x.device)[:, None], -1).view(-1, 1)
     rows = ids.numel() if expected is None else expected
     # The experts write to ``out`` directly, unless ``after_expert`` sees the rows first or their dtype differs.
     owners = None
-    if after_expert is None and experts.output_spec(x.dtype) == (width, x.dtype):
+    if after_expert is None and experts.output_spec(dtype) == (width, out.dtype):
         owners = Owners(out_rows, ids.new_zeros(1))
     block_t = experts.tiling.block_t(rows) if x.is_cuda else ()
     order = permute(ids, num_experts + merged_shared_experts, block_t=block_t, owners=owners)
@@ -77,6 +82,8 @@ def run_batched(
         expert_offsets=order.expert_offsets,
         tiles=order.tiles,
         rows=rows,
+        scale=scale,
+        dtype=dtype,
         remote=remote,
     )
     result = experts.run(batch)
@@ -85,4 +92,4 @@ def run_batched(
     if after_expert is not None:
         result = after_expert(result)
     written = torch.arange(result.shape[0], device=x.device)[:, None] < order.expert_offsets[-1]
-    out_rows.index_copy_(0, order.source, torch.where(written, result.to(x.dtype), out_rows[order.source]))
+    out_rows.index_copy_(0, order.source, torch.where(written, result.to(out.dtype), out_rows[order.source]))

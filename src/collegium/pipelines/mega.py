@@ -87,7 +87,7 @@ FASTER = {
 }
 
 
-class LaunchConfig(NamedTuple):
+class _LaunchConfig(NamedTuple):
     """Programs of a multiprocessor, which all run at once; stages of copies; K blocks of a stage."""
 
     programs: int
@@ -98,21 +98,21 @@ class LaunchConfig(NamedTuple):
 # Choices of a GPU; none changes a bit of the output.
 # By weights (``enums.py``), rows of an m_tile and weight rows of an n_tile.
 LAUNCH_CONFIGS = {
-    (E2M1_E8M0, 16, 64): LaunchConfig(3, 4, 2),
-    (E2M1_E8M0, 16, 128): LaunchConfig(3, 3, 2),
-    (E2M1_E8M0, 32, 64): LaunchConfig(3, 4, 2),
-    (E2M1_E8M0, 32, 128): LaunchConfig(3, 4, 1),
-    (E2M1_E8M0, 64, 64): LaunchConfig(2, 4, 2),
-    (E2M1_E8M0, 64, 128): LaunchConfig(2, 4, 1),
+    (E2M1_E8M0, 16, 64): _LaunchConfig(3, 4, 2),
+    (E2M1_E8M0, 16, 128): _LaunchConfig(3, 3, 2),
+    (E2M1_E8M0, 32, 64): _LaunchConfig(3, 4, 2),
+    (E2M1_E8M0, 32, 128): _LaunchConfig(3, 4, 1),
+    (E2M1_E8M0, 64, 64): _LaunchConfig(2, 4, 2),
+    (E2M1_E8M0, 64, 128): _LaunchConfig(2, 4, 1),
     # With n_tiles of 128, the two operands of a weight leave no registers for a third program or for m_tiles of 64.
-    (E2M1_E4M3, 16, 64): LaunchConfig(3, 4, 2),
-    (E2M1_E4M3, 16, 128): LaunchConfig(2, 3, 2),
-    (E2M1_E4M3, 32, 64): LaunchConfig(3, 4, 2),
-    (E2M1_E4M3, 32, 128): LaunchConfig(2, 4, 1),
-    (E4M3_E4M3, 16, 64): LaunchConfig(2, 5, 2),
-    (E4M3_E4M3, 16, 128): LaunchConfig(2, 3, 2),
-    (E4M3_E4M3, 32, 64): LaunchConfig(2, 5, 1),
-    (E4M3_E4M3, 32, 128): LaunchConfig(2, 4, 1),
+    (E2M1_E4M3, 16, 64): _LaunchConfig(3, 4, 2),
+    (E2M1_E4M3, 16, 128): _LaunchConfig(2, 3, 2),
+    (E2M1_E4M3, 32, 64): _LaunchConfig(3, 4, 2),
+    (E2M1_E4M3, 32, 128): _LaunchConfig(2, 4, 1),
+    (E4M3_E4M3, 16, 64): _LaunchConfig(2, 5, 2),
+    (E4M3_E4M3, 16, 128): _LaunchConfig(2, 3, 2),
+    (E4M3_E4M3, 32, 64): _LaunchConfig(2, 5, 1),
+    (E4M3_E4M3, 32, 128): _LaunchConfig(2, 4, 1),
 }
 MAX_REGISTERS = {3: 168}  # of a thread, by programs of a multiprocessor
 TOKEN_BLOCK = 2  # tokens that are listed and pulled together
@@ -127,7 +127,7 @@ class _Tiling(NamedTuple):
 
     block_t: int
     block_n: int
-    config: LaunchConfig
+    config: _LaunchConfig
 
 
 class _Shape(NamedTuple):
@@ -230,12 +230,13 @@ class Mega:
         tiling = self._tiling(shape)
         _, rows_dtype = self._experts.output_spec(x.dtype)
         buffers = allocate(memory, shape.buffers(tiling.block_t, rows_dtype), x.device)
+        shared_rows = None if shared is None else row_contiguous(shared)
         combine = CombineBuffers(
             rows=buffers["experts/rows"],
-            shared=None if shared is None else row_contiguous(shared),
+            shared=shared_rows,
             out=out,
             width=shape.hidden,
-            shared_stride=0 if shared is None else row_contiguous(shared).stride(0),
+            shared_stride=0 if shared_rows is None else shared_rows.stride(0),
         )
         args = (
             *(peers.kernel_args, ids, weights, expert_map_args(self._dispatcher.expert_map)),
@@ -292,7 +293,7 @@ class Mega:
 
         return product(self._experts.gate_up), product(self._experts.down)
 
-    def _launch_options(self, config: LaunchConfig, x: Tensor) -> tuple[int, dict[str, Any]]:
+    def _launch_options(self, config: _LaunchConfig, x: Tensor) -> tuple[int, dict[str, Any]]:
         """Return the number of programs, and Triton's options."""
         if not x.is_cuda:
             return 1, {}

@@ -39,7 +39,7 @@ class PackedModule(nn.Module):
 
     @property
     def input_dtype(self) -> torch.dtype:
-        """The dtype of the module's input and output."""
+        """The dtype of the module's input."""
         return self._input_dtype
 
     def identify(self, device: torch.device, dtype: torch.dtype) -> None:

@@ -61,7 +61,7 @@ def run_all_paths(layer: Any, tokens: int) -> None:
     """Run a batch of ``tokens`` zeros through ``layer``, once for each kind of call that a caller may make."""
     spec = layer.spec
     x = torch.zeros(tokens, spec.hidden_size, dtype=layer.input_dtype, device=layer.handle.device)
-    out = torch.empty_like(x)
+    out = torch.empty_like(x, dtype=layer.output_dtype)
     for arguments in _argument_kinds(layer, x):
         # Batches run in parallel, so each has separate memory, only while they are compiled.
         layer.compute((x, *arguments, out), FreshMemory(x.device))

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..formats.payload import Payload
-from ..formats.unquantised import FLOAT_FORMATS
+from ..formats.unquantised import DTYPES, FLOAT_FORMATS
 from ..ops.quantize import formats_within
 from ..problem import ExpertsProblem, Problem
 from ..runtime.packed_module import check_tensors
@@ -68,13 +68,21 @@ def check_input(x: Tensor, routing: object, problem: Problem, device: torch.devi
     check_tensors(device, topk_ids=routing.topk_ids, topk_weights=routing.topk_weights)
 
 
-def output_for(x: Tensor, out: Tensor | None) -> Tensor:
-    """Return ``out``, or fresh contiguous memory like x; raises InputError for an ``out`` that is not like x."""
+def output_for(x: Tensor, out: Tensor | None, problem: Problem) -> Tensor:
+    """Return ``out``, or fresh contiguous memory of x's shape in the output dtype of ``problem``.
+
+    Raises InputError for an ``out`` of another shape or dtype.
+    """
+    dtype = DTYPES[problem.output_dtype]
     if out is None:
-        return torch.empty_like(x, memory_format=torch.contiguous_format)
+        return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     check_tensors(x.device, out=out)
-    if out.shape != x.shape or out.dtype != x.dtype or not out.is_contiguous():
-        raise InputError(f"forward: out is {tuple(out.shape)} {out.dtype}, needed: contiguous, like x")
+    if out.shape != x.shape or not out.is_contiguous():
+        raise InputError(f"forward: out is {tuple(out.shape)} {out.dtype}, needed: contiguous, shaped like x")
+    if out.dtype != dtype:
+        number_format = FLOAT_FORMATS.get(out.dtype)
+        fix = "pass another out" if number_format is None else f"plan with Problem(out_dtype={number_format.name!r})"
+        raise InputError(f"forward: out is {out.dtype}, the layer was planned for {problem.output_dtype} output; {fix}")
     return out
 
 

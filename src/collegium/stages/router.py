@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
+from ..formats.unquantised import DTYPES
 from ..ops.linear import linear
 from ..ops.rms_norm import rms_norm
 from ..ops.route import given_routing, route, route_custom
@@ -91,7 +92,7 @@ class Router:
         )
 
     def _logits(self, call: Call, memory: Memory | None) -> Tensor:
-        """Return ``[T, E]``: the logits of the layer's router, in float32 or rounded to the dtype of x."""
+        """Return ``[T, E]``: the logits of the layer's router, in float32 or rounded as the spec says."""
         weights = cast("RouterWeights", self.weights)
         rule = self.spec.routing
         rows = call.x if call.router_input is None else call.router_input
@@ -99,5 +100,6 @@ class Router:
             rows = rms_norm(rows, None, rule.input_norm_eps, memory=memory)
         out = None
         if rule.round_logits:
-            out = alloc(memory, "out", (rows.shape[0], self.spec.num_experts), call.x.dtype, rows.device)
+            dtype = call.x.dtype if rule.round_logits is True else DTYPES[rule.round_logits]
+            out = alloc(memory, "out", (rows.shape[0], self.spec.num_experts), dtype, rows.device)
         return linear(rows, weights.weight, weights.bias, out=out, memory=memory)

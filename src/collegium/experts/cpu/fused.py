@@ -27,7 +27,7 @@ from ...formats.unquantised import DTYPES
 from ...problem import ExpertsProblem
 from ...runtime.memory import Memory, Regions
 from ...types import ActivationSpec, ContiguousBatch, ExpertWeights
-from ..base import ExpertKernel, PackedWeights, map_tensors, refuse_codes
+from ..base import ExpertKernel, PackedWeights, map_tensors, refuse_codes, refuse_fast
 from .decode import PlainMatrix
 from .grouped import cut_rows, fast_activate, starts_of, tokens_of
 from .panels import COLUMNS, TASK, FusedMatrix, as_fused, missing_requirement, scratch_bytes
@@ -95,7 +95,7 @@ class CpuFused(ExpertKernel):
                 f"activation format {activations} was requested for {problem.dtype} input; supported: bf16 or fp16 for "
                 "both"
             )
-        return missing_requirement()
+        return refuse_fast(problem) or missing_requirement()
 
     def repacks(self, weight_format: str, activation_format: str) -> bool:
         """Return True: codes are laid out in panels."""

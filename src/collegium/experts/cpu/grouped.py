@@ -30,7 +30,7 @@ from ...ops.activation import activate
 from ...problem import ExpertsProblem
 from ...runtime.memory import Memory, Regions
 from ...types import ActivationSpec, ContiguousBatch, ExpertWeights
-from ..base import ExpertKernel, PackedWeights, map_tensors, refuse_codes
+from ..base import ExpertKernel, PackedWeights, map_tensors, refuse_codes, refuse_fast
 from .decode import CPU_FORMATS, REORDERED_FORMATS, CodeMatrix, PlainMatrix, Scratch, pack_matrix
 from .panels import FusedMatrix, as_fused, missing_requirement, scratch_bytes
 
@@ -131,7 +131,7 @@ class CpuGrouped(ExpertKernel):
         for form in problem.formats:
             if form not in known:
                 return f"the weights are {form}; supported: {', '.join(known)}"
-        return None
+        return refuse_fast(problem)
 
     def repacks(self, weight_format: str, activation_format: str) -> bool:
         """Return whether the CPU layout has the codes in another order."""

@@ -1,7 +1,7 @@
 """The interleaved layout: codes of four to eight bits in 16-bit lanes, for kernels that decode to 16 bits.
 
 A lane holds the codes of columns k, k + q, k + 2q and k + 3q of one row, q a quarter of the K block, at the bits
-that ``kernels/decode.py`` names; lanes of eight-bit codes hold k and k + q, and after all of those k + 2q and k + 3q.
+that ``kernels/decode_ptx.py`` names; lanes of eight-bit codes hold k and k + q, and after all of those k + 2q and k + 3q.
 Rows of a K block are adjacent, so a tile is one run of memory.
 
 Shape letters: E experts, P parts, N output rows, K input columns, B K blocks.
