@@ -272,7 +272,7 @@ def capture_all(
     shared_buffers: dict[_Sizes, _Buffers] = {}
     runners: list[GraphRunner] = []
     for layer in layers:
-        resolved: RoutingInput = routing_input or ("router" if layer.router is not None else "routing")
+        resolved: RoutingInput = routing_input or ("router" if layer.has_router else "routing")
         _check(layer, budgets, resolved)
         sizes = _Sizes.of(layer, resolved, router_input=router_input, max_tokens=max(budgets))
         if sizes not in shared_buffers:
@@ -320,7 +320,7 @@ def _check(layer: MoELayer, budgets: Sequence[int], routing_input: RoutingInput)
             f"graphs: kernel {layer.plan.kernel} with dispatcher {layer.plan.dispatcher} cannot be captured; plan with "
             "graph=True, which chooses only what can"
         )
-    if routing_input == "router" and layer.router is None and layer.choose is None:
+    if routing_input == "router" and not layer.has_router and layer.choose is None:
         raise InputError(
             "graphs: routing_input='router', but the layer has no router; capture with 'router_logits' or 'routing'"
         )

@@ -26,7 +26,7 @@ from .parallel.traffic import OutgoingTokens, Traffic
 from .pipelines import PipelineKind, PipelineQuery
 from .problem import DeviceFacts, ExpertsProblem, Overrides, Problem, Refusal
 from .runtime.memory import Region, Regions, elementwise_max, memory_map, with_prefix
-from .sharing import SharedPlan, forced_shared_error, no_overlap, plan_shared
+from .sharing import SharedPlan, adds_shared, forced_shared_error, no_overlap, plan_shared, shared_slice
 from .types import MoESpec, format_names, named, require
 
 __all__ = [
@@ -64,6 +64,8 @@ class Plan:
     to how many tokens the shared expert runs on a side stream in a CUDA graph. shared_overlap: the exchange with other
     ranks during which it runs, of ``parallel.EXCHANGES``; empty: none. overrides: what the caller forced.
     ranges_from_packing: the token ranges are not those that ``plan`` returned; see ``with_token_ranges``.
+    caller_modules: pairs of gate, shared_experts or routed_input_transform and the name of the caller's function for
+    it; set by the layer.
     """
 
     problem: Problem
@@ -84,6 +86,7 @@ class Plan:
     shared_overlap: str = ""
     overrides: Overrides = field(default_factory=Overrides, compare=False)
     ranges_from_packing: bool = False
+    caller_modules: tuple[tuple[str, str], ...] = ()
 
     @property
     def routed_problem(self) -> Problem:
@@ -107,6 +110,21 @@ class Plan:
         return () if placement is None or dispatcher_named(self.dispatcher).partial_sums else placement.groups
 
     @property
+    def output_is_reduced(self) -> bool:
+        """Whether the layer returns whole sums; False: this rank's part, and the caller adds the parts of all ranks."""
+        return not dispatcher_named(self.dispatcher).partial_sums or self.problem.alone
+
+    @property
+    def adds_shared(self) -> bool:
+        """Whether this rank adds the shared expert, or its slice of it; of partial sums, rank 0 may add it alone."""
+        return adds_shared(self.problem, self.overrides, partial_sums=not self.output_is_reduced)
+
+    @property
+    def shared_slice(self) -> tuple[int, int]:
+        """The slice of the shared expert's width on this rank, and their number."""
+        return shared_slice(self.problem, self.overrides, partial_sums=not self.output_is_reduced)
+
+    @property
     def pipelines(self) -> tuple[str, ...]:
         """Names of the pipelines, without repetition, in the order of token counts."""
         return tuple(dict.fromkeys(token_range.pipeline for token_range in self.token_ranges))
@@ -119,6 +137,19 @@ class Plan:
         """
         changed = self.ranges_from_packing or ranges != self.token_ranges
         return replace(self, token_ranges=ranges, ranges_from_packing=changed)
+
+    def with_caller_modules(self, names: Mapping[str, str]) -> "Plan":
+        """Return the plan of a layer with functions or modules of the caller. names: as ``caller_modules``, a mapping.
+
+        A shared expert of the caller runs during the same exchange as one of the spec. Raises PlanError where
+        ``overlapped`` was forced and there is none.
+        """
+        changed = replace(self, caller_modules=tuple(names.items()))
+        if "shared_experts" not in names or not self.adds_shared:
+            return changed
+        dispatcher = parallel.wrapped_for(dispatcher_named(self.dispatcher), self.problem)
+        overlap = _choose_overlap(self.problem, dispatcher, self._pipeline_kinds(), self.overrides)
+        return replace(changed, shared_overlap=overlap)
 
     def traffic(self, away: OutgoingTokens) -> Traffic:
         """Return the bytes that a rank exchanges with the others for its outgoing tokens ``away``.
@@ -136,8 +167,11 @@ class Plan:
             f"machine    {_device_text(self.problem.device)}",
             f"kernel     {self._kernel_text()}",
         ]
-        if spec.shared is not None:
+        if spec.shared is not None or "shared_experts" in dict(self.caller_modules):
             lines.append(f"shared     {self._shared_text()}")
+        if self.caller_modules:
+            modules = ", ".join(f"{name} {function}" for name, function in self.caller_modules)
+            lines.append(f"modules    {modules}, of the caller")
         lines += [f"batches    {self.batches()}", f"dispatch   {self._dispatch_text()}"]
         if compared is not None:
             lines.append(f"inputs     {compared}")
@@ -181,20 +215,31 @@ class Plan:
         count = self.merged_shared_experts
         if count:
             return f"merged into {count} routed expert{'s' * (count > 1)} that receive{'s' * (count == 1)} every token"
+        if not self.adds_shared:
+            return "added by rank 0 alone"
+        text = self._order()
         if self.side_stream_tokens:
-            return f"side_stream for up to {self.side_stream_tokens} tokens in a CUDA graph, otherwise {self._order()}"
-        return self._order()
+            text = f"side_stream for up to {self.side_stream_tokens} tokens in a CUDA graph, otherwise {text}"
+        number, slices = self.shared_slice
+        if slices > 1:
+            text += f"; slice {number} of {slices}"
+        elif not self.output_is_reduced:
+            text += "; added by this rank alone"
+        return text
 
     def _order(self) -> str:
-        """Return as text when the shared expert runs on the stream of the others."""
+        """Return as text when the shared expert runs on the stream of the routed experts."""
         if self.shared_overlap:
             return f"overlapped: runs {EXCHANGES[self.shared_overlap]}"
-        if self.problem.world_size == 1 and not self.groups:
+        if self.problem.placement is None:
             return "sequential"
-        kinds = [kind for kind in pipelines.PIPELINES if kind.name in self.pipelines]
+        kinds = self._pipeline_kinds()
         dispatcher = parallel.wrapped_for(dispatcher_named(self.dispatcher), self.problem)
         when = "before the kernel" if any(kind.fills_gpu for kind in kinds) else "after the routed experts"
         return f"sequential, {when}: {no_overlap(self.problem, dispatcher, kinds, self.overrides)}"
+
+    def _pipeline_kinds(self) -> list[PipelineKind]:
+        return [kind for kind in pipelines.PIPELINES if kind.name in self.pipelines]
 
     def _formats_text(self) -> str:
         problem = self.problem
@@ -209,6 +254,8 @@ class Plan:
             text += f"; {self.problem.placement}"
         if self.wire_format != "none":
             text += f"; between ranks: {self.wire_format}"
+        if not self.output_is_reduced:
+            text += "; the output is not reduced: the caller adds the parts of all ranks"
         return text
 
     def to_json(self) -> dict[str, object]:
@@ -220,6 +267,8 @@ class Plan:
             "merged_shared_experts": self.merged_shared_experts,
             "side_stream_tokens": self.side_stream_tokens,
             "shared_overlap": self.shared_overlap,
+            "shared_slices": self.problem.shared_slices,
+            "output_is_reduced": self.output_is_reduced,
             "dispatcher": self.dispatcher,
             "token_ranges": [asdict(token_range) for token_range in self.token_ranges],
             "device": self.problem.device.kind,
@@ -327,7 +376,9 @@ def plan(problem: Problem, overrides: Overrides | None = None) -> Plan:
     dispatcher = _choose_dispatcher(problem, overrides, refusals)
     wrapped = parallel.wrapped_for(dispatcher, problem)
     capturable = kernel.capturable and wrapped.capturable
-    shared = plan_shared(problem, kernel, dispatcher.name, overrides, capturable=capturable)
+    partial_sums = dispatcher.partial_sums and not problem.alone
+    problem = replace(problem, shared_slices=shared_slice(problem, overrides, partial_sums=partial_sums)[1])
+    shared = plan_shared(problem, kernel, dispatcher.name, overrides, capturable=capturable, partial_sums=partial_sums)
     if shared.kernel is not None:
         capturable = capturable and shared.kernel.capturable
     routed_problem = problem.with_merged_experts(shared.merged_experts)
@@ -343,7 +394,8 @@ def plan(problem: Problem, overrides: Overrides | None = None) -> Plan:
         pipeline=overrides.pipeline,
     )
     kinds = _choose_pipelines(query, refusals)
-    shared_overlap = _choose_overlap(problem, shared, wrapped, kinds, overrides)
+    apart = shared.kernel is not None and not shared.merged_experts
+    shared_overlap = _choose_overlap(problem, wrapped, kinds, overrides) if apart else ""
     regions = _layer_regions(problem, routed_problem, shared) | _pipeline_regions(kinds, query)
     bytes_per_expert = expert_bytes(problem.spec, problem.routed.intermediate)
     return Plan(
@@ -418,14 +470,11 @@ def _choose_dispatcher(problem: Problem, overrides: Overrides, refusals: list[Re
 
 def _choose_overlap(
     problem: Problem,
-    shared: SharedPlan,
     dispatcher: DispatcherKind,
     kinds: Sequence[PipelineKind],
     overrides: Overrides,
 ) -> str:
     """Return the exchange during which the shared expert runs; empty: none. Raises PlanError where one was forced."""
-    if shared.kernel is None or shared.merged_experts:
-        return ""
     reason = no_overlap(problem, dispatcher, kinds, overrides)
     if reason is not None and overrides.shared == "overlapped":
         raise forced_shared_error("overlapped", reason)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from ..parallel.expert_parallel import layer_settings
 from ..parallel.groups import check_ranks
 from ..parallel.layer_check import LayerContribution, SlotWeights, compare_layers, compared_groups
 from ..runtime.checksum import row_checksums
+from ..stages.shared import SharedExpert
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
@@ -25,12 +27,13 @@ if TYPE_CHECKING:
     from ..placement import Placement
     from ..planning import Plan
     from ..stages.latent import Latent
-    from ..stages.shared import SharedExpert
+    from ..stages.modules import InputTransform, SharedModule
     from ..types import RouterWeights
 
-__all__ = ["LayerParts", "compare_with_ranks", "refusal_reported"]
+__all__ = ["LayerParts", "compare_with_ranks", "experts_may_repeat", "refusal_reported"]
 
 _SAMPLED_ELEMENTS = 4096  # of each tensor of an expert
+_experts_may_repeat: ContextVar[bool] = ContextVar("experts_may_repeat", default=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,9 +42,19 @@ class LayerParts:
 
     experts: PackedWeights
     router: RouterWeights | None
-    shared: SharedExpert | None
-    latent: Latent | None
+    shared: SharedExpert | SharedModule | None
+    latent: Latent | InputTransform | None
     options: Mapping[str, object]
+
+
+@contextmanager
+def experts_may_repeat() -> Generator[None]:
+    """In the block, layers may hold the same weights as different experts on different ranks, as dummy weights do."""
+    token = _experts_may_repeat.set(True)
+    try:
+        yield
+    finally:
+        _experts_may_repeat.reset(token)
 
 
 def compare_with_ranks(plan: Plan, parts: LayerParts, *, checked: bool) -> None:
@@ -77,8 +90,11 @@ def _settings(plan: Plan, placement: Placement, parts: LayerParts) -> dict[str, 
     settings = layer_settings(plan.problem) | dict(parts.options)
     for name in ("world_size", "ranks", "spare", "same_tokens", "tp_size", "slice_size"):
         settings[name] = getattr(placement, name)
-    for name in ("kernel", "shared_kernel", "dispatcher", "pipelines", "merged_shared_experts"):
+    for name in ("kernel", "dispatcher", "pipelines", "merged_shared_experts", "shared_overlap"):
         settings[name] = getattr(plan, name)
+    settings["shared_slices"] = plan.problem.shared_slices
+    # Rank 0 alone may add the shared expert to partial sums.
+    settings["shared_kernel"] = None if plan.dispatcher == "partial" else plan.shared_kernel
     settings["input_reach"] = parts.experts.input_reach
     settings["packed tensors"] = tuple(
         (str(tensor.dtype), tuple(tensor.shape[1:])) for tensor in _stored(parts.experts)
@@ -112,6 +128,7 @@ def _contribution(plan: Plan, placement: Placement, parts: LayerParts) -> LayerC
             for slot, (expert, sample) in enumerate(zip(ids, samples, strict=False))
         ),
         whole=dict(zip(whole, whole_values, strict=True)),
+        may_repeat=_experts_may_repeat.get(),
     )
 
 
@@ -130,13 +147,13 @@ def _copied_slots(ranks: Sequence[tuple[int, ...]], ids: tuple[int, ...]) -> lis
 
 
 def _whole_weights(
-    router: RouterWeights | None, shared: SharedExpert | None, latent: Latent | None
+    router: RouterWeights | None, shared: SharedExpert | SharedModule | None, latent: Latent | InputTransform | None
 ) -> dict[str, Tensor]:
-    """Return checksums of the weights that every rank holds, by name."""
+    """Return checksums of the weights that every rank holds, by name, without those of the caller's modules."""
     tensors: dict[str, list[Tensor]] = {}
     if router is not None:
         tensors |= {f"router.{name}": [tensor] for name, tensor in _tensors_of(router).items()}
-    if shared is not None:
+    if isinstance(shared, SharedExpert):
         tensors["shared.experts"] = list(_stored(shared.experts))
         tensors["shared.gate"] = [] if shared.gate is None else [shared.gate]
     if latent is not None:

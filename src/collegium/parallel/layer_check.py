@@ -43,7 +43,7 @@ class LayerContribution(NamedTuple):
     rank: in torch's default group. expert_rank, slice_rank: among the ranks that split the experts, and their width.
     settings: what all ranks need to have in common, by name. expert_ids: this rank's experts in the order of slots.
     slots: their weights, empty for kernels that pack experts together. whole: checksums of the weights that every rank
-    holds, by name. error: why this rank cannot build the layer, empty if it can.
+    holds, by name. may_repeat: different experts may have the same weights. error: why this rank cannot build the layer, empty if it can.
     """
 
     rank: int
@@ -53,6 +53,7 @@ class LayerContribution(NamedTuple):
     expert_ids: tuple[int, ...] = ()
     slots: tuple[SlotWeights, ...] = ()
     whole: Mapping[str, int] = {}
+    may_repeat: bool = False
     error: str = ""
 
 
@@ -193,7 +194,7 @@ def _check_distinct(where: str, table: Sequence[LayerContribution]) -> None:
     for entry in table:
         samples = tuple(weights.sample for weights in entry.slots)
         ids = [weights.expert for weights in entry.slots]
-        if len(samples) < 2 or len(set(samples)) < len(set(ids)):
+        if entry.may_repeat or len(samples) < 2 or len(set(samples)) < len(set(ids)):
             continue
         other = first_entries.setdefault(samples, entry)
         other_ids = [weights.expert for weights in other.slots]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..errors import InputError
 
-__all__ = ["announce", "moe_layer", "uncompiled_call"]
+__all__ = ["announce", "moe_layer", "moe_layer_apart", "uncompiled_call"]
 
 
 _layers: WeakValueDictionary[int, Any] = WeakValueDictionary()  # by the address of the handle
@@ -52,7 +52,23 @@ def moe_layer(
     _layer_of(handle).compute((x, router_logits, topk_ids, topk_weights, token_ids, router_input, out))
 
 
+@torch.library.custom_op("collegium::moe_layer_apart", mutates_args=("outputs",))
+def moe_layer_apart(
+    x: Tensor,
+    router_logits: Tensor | None,
+    topk_ids: Tensor | None,
+    topk_weights: Tensor | None,
+    token_ids: Tensor | None,
+    router_input: Tensor | None,
+    handle: Tensor,
+    outputs: list[Tensor],
+) -> None:
+    """Write ``outputs``: the routed experts' sums and the shared expert's output, which are not added."""
+    _layer_of(handle).compute((x, router_logits, topk_ids, topk_weights, token_ids, router_input, *outputs))
+
+
 @moe_layer.register_fake
+@moe_layer_apart.register_fake
 def _moe_layer_fake(*_: object) -> None:
     return None
 

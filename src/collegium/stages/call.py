@@ -28,7 +28,9 @@ class Call(NamedTuple):
     A named tuple, because recorded launches are looked up by these tensors in every call (``runtime/replay.py``).
 
     x: ``[T, D]``. router_logits: ``[T, E]``. topk_ids, topk_weights: ``[T, K]``. token_ids: ``[T]``, for hash routing.
-    router_input: ``[T, D]``, what the router reads instead of x. out: ``[T, D]``; None if only a routing is computed.
+    router_input: ``[T, D]``, what the router reads instead of x. out: ``[T, D]``, or ``[T, H]`` where the routed sums
+    are not projected back; None if only a routing is computed. shared_out: ``[T, D]``, where the shared expert's output
+    is written instead of being added to ``out``; None: it is added.
     """
 
     x: Tensor
@@ -38,6 +40,7 @@ class Call(NamedTuple):
     token_ids: Tensor | None = None
     router_input: Tensor | None = None
     out: Tensor | None = None
+    shared_out: Tensor | None = None
 
     @property
     def passed(self) -> PassedInputs:
@@ -57,7 +60,13 @@ class Call(NamedTuple):
     def chunk(self, rows: slice, routing: Routing) -> "Call":
         """Return the call for ``rows`` of the tokens; routing: of those rows."""
         assert self.out is not None
-        return Call(self.x[rows], topk_ids=routing.topk_ids, topk_weights=routing.topk_weights, out=self.out[rows])
+        return Call(
+            self.x[rows],
+            topk_ids=routing.topk_ids,
+            topk_weights=routing.topk_weights,
+            out=self.out[rows],
+            shared_out=None if self.shared_out is None else self.shared_out[rows],
+        )
 
 
 def checked_call(
@@ -95,5 +104,5 @@ def checked_call(
         None if routing is None else routing.topk_weights,
         token_ids,
         router_rows,
-        None if out is None else out.view(-1, hidden_size),
+        None if out is None else out.view(-1, out.shape[-1]),
     )
