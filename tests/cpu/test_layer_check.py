@@ -29,6 +29,7 @@ from collegium import (
     plan,
     probe,
 )
+from collegium.loading import dummy_layer
 from collegium.parallel.layer_check import LayerContribution, SlotWeights, check_layers
 from collegium.parallel.placement import linear, tensor_parallel
 from collegium.parallel.rendezvous import timeout_seconds
@@ -180,7 +181,9 @@ def _weights(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {name: _outcome(build) for name, build in asks.items()}
     layer = _layer(copied)
     before = layer(torch.ones(2, HIDDEN))
+    packed = layer.experts
     found["swap"] = _outcome(lambda: layer.swap(wrong if last else taken(whole, copied.expert_ids)))
+    found["unchanged"] = layer.experts is packed
     layer.swap(taken(whole, copied.expert_ids))
     found["right"] = torch.equal(layer(torch.ones(2, HIDDEN)), before)
     return found
@@ -200,6 +203,7 @@ def test_other_weights_are_one_error(world: int) -> None:
     }
     for found in run_ranks(_weights, world):
         assert found.pop("right")
+        assert found.pop("unchanged")
         assert found.keys() == values.keys()
         for name, (kind, ranks, text) in found.items():
             assert (kind, ranks) == ("RankError", (1,) if name == "the same experts" else (last,)), (name, text)
@@ -289,6 +293,17 @@ def _constant(rank: int) -> list[str]:
 
 def test_equal_experts_are_accepted() -> None:
     assert run_ranks(_constant, 2) == [["", "", ""]] * 2
+
+
+def _dummies(rank: int) -> str:
+    """Return the error of dummy layers, in which expert 7 has the weights of expert 0."""
+    spec = replace(SPEC, num_experts=14, latent_size=None)
+    options: dict[str, Any] = {"overrides": None, "limits": None, "dtype": "fp32", "checked": False}
+    return _outcome(lambda: dummy_layer(spec, "cpu", linear(14, rank, 2), **options))[2]
+
+
+def test_dummy_layers_may_repeat_experts() -> None:
+    assert run_ranks(_dummies, 2) == ["", ""]
 
 
 def _parts_of_a_sum(rank: int) -> list[tuple[str, tuple[int, ...], str]]:

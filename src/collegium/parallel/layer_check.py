@@ -43,7 +43,8 @@ class LayerContribution(NamedTuple):
     rank: in torch's default group. expert_rank, slice_rank: among the ranks that split the experts, and their width.
     settings: what all ranks need to have in common, by name. expert_ids: this rank's experts in the order of slots.
     slots: their weights, empty for kernels that pack experts together. whole: checksums of the weights that every rank
-    holds, by name. may_repeat: different experts may have the same weights. error: why this rank cannot build the layer, empty if it can.
+    holds, by name. may_repeat: different experts may have the same weights. error: why this rank cannot build the
+    layer, empty if it can.
     """
 
     rank: int
