@@ -61,6 +61,7 @@ _DIRECT = ("tests/cpu/test_direct.py",)
 _FUSED = ("tests/cpu/test_cpu_fused.py",)
 _NAN = ("tests/cpu/test_nan.py",)
 _RANKS = ("tests/cpu/test_all_to_all.py",)
+_MICROBATCHES = ("tests/cpu/test_microbatches.py",)
 _LAYER_CHECK = ("tests/cpu/test_layer_check.py",)
 _MEGA = ("tests/cpu/test_mega.py::test_passes_equal_one_rank_bitwise",)
 _MEGA_FULL = ("tests/cpu/test_mega.py::test_full_passes_equal_one_rank",)
@@ -168,6 +169,14 @@ MUTANTS: tuple[Mutant, ...] = (
             "overlap = shared is not None and self.parts.overlap_shared",
             "overlap = False",
         ),), ("tests/cpu/test_shared_overlap.py",),
+    ),
+    Mutant(
+        "the shared expert of the other half", "pipelines/half_batches.py",
+        (Edit("HalfBatches._combine", "shared[half]", "shared.flip(0)[half]"),), _MICROBATCHES,
+    ),
+    Mutant(
+        "half batches of any size", "pipelines/half_batches.py",
+        (Edit("no_half_batches", "rows < _MIN_ROWS", "False"),), _MICROBATCHES,
     ),
     Mutant(
         "scales of another token", "parallel/message_format.py",

@@ -125,6 +125,11 @@ class Plan:
         return shared_slice(self.problem, self.overrides, partial_sums=not self.output_is_reduced)
 
     @property
+    def microbatches(self) -> int:
+        """Into how many parts a batch is split, of which one is exchanged while the experts run the other."""
+        return self.overrides.microbatches or 1
+
+    @property
     def pipelines(self) -> tuple[str, ...]:
         """Names of the pipelines, without repetition, in the order of token counts."""
         return tuple(dict.fromkeys(token_range.pipeline for token_range in self.token_ranges))
@@ -173,6 +178,8 @@ class Plan:
             modules = ", ".join(f"{name} {function}" for name, function in self.caller_modules)
             lines.append(f"modules    {modules}, of the caller")
         lines += [f"batches    {self.batches()}", f"dispatch   {self._dispatch_text()}"]
+        if self.microbatches > 1:
+            lines.append("halves     every batch runs as 2 halves: one travels while the experts run the other")
         if compared is not None:
             lines.append(f"inputs     {compared}")
         lines += [
@@ -267,6 +274,7 @@ class Plan:
             "merged_shared_experts": self.merged_shared_experts,
             "side_stream_tokens": self.side_stream_tokens,
             "shared_overlap": self.shared_overlap,
+            "microbatches": self.microbatches,
             "shared_slices": self.problem.shared_slices,
             "output_is_reduced": self.output_is_reduced,
             "dispatcher": self.dispatcher,
@@ -373,6 +381,7 @@ def plan(problem: Problem, overrides: Overrides | None = None) -> Plan:
     refusals: list[Refusal] = []
     kernel = _choose_kernel(problem, overrides, refusals)
     problem = _with_wire_format(problem, kernel)
+    _check_half_batches(problem, overrides)
     dispatcher = _choose_dispatcher(problem, overrides, refusals)
     wrapped = parallel.wrapped_for(dispatcher, problem)
     capturable = kernel.capturable and wrapped.capturable
@@ -431,7 +440,11 @@ def plan_swap(old: Plan, formats: Mapping[str, Any], overrides: Overrides | None
         spec = replace(spec, shared=shared)
     if overrides is None:
         overrides = Overrides(dispatcher=old.dispatcher)
-    overrides = replace(overrides, shared=overrides.shared or old.overrides.shared)
+    overrides = replace(
+        overrides,
+        shared=overrides.shared or old.overrides.shared,
+        microbatches=overrides.microbatches or old.overrides.microbatches,
+    )
     return plan(replace(old.problem, spec=spec), overrides)
 
 
@@ -457,7 +470,11 @@ def _choose_dispatcher(problem: Problem, overrides: Overrides, refusals: list[Re
 
     def refuse(kind: DispatcherKind) -> str | None:
         wrapped = parallel.wrapped_for(kind, problem)
-        return _cannot_capture(wrapped, problem) or wrapped.refuse(problem, requested=overrides.dispatcher == kind.name)
+        reason = _cannot_capture(wrapped, problem)
+        reason = reason or wrapped.refuse(problem, requested=overrides.dispatcher == kind.name)
+        if reason is None and overrides.microbatches == 2 and kind.no_half_batches:
+            reason = f"microbatches=2 was forced; {kind.no_half_batches}"
+        return reason
 
     kind = _first_accepting("dispatcher", parallel.DISPATCHERS, overrides.dispatcher, refuse, refusals)
     if kind is None:
@@ -466,6 +483,13 @@ def _choose_dispatcher(problem: Problem, overrides: Overrides, refusals: list[Re
             f"no dispatcher serves {problem.placement or 'one rank'}:\n{reasons}\nChange the override or the placement."
         )
     return kind
+
+
+def _check_half_batches(problem: Problem, overrides: Overrides) -> None:
+    """Raise PlanError where half batches were forced and ``problem`` does not run as two halves."""
+    reason = pipelines.no_half_batches(problem, overrides) if overrides.microbatches == 2 else None
+    if reason is not None:
+        raise PlanError(f"microbatches=2 was forced and is not possible: {reason}. Use Overrides(microbatches=1)")
 
 
 def _choose_overlap(

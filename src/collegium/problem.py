@@ -221,7 +221,8 @@ class Overrides:
     ``sequential``: after the routed experts; ``side_stream``: on a side stream in a CUDA graph, for small batches;
     ``overlapped``: during an exchange with other ranks; ``merged``: split into routed experts that receive every token;
     ``sliced``: every rank has a slice of its width, for the dispatcher ``partial``. Ignored for layers without a
-    shared expert.
+    shared expert. microbatches: 2: a batch runs as two halves, and one half's tokens travel between ranks while the
+    experts run the other half; None: 1.
     """
 
     kernel: str | None = None
@@ -230,9 +231,12 @@ class Overrides:
     pipeline: str | None = None
     combine: Combine | None = None
     shared: SharedMode | None = None
+    microbatches: int | None = None
 
     def __post_init__(self) -> None:
         require(self.shared in (None, *SHARED_MODES), "shared", self.shared, ", ".join(SHARED_MODES))
+        count = self.microbatches
+        require(count is None or (type(count) is int and count in (1, 2)), "microbatches", count, "None, 1 or 2")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

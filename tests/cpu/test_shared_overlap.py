@@ -158,7 +158,7 @@ def test_sums_of_slices_travel_meanwhile(world: int) -> None:
         assert also
 
 
-LATE, RUN_EXPERTS = 1.5, "_run_experts"
+LATE, RUN_EXPERTS = 1.5, "run_experts"
 
 
 def _late(rank: int, name: str) -> tuple[float, float]:

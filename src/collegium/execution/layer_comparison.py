@@ -90,7 +90,7 @@ def _settings(plan: Plan, placement: Placement, parts: LayerParts) -> dict[str, 
     settings = layer_settings(plan.problem) | dict(parts.options)
     for name in ("world_size", "ranks", "spare", "same_tokens", "tp_size", "slice_size"):
         settings[name] = getattr(placement, name)
-    for name in ("kernel", "dispatcher", "pipelines", "merged_shared_experts", "shared_overlap"):
+    for name in ("kernel", "dispatcher", "pipelines", "merged_shared_experts", "microbatches"):
         settings[name] = getattr(plan, name)
     settings["shared_slices"] = plan.problem.shared_slices
     # Rank 0 alone may add the shared expert to partial sums.

@@ -140,7 +140,8 @@ class DispatcherKind(Protocol):
     collective: all ranks call the layer at the same time, so a batch is never split into passes: another rank might
     have fewer of them. symmetric: builds a ``SymmetricDispatcher``. partial_sums: returns this rank's part of each sum,
     which the caller adds up, so no wrapper is put around it. overlaps: the exchange during which other work can run, of
-    ``EXCHANGES``; empty: none.
+    ``EXCHANGES``; empty: none. no_half_batches: why two halves of a batch cannot be in exchange at the same time; empty
+    if they can.
     """
 
     name: str
@@ -149,6 +150,7 @@ class DispatcherKind(Protocol):
     symmetric: bool
     partial_sums: bool
     overlaps: str
+    no_half_batches: str
 
     def refuse(self, problem: Problem, *, requested: bool) -> str | None:
         """Return why it cannot serve ``problem``, or None. requested: whether the user chose it by name."""

@@ -88,6 +88,7 @@ class DispatchWrapperKind:
         self.collective = inner.collective
         self.symmetric = inner.symmetric
         self.overlaps = inner.overlaps
+        self.no_half_batches = inner.no_half_batches
 
     def inner_problem(self, problem: Problem) -> Problem:
         """Return the smaller problem that ``inner`` solves."""

@@ -157,6 +157,7 @@ class ExpertParallelKind:
     symmetric = False
     partial_sums = False
     overlaps = "return"
+    no_half_batches = ""
 
     def refuse(self, problem: Problem, *, requested: bool) -> str | None:
         """Refuse what ``refuse_split`` refuses."""

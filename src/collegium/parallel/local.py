@@ -119,6 +119,7 @@ class LocalKind:
     symmetric = False
     partial_sums = False
     overlaps = ""
+    no_half_batches = "tokens stay on their rank"
 
     def refuse(self, problem: Problem, *, requested: bool) -> str | None:
         """Refuse placements that leave experts, or slices of experts, to other ranks."""

@@ -305,6 +305,7 @@ class SymmMemKind:
     collective = True
     symmetric = True
     overlaps = "dispatch"
+    no_half_batches = "kernels of two halves would wait for each other's ranks while they occupy the GPU"
     partial_sums = False
 
     def refuse(self, problem: Problem, *, requested: bool) -> str | None:
