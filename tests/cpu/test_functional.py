@@ -145,7 +145,7 @@ def test_scales_that_fit_no_layout(arguments: str, changes: dict[str, Any], text
         moe(heavy_tailed(T, H, seed=5), first, second, ids, weights, options=MoEOptions(**{**given, **changes}))
 
 
-def test_a_map_of_experts_gives_the_part_of_a_rank() -> None:
+def test_expert_map_gives_partial_sum() -> None:
     total = 9
     made = random_experts(total, 2, INNER, H, seed=1)
     ids, weights = routing_of(total)
@@ -199,7 +199,7 @@ def test_options_that_contradict_each_other(options: MoEOptions, text: str) -> N
         moe(heavy_tailed(T, H, seed=5), made.gate_up.decode(), made.down.decode(), ids, weights, options=options)
 
 
-def test_router_weights_on_the_input_results_in_place_and_clamps() -> None:
+def test_input_weights_out_and_clamp() -> None:
     made = random_experts(E, 2, INNER, H, seed=1)
     first, second = made.gate_up.decode(), made.down.decode()
     ids, weights = routing_of()
@@ -259,7 +259,7 @@ def test_quantised_tokens(name: str, scales: str, middle: float | None) -> None:
     assert moe(codes, first, second, ids, weights, options=replace(options, out_dtype=None)).dtype == torch.bfloat16
 
 
-def test_quantised_tokens_have_the_bits_of_tokens_that_the_layer_quantises() -> None:
+def test_prequantised_tokens_match_bitwise() -> None:
     _, made = raw("fp8_block")
     ids, weights = routing_of()
     x = heavy_tailed(T, H, seed=5).bfloat16()
@@ -293,7 +293,7 @@ def layer_of(made: Any, activations: str, **changes: Any) -> MoELayer:
     return MoELayer(made, plan(problem, Overrides(activation_format=activations)), **others)
 
 
-def test_a_layer_takes_quantised_tokens_next_to_a_shared_expert() -> None:
+def test_prequantised_tokens_with_shared_expert() -> None:
     _, made = raw("fp8_block")
     shared = encode_experts(random_experts(1, 2, INNER, H, seed=7), "fp8_block")
     layer = layer_of(
@@ -495,7 +495,7 @@ def test_packed_rows_that_are_refused(options: Any, x: Any, counts: Any, text: s
     ],
     ids=["fp8", "fp8 rows", "mxfp4", "nvfp4"],
 )
-def test_triton_kernels_multiply_the_codes_as_they_are(kernel: Any, weights: str, form: str) -> None:
+def test_triton_uses_codes_unchanged(kernel: Any, weights: str, form: str) -> None:
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("tests/gpu runs them on the device")
@@ -527,7 +527,7 @@ def test_triton_kernels_multiply_the_codes_as_they_are(kernel: Any, weights: str
     assert torch.equal(outs[0][~valid], outs[1][~valid])
 
 
-def test_ranks_that_return_parts_take_quantised_tokens() -> None:
+def test_partial_ranks_take_prequantised_tokens() -> None:
     _, made = raw("fp8_block")
     ids, weights = routing_of()
     routing = Routing(topk_ids=ids, topk_weights=weights)

@@ -264,7 +264,7 @@ def _refused(rank: int) -> Any:
     return outcome, time.monotonic() - started, _outcome(lambda: _layer(placed))[0]
 
 
-def test_a_rank_that_cannot_build_is_named_at_once() -> None:
+def test_failed_build_names_its_rank() -> None:
     (first, seconds, after), (last, _, _) = run_ranks(_refused, 2)
     assert seconds < 20
     assert after == "none"
@@ -320,7 +320,7 @@ def _parts_of_a_sum(rank: int) -> list[tuple[str, tuple[int, ...], str]]:
     return [_outcome(build) for build in asks]
 
 
-def test_partial_sums_are_compared_if_checked() -> None:
+def test_checked_partial_sums_are_compared() -> None:
     for other, missing, alone in run_ranks(_parts_of_a_sum, 2):
         assert other[:2] == ("RankError", (1,))
         assert "router.weight" in other[2]

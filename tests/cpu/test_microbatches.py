@@ -47,7 +47,7 @@ HALVES = Overrides(microbatches=2)
 
 @pytest.mark.parametrize("name", DISPATCHERS)
 @pytest.mark.parametrize("world", [2, 4])
-def test_halves_equal_a_whole_batch(name: str, world: int) -> None:
+def test_halves_equal_whole_batches(name: str, world: int) -> None:
     assert run_ranks(partial(compare_halves, name=name), world, seconds=300) == [[]] * world
 
 
@@ -86,7 +86,7 @@ def _orders(rank: int) -> list[list[str]]:
     return found
 
 
-def test_one_half_travels_while_the_other_runs() -> None:
+def test_exchange_order_of_halves() -> None:
     dispatches = ["start", "wait", "experts", "start", "wait"]
     # The first half's rows are on their way before the experts run the second half.
     expected = [*dispatches, "start", "experts", "start", "shared", "wait", "wait"]
@@ -132,7 +132,7 @@ def _broken(rank: int) -> tuple[str, float]:
     return error, time.monotonic() - started
 
 
-def test_a_rank_that_fails_between_the_halves_is_waited_for_briefly() -> None:
+def test_failure_between_halves_ends_the_wait() -> None:
     (waiting, seconds), (failed, _) = run_ranks(_broken, 2)
     assert "no experts" in failed
     assert_values(waiting, "RankError", "rank 1", "all_to_all dispatch", "3 s")
@@ -188,7 +188,7 @@ def test_plans_refuse_halves(problem: Problem, overrides: Overrides, values: tup
     assert plan(problem, replace(overrides, microbatches=1, pipeline=None)).microbatches == 1
 
 
-def test_other_numbers_are_refused() -> None:
+def test_numbers_of_microbatches() -> None:
     assert plan(_problem(linear(64, 0, 2), probe("cpu")), HALVES).microbatches == 2
     assert plan(_problem(linear(64, 0, 2), limits=Limits(max_tokens=2048)), HALVES).microbatches == 2
     for count in (0, 3, True, "2"):

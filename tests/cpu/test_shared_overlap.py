@@ -185,7 +185,7 @@ def _late(rank: int, name: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("name", ["all_to_all", "all_gather", "all_to_all_fixed"])
-def test_the_shared_expert_does_not_wait_for_a_late_rank(name: str) -> None:
+def test_shared_expert_runs_before_late_rows(name: str) -> None:
     (began, ended), _ = run_ranks(partial(_late, name=name), 2)
     assert ended >= LATE
     assert began < ended - LATE / 2, "rows of rank 1 come late, and the shared expert runs before"
@@ -252,9 +252,7 @@ def _problem(device: DeviceFacts, spec: MoESpec = SPEC, placed: Placement | None
         ),
     ],
 )
-def test_a_plan_reports_when_the_shared_expert_runs(
-    problem: Problem, overrides: Overrides, overlap: str, text: str
-) -> None:
+def test_plan_reports_shared_overlap(problem: Problem, overrides: Overrides, overlap: str, text: str) -> None:
     made = plan(problem, overrides)
     assert made.shared_overlap == overlap
     assert made.to_json()["shared_overlap"] == overlap
@@ -267,7 +265,7 @@ def test_a_plan_reports_when_the_shared_expert_runs(
             plan(problem, replace(overrides, shared="overlapped"))
 
 
-def test_a_single_rank_has_nothing_to_overlap_with() -> None:
+def test_single_rank_overlaps_nothing() -> None:
     alone = replace(_problem(HOPPER), placement=None)
     assert plan(alone).shared_overlap == ""
     with raises_with(PlanError, "shared='overlapped'", "local", "exchanges nothing"):

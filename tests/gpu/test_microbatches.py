@@ -17,6 +17,6 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two
 
 
 @pytest.mark.parametrize("name", ["all_to_all", "all_gather"])
-def test_halves_equal_a_whole_batch(name: str) -> None:
+def test_halves_equal_whole_batches(name: str) -> None:
     asked = partial(compare_halves, name=name, device="cuda", repeats=20)
     assert run_ranks(asked, 2, "nccl", seconds=400) == [[], []]
