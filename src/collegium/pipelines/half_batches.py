@@ -66,7 +66,7 @@ class HalfBatches:
         memory: Memory | None = None,
         *,
         dtype: torch.dtype,
-        shared: Callable[[], Tensor] | None = None,
+        shared: Callable[[], Tensor | None] | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """Return the weighted sums ``[T, H]``; see ``Pipeline``. Both halves run in fresh memory."""
@@ -79,7 +79,7 @@ class HalfBatches:
         return result
 
     def _run(
-        self, x: Tensor, routing: Routing, side: ForkedStream, shared: Callable[[], Tensor] | None, out: Tensor
+        self, x: Tensor, routing: Routing, side: ForkedStream, shared: Callable[[], Tensor | None] | None, out: Tensor
     ) -> None:
         """Write the weighted sums to ``out``."""
         dispatcher, overlap = self.parts.dispatcher, self.parts.overlap_shared
