@@ -22,9 +22,11 @@ from collegium import (
     Placement,
     PlanError,
     Problem,
+    RouterWeights,
     RoutingSpec,
     SharedSpec,
     SpecError,
+    expert_weights,
     plan,
     probe,
 )
@@ -35,7 +37,7 @@ from collegium.parallel.rendezvous import timeout_seconds
 from collegium.pipelines import half_batches
 from collegium.planning import plan_swap
 from collegium.stages.shared import SharedExpert
-from collegium.testing.compare import heavy_tailed
+from collegium.testing.compare import heavy_tailed, random_experts, relative_error
 from microbatches import MAX_TOKENS, compare_halves
 from raising import assert_values, raises_with
 from ranks import error_of, run_ranks
@@ -91,6 +93,49 @@ def test_exchange_order_of_halves() -> None:
     # The first half's rows are on their way before the experts run the second half.
     expected = [*dispatches, "start", "experts", "start", "shared", "wait", "wait"]
     assert run_ranks(_orders, 2) == [[expected] * 4] * 2
+
+
+def _sliced(rank: int) -> list[float]:
+    """Return the errors of halves and whole batches of ranks that split experts and their widths."""
+    experts = random_experts(8, 2, 64, 64, seed=1)
+    expert_rank, slice_rank = divmod(rank, 2)
+    groups = [[getattr(distributed.new_group(members), "group_name", "") for members in pairs] for pairs in PAIRS]
+    spec = MoESpec(
+        hidden_size=64, intermediate_size=64, num_experts=8, routing=RoutingSpec(top_k=2), weight_format="fp32"
+    )
+    placement = replace(
+        linear(8, expert_rank, 2),
+        tp_rank=slice_rank,
+        tp_size=2,
+        group=groups[0][slice_rank],
+        slice_group=groups[1][expert_rank],
+    )
+    columns, ids = slice(32 * slice_rank, 32 * slice_rank + 32), list(placement.expert_ids)
+    weights = expert_weights(
+        experts.gate_up.decode()[ids][:, :, columns].contiguous(),
+        experts.down.decode()[ids][:, :, columns].contiguous(),
+    )
+    x = heavy_tailed(9 + 4 * expert_rank, 64, seed=expert_rank)
+    router = RouterWeights(weight=heavy_tailed(8, 64, seed=8))
+    whole = Problem(spec=spec, device=probe("cpu"), dtype="fp32", limits=Limits(max_tokens=512))
+    truth = MoELayer(experts, plan(whole), router=router)(x)
+    errors: list[float] = []
+    for count in (1, 2):
+        overrides = Overrides(dispatcher="all_to_all", microbatches=count)
+        layer = MoELayer(weights, plan(replace(whole, placement=placement), overrides), router=router)
+        kept.append(layer)
+        errors.append(relative_error(layer(x), truth))
+    return errors
+
+
+# Ranks 0 and 1 hold slices of the same experts.
+PAIRS = (([0, 2], [1, 3]), ([0, 1], [2, 3]))
+
+
+def test_halves_of_slices() -> None:
+    for whole, halves in run_ranks(_sliced, 4):
+        assert whole < 1e-5
+        assert halves < 1e-5
 
 
 def _refused(rank: int) -> list[str]:
