@@ -15,11 +15,11 @@ from ..types import ContiguousBatch, Routing
 from .base import PipelineParts
 from .steps import listed_tiles, run_experts
 
-__all__ = ["HalfBatches", "no_half_batches"]
+__all__ = ["MIN_ROWS", "HalfBatches", "no_half_batches"]
 
 # Each half reads the weights of all its experts. Whole batches of 96 rows for each expert (V4-Flash, two H200) were
 # 1.5x faster than two halves: benchmarks/results/parallel_h200.csv.
-_MIN_ROWS = 128
+MIN_ROWS = 128
 
 
 def no_half_batches(problem: Problem, overrides: Overrides) -> str | None:
@@ -39,9 +39,9 @@ def no_half_batches(problem: Problem, overrides: Overrides) -> str | None:
         return f"pipeline {overrides.pipeline} was forced, and half batches are for split"
     max_tokens = problem.limits.max_tokens
     rows = -(-max_tokens // 2) * ranks * problem.spec.routing.top_k // problem.spec.num_experts
-    if rows < _MIN_ROWS:
+    if rows < MIN_ROWS:
         return (
-            f"half of max_tokens={max_tokens:,} on {ranks} ranks is {rows:,} rows for each expert, and {_MIN_ROWS} are "
+            f"half of max_tokens={max_tokens:,} on {ranks} ranks is {rows:,} rows for each expert, and {MIN_ROWS} are "
             "required: reading all weights twice costs more than the overlap saves (1.5x slower for 96 rows in a whole "
             "batch, measured on two H200)"
         )
