@@ -61,6 +61,8 @@ _DIRECT = ("tests/cpu/test_direct.py",)
 _FUSED = ("tests/cpu/test_cpu_fused.py",)
 _NAN = ("tests/cpu/test_nan.py",)
 _RANKS = ("tests/cpu/test_all_to_all.py",)
+_MICROBATCHES = ("tests/cpu/test_microbatches.py",)
+_LAYER_CHECK = ("tests/cpu/test_layer_check.py",)
 _MEGA = ("tests/cpu/test_mega.py::test_passes_equal_one_rank_bitwise",)
 _MEGA_FULL = ("tests/cpu/test_mega.py::test_full_passes_equal_one_rank",)
 _MEGA_LOST = ("tests/cpu/test_mega.py::test_absent_ranks_are_named",)
@@ -143,10 +145,38 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "rows come back in the order of experts", "parallel/all_to_all.py",
         (Edit(
-            "AllToAll.combine",
+            "AllToAll.send_back",
             "$found.index_select(0, $order)",
             "$found.index_select(0, $order).sort().values",
         ),), _RANKS,
+    ),
+    Mutant(
+        "other copies of an expert accepted", "parallel/layer_check.py",
+        (Edit("_check_copies", "len(set(values.values())) == 1", "True"),), _LAYER_CHECK,
+    ),
+    Mutant(
+        "a sample of a copy is all of it", "execution/layer_comparison.py",
+        (Edit("_copied_slots", "counts[expert] > 1", "False"),), _LAYER_CHECK,
+    ),
+    Mutant(
+        "other plans of ranks accepted", "parallel/layer_check.py",
+        (Edit("_check_settings", "not differing", "True"),), _LAYER_CHECK,
+    ),
+    Mutant(
+        "the shared expert waits for the rows", "pipelines/split.py",
+        (Edit(
+            "Split.__call__",
+            "overlap = shared is not None and self.parts.overlap_shared",
+            "overlap = False",
+        ),), ("tests/cpu/test_shared_overlap.py",),
+    ),
+    Mutant(
+        "the shared expert of the other half", "pipelines/half_batches.py",
+        (Edit("HalfBatches._combine", "shared[half]", "shared.flip(0)[half]"),), _MICROBATCHES,
+    ),
+    Mutant(
+        "half batches of any size", "pipelines/half_batches.py",
+        (Edit("no_half_batches", "rows < MIN_ROWS", "False"),), _MICROBATCHES,
     ),
     Mutant(
         "scales of another token", "parallel/message_format.py",

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .encoding import as_payloads
 from .errors import InputError
+from .execution.layer_comparison import refusal_reported
 from .execution.planned_module import PlannedModule
 from .experts.measured import with_measured_tiles
 from .formats.payload import Payload
@@ -93,23 +94,26 @@ class MoELayer(PlannedModule):
         checked: raise RoutingError on NaN logits, biases or weights and on out-of-range or repeated ids, instead of
         writing NaN rows; waits for the device once a call. Ranks also compare the inputs of every pass
         (``parallel/input_check.py``), and all raise RankError where one cannot run it; the same on all ranks.
-        Raises InputError where weights and plan disagree.
+        Raises InputError where weights and plan disagree. Ranks that share the layer build it together and compare
+        plans, options and weights: all raise InputError for different plans, and RankError for different weights or
+        where one of them cannot build it.
         """
         super().__init__()
         problem = plan.problem
-        weights = as_payloads(weights)
-        self.shared = shared_of(plan, weights, shared, after_expert)
-        check_weights(weights, plan.routed_problem.routed)
-        check_after_expert(problem, after_expert)
         self.checked = checked
         self.choose = choose
-        self.router, self.gate = router_of(problem.spec, router)
-        self.latent = latent_of(problem, latent)
-        self.caller_modules = module_names(self.gate, shared, self.latent)
         self.after_expert = after_expert
-        packed = kernel_named(plan.kernel).pack(weights, plan.routed_problem.routed)
-        self.experts = with_measured_tiles(packed, problem)
-        self._device = weights.down.device
+        with refusal_reported(plan, checked=checked):
+            weights = as_payloads(weights)
+            self.shared = shared_of(plan, weights, shared, after_expert)
+            check_weights(weights, plan.routed_problem.routed)
+            check_after_expert(problem, after_expert)
+            self.router, self.gate = router_of(problem.spec, router)
+            self.latent = latent_of(problem, latent)
+            self.caller_modules = module_names(self.gate, shared, self.latent)
+            packed = kernel_named(plan.kernel).pack(weights, plan.routed_problem.routed)
+            self.experts = with_measured_tiles(packed, problem)
+            self._device = weights.down.device
         self._build(plan)
         self.identify(self._device, DTYPES[problem.dtype])
 

@@ -19,6 +19,7 @@ from .checkpoint.stored_format import StoredFormat
 from .dummy.weights import random_latent, random_router, random_shared, random_weights
 from .encoding import encoded
 from .errors import ConfigError, InputError
+from .execution.layer_comparison import experts_may_repeat
 from .formats import by_name
 from .formats.payload import Payload
 from .layer import MoELayer
@@ -161,15 +162,16 @@ def dummy_layer(
     shared = random_shared(spec, place)
     limits = options.get("limits") or Limits()
     problem = problem_of(spec, weights, shared, facts, placement, limits=limits, dtype=options["dtype"])
-    return assemble(
-        problem,
-        options["overrides"],
-        weights,
-        router=router,
-        shared=shared if functions["shared"] is None else functions["shared"],
-        latent=random_latent(spec, place) if functions["latent"] is None else functions["latent"],
-        checked=options["checked"],
-    )
+    with experts_may_repeat():
+        return assemble(
+            problem,
+            options["overrides"],
+            weights,
+            router=router,
+            shared=shared if functions["shared"] is None else functions["shared"],
+            latent=random_latent(spec, place) if functions["latent"] is None else functions["latent"],
+            checked=options["checked"],
+        )
 
 
 def with_weight_format(spec: MoESpec, weight_format: str | None) -> MoESpec:

@@ -20,13 +20,13 @@ from .ops import linear
 from .ops.quantize import ACTIVATION_FORMATS, activation_format
 from .ops.route import route_regions
 from .ops.route_wide import append_shared_experts_regions
-from .parallel import DispatcherKind
+from .parallel import EXCHANGES, DispatcherKind
 from .parallel.input_check import compared_words
 from .parallel.traffic import OutgoingTokens, Traffic
 from .pipelines import PipelineKind, PipelineQuery
 from .problem import DeviceFacts, ExpertsProblem, Overrides, Problem, Refusal
 from .runtime.memory import Region, Regions, elementwise_max, memory_map, with_prefix
-from .sharing import SharedPlan, adds_shared, plan_shared, shared_slice
+from .sharing import SharedPlan, adds_shared, forced_shared_error, no_overlap, plan_shared, shared_slice
 from .types import MoESpec, format_names, named, require
 
 __all__ = [
@@ -61,7 +61,8 @@ class Plan:
     this rank's slots in one layer. regions: temporary memory of a pass. capturable: whether a CUDA graph can capture
     the forward pass. refusals: the other candidates, and why they were not chosen. merged_shared_experts: number of
     routed experts that the shared expert is split into; 0: it runs separately, or there is none. side_stream_tokens: up
-    to how many tokens the shared expert runs on a side stream in a CUDA graph. overrides: what the caller forced.
+    to how many tokens the shared expert runs on a side stream in a CUDA graph. shared_overlap: the exchange with other
+    ranks during which it runs, of ``parallel.EXCHANGES``; empty: none. overrides: what the caller forced.
     ranges_from_packing: the token ranges are not those that ``plan`` returned; see ``with_token_ranges``.
     caller_modules: pairs of gate, shared_experts or routed_input_transform and the name of the caller's function for
     it; set by the layer.
@@ -82,6 +83,7 @@ class Plan:
     refusals: tuple[Refusal, ...]
     merged_shared_experts: int = 0
     side_stream_tokens: int = 0
+    shared_overlap: str = ""
     overrides: Overrides = field(default_factory=Overrides, compare=False)
     ranges_from_packing: bool = False
     caller_modules: tuple[tuple[str, str], ...] = ()
@@ -123,6 +125,11 @@ class Plan:
         return shared_slice(self.problem, self.overrides, partial_sums=not self.output_is_reduced)
 
     @property
+    def microbatches(self) -> int:
+        """Into how many parts a batch is split, of which one is exchanged while the experts run the other."""
+        return self.overrides.microbatches or 1
+
+    @property
     def pipelines(self) -> tuple[str, ...]:
         """Names of the pipelines, without repetition, in the order of token counts."""
         return tuple(dict.fromkeys(token_range.pipeline for token_range in self.token_ranges))
@@ -135,6 +142,19 @@ class Plan:
         """
         changed = self.ranges_from_packing or ranges != self.token_ranges
         return replace(self, token_ranges=ranges, ranges_from_packing=changed)
+
+    def with_caller_modules(self, names: Mapping[str, str]) -> "Plan":
+        """Return the plan of a layer with functions or modules of the caller. names: as ``caller_modules``, a mapping.
+
+        A shared expert of the caller runs during the same exchange as one of the spec. Raises PlanError where
+        ``overlapped`` was forced and there is none.
+        """
+        changed = replace(self, caller_modules=tuple(names.items()))
+        if "shared_experts" not in names or not self.adds_shared:
+            return changed
+        dispatcher = parallel.wrapped_for(dispatcher_named(self.dispatcher), self.problem)
+        overlap = _choose_overlap(self.problem, dispatcher, self._pipeline_kinds(), self.overrides)
+        return replace(changed, shared_overlap=overlap)
 
     def traffic(self, away: OutgoingTokens) -> Traffic:
         """Return the bytes that a rank exchanges with the others for its outgoing tokens ``away``.
@@ -158,6 +178,8 @@ class Plan:
             modules = ", ".join(f"{name} {function}" for name, function in self.caller_modules)
             lines.append(f"modules    {modules}, of the caller")
         lines += [f"batches    {self.batches()}", f"dispatch   {self._dispatch_text()}"]
+        if self.microbatches > 1:
+            lines.append("halves     every batch runs as 2 halves: one travels while the experts run the other")
         if compared is not None:
             lines.append(f"inputs     {compared}")
         lines += [
@@ -202,15 +224,29 @@ class Plan:
             return f"merged into {count} routed expert{'s' * (count > 1)} that receive{'s' * (count == 1)} every token"
         if not self.adds_shared:
             return "added by rank 0 alone"
-        text = "sequential"
+        text = self._order()
         if self.side_stream_tokens:
-            text = f"side_stream for up to {self.side_stream_tokens} tokens in a CUDA graph, otherwise sequential"
+            text = f"side_stream for up to {self.side_stream_tokens} tokens in a CUDA graph, otherwise {text}"
         number, slices = self.shared_slice
         if slices > 1:
             text += f"; slice {number} of {slices}"
         elif not self.output_is_reduced:
             text += "; added by this rank alone"
         return text
+
+    def _order(self) -> str:
+        """Return as text when the shared expert runs on the stream of the routed experts."""
+        if self.shared_overlap:
+            return f"overlapped: runs {EXCHANGES[self.shared_overlap]}"
+        if self.problem.placement is None:
+            return "sequential"
+        kinds = self._pipeline_kinds()
+        dispatcher = parallel.wrapped_for(dispatcher_named(self.dispatcher), self.problem)
+        when = "before the kernel" if any(kind.fills_gpu for kind in kinds) else "after the routed experts"
+        return f"sequential, {when}: {no_overlap(self.problem, dispatcher, kinds, self.overrides)}"
+
+    def _pipeline_kinds(self) -> list[PipelineKind]:
+        return [kind for kind in pipelines.PIPELINES if kind.name in self.pipelines]
 
     def _formats_text(self) -> str:
         problem = self.problem
@@ -237,6 +273,8 @@ class Plan:
             "shared_kernel": self.shared_kernel,
             "merged_shared_experts": self.merged_shared_experts,
             "side_stream_tokens": self.side_stream_tokens,
+            "shared_overlap": self.shared_overlap,
+            "microbatches": self.microbatches,
             "shared_slices": self.problem.shared_slices,
             "output_is_reduced": self.output_is_reduced,
             "dispatcher": self.dispatcher,
@@ -343,6 +381,7 @@ def plan(problem: Problem, overrides: Overrides | None = None) -> Plan:
     refusals: list[Refusal] = []
     kernel = _choose_kernel(problem, overrides, refusals)
     problem = _with_wire_format(problem, kernel)
+    _check_half_batches(problem, overrides)
     dispatcher = _choose_dispatcher(problem, overrides, refusals)
     wrapped = parallel.wrapped_for(dispatcher, problem)
     capturable = kernel.capturable and wrapped.capturable
@@ -364,6 +403,8 @@ def plan(problem: Problem, overrides: Overrides | None = None) -> Plan:
         pipeline=overrides.pipeline,
     )
     kinds = _choose_pipelines(query, refusals)
+    apart = shared.kernel is not None and not shared.merged_experts
+    shared_overlap = _choose_overlap(problem, wrapped, kinds, overrides) if apart else ""
     regions = _layer_regions(problem, routed_problem, shared) | _pipeline_regions(kinds, query)
     bytes_per_expert = expert_bytes(problem.spec, problem.routed.intermediate)
     return Plan(
@@ -382,6 +423,7 @@ def plan(problem: Problem, overrides: Overrides | None = None) -> Plan:
         refusals=tuple(refusals),
         merged_shared_experts=shared.merged_experts,
         side_stream_tokens=shared.side_stream_tokens,
+        shared_overlap=shared_overlap,
         overrides=overrides,
     )
 
@@ -398,7 +440,11 @@ def plan_swap(old: Plan, formats: Mapping[str, Any], overrides: Overrides | None
         spec = replace(spec, shared=shared)
     if overrides is None:
         overrides = Overrides(dispatcher=old.dispatcher)
-    overrides = replace(overrides, shared=overrides.shared or old.overrides.shared)
+    overrides = replace(
+        overrides,
+        shared=overrides.shared or old.overrides.shared,
+        microbatches=overrides.microbatches or old.overrides.microbatches,
+    )
     return plan(replace(old.problem, spec=spec), overrides)
 
 
@@ -424,7 +470,11 @@ def _choose_dispatcher(problem: Problem, overrides: Overrides, refusals: list[Re
 
     def refuse(kind: DispatcherKind) -> str | None:
         wrapped = parallel.wrapped_for(kind, problem)
-        return _cannot_capture(wrapped, problem) or wrapped.refuse(problem, requested=overrides.dispatcher == kind.name)
+        reason = _cannot_capture(wrapped, problem)
+        reason = reason or wrapped.refuse(problem, requested=overrides.dispatcher == kind.name)
+        if reason is None and overrides.microbatches == 2 and kind.no_half_batches:
+            reason = f"microbatches=2 was forced; {kind.no_half_batches}"
+        return reason
 
     kind = _first_accepting("dispatcher", parallel.DISPATCHERS, overrides.dispatcher, refuse, refusals)
     if kind is None:
@@ -433,6 +483,26 @@ def _choose_dispatcher(problem: Problem, overrides: Overrides, refusals: list[Re
             f"no dispatcher serves {problem.placement or 'one rank'}:\n{reasons}\nChange the override or the placement."
         )
     return kind
+
+
+def _check_half_batches(problem: Problem, overrides: Overrides) -> None:
+    """Raise PlanError where half batches were forced and ``problem`` does not run as two halves."""
+    reason = pipelines.no_half_batches(problem, overrides) if overrides.microbatches == 2 else None
+    if reason is not None:
+        raise PlanError(f"microbatches=2 was forced and is not possible: {reason}. Use Overrides(microbatches=1)")
+
+
+def _choose_overlap(
+    problem: Problem,
+    dispatcher: DispatcherKind,
+    kinds: Sequence[PipelineKind],
+    overrides: Overrides,
+) -> str:
+    """Return the exchange during which the shared expert runs; empty: none. Raises PlanError where one was forced."""
+    reason = no_overlap(problem, dispatcher, kinds, overrides)
+    if reason is not None and overrides.shared == "overlapped":
+        raise forced_shared_error("overlapped", reason)
+    return dispatcher.overlaps if reason is None else ""
 
 
 def _layer_regions(problem: Problem, routed_problem: Problem, shared: SharedPlan) -> Regions:

@@ -21,8 +21,8 @@ __all__ = [
 
 Combine = Literal["exact", "reduced", "reduced_fp8"]
 COMBINES = ("exact", "reduced", "reduced_fp8")
-SharedMode = Literal["sequential", "side_stream", "merged", "sliced"]
-SHARED_MODES = ("sequential", "side_stream", "merged", "sliced")
+SharedMode = Literal["sequential", "side_stream", "overlapped", "merged", "sliced"]
+SHARED_MODES = ("sequential", "side_stream", "overlapped", "merged", "sliced")
 _DTYPES = ("bf16", "fp16", "fp32")
 
 
@@ -219,8 +219,10 @@ class Overrides:
 
     combine: one of ``COMBINES``, for layers over ranks. shared: one of ``SHARED_MODES``, how the shared expert runs.
     ``sequential``: after the routed experts; ``side_stream``: on a side stream in a CUDA graph, for small batches;
-    ``merged``: split into routed experts that receive every token; ``sliced``: every rank has a slice of its width, for
-    the dispatcher ``partial``. Ignored for layers without a shared expert.
+    ``overlapped``: during an exchange with other ranks; ``merged``: split into routed experts that receive every token;
+    ``sliced``: every rank has a slice of its width, for the dispatcher ``partial``. Ignored for layers without a
+    shared expert. microbatches: 2: a batch runs as two halves, and one half's tokens travel between ranks while the
+    experts run the other half; None: 1.
     """
 
     kernel: str | None = None
@@ -229,9 +231,12 @@ class Overrides:
     pipeline: str | None = None
     combine: Combine | None = None
     shared: SharedMode | None = None
+    microbatches: int | None = None
 
     def __post_init__(self) -> None:
         require(self.shared in (None, *SHARED_MODES), "shared", self.shared, ", ".join(SHARED_MODES))
+        count = self.microbatches
+        require(count is None or (type(count) is int and count in (1, 2)), "microbatches", count, "None, 1 or 2")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

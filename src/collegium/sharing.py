@@ -1,6 +1,7 @@
-"""How the shared expert runs: merged with the routed experts, on a side stream, or after them."""
+"""How the shared expert runs: merged with the routed experts, on a side stream, during an exchange, or after them."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -8,10 +9,12 @@ from . import experts
 from .errors import PlanError
 from .experts import ExpertKernel
 from .formats import by_name
+from .parallel import DispatcherKind
+from .pipelines import PipelineKind
 from .problem import Overrides, Problem
 from .types import format_names
 
-__all__ = ["SharedPlan", "adds_shared", "forced_shared_error", "plan_shared", "shared_slice"]
+__all__ = ["SharedPlan", "adds_shared", "forced_shared_error", "no_overlap", "plan_shared", "shared_slice"]
 
 # With more tokens the routed experts keep the whole GPU busy: benchmarks/results/shared_h200.csv.
 _SIDE_STREAM_TOKENS = 512
@@ -108,16 +111,32 @@ def forced_shared_error(mode: str, reason: str) -> PlanError:
     return PlanError(f"shared={mode!r} was forced and is not possible: {reason}. Use Overrides(shared='sequential')")
 
 
+def no_overlap(
+    problem: Problem, dispatcher: DispatcherKind, pipelines: Sequence[PipelineKind], overrides: Overrides
+) -> str | None:
+    """Return why the shared expert does not run during an exchange of ``dispatcher``, with its wrappers, or None."""
+    if overrides.shared == "sequential":
+        return "shared='sequential' was forced"
+    if not dispatcher.overlaps:
+        return f"the dispatcher {dispatcher.name} exchanges nothing"
+    filling = [kind.name for kind in pipelines if kind.fills_gpu]
+    if filling:
+        return f"the kernel of {filling[0]} does the exchange and occupies the whole GPU"
+    if problem.spec.latent_size is not None:
+        return "the layer has latent projections, and it is added behind the second one"
+    return None
+
+
 def _no_side_stream(problem: Problem, dispatcher: str, overrides: Overrides, *, capturable: bool) -> str | None:
     """Return why the shared expert cannot run on a side stream, or None."""
     if problem.device.kind != "cuda":
         return f"the device is a {problem.device.kind}, which has no streams"
     if dispatcher not in ("local", "partial"):
-        return f"the dispatcher {dispatcher} already overlaps it with the exchange of tokens"
+        return f"the dispatcher is {dispatcher}; over ranks, shared='overlapped' runs it during the exchange"
     if not capturable:
         return "a CUDA graph cannot capture the layer"
-    if overrides.shared == "sequential":
-        return "shared='sequential' was forced"
+    if overrides.shared in ("sequential", "overlapped"):
+        return f"shared={overrides.shared!r} was forced"
     return None
 
 

@@ -430,4 +430,4 @@ def _modules_of_one_rank(rank: int) -> str:
 def test_all_ranks_have_the_same_modules() -> None:
     texts = run_ranks(_modules_of_one_rank, 2)
     assert texts[0] == texts[1]
-    assert "modules of the caller: ranks 0 and 1 differ: modules [] and ['shared_experts']" in texts[0]
+    assert "building a layer: ranks 0 and 1 differ: modules of the caller () and ('shared_experts',)" in texts[0]

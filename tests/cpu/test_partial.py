@@ -254,7 +254,8 @@ def test_a_graph_can_overlap_the_shared_expert_of_a_part() -> None:
     chosen = plan(problem, Overrides(dispatcher="partial", shared="sliced"))
     assert chosen.side_stream_tokens == 512
     assert chosen.problem.shared().intermediate == 128
-    assert "side_stream for up to 512 tokens in a CUDA graph, otherwise sequential; slice 1 of 2" in chosen.explain()
+    assert "side_stream for up to 512 tokens in a CUDA graph, otherwise sequential, after the " in chosen.explain()
+    assert "the dispatcher partial exchanges nothing; slice 1 of 2" in chosen.explain()
 
 
 def test_parts_are_float32_where_the_plan_says_so() -> None:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from ..experts import PackedWeights
 from ..experts.measured import with_measured_tiles
 from ..parallel import Dispatcher
 from ..parallel.input_check import InputCheck
-from ..parallel.rendezvous import rendezvous_of
 from ..planning import Plan
 from ..runtime.memory import Memory, Workspaces
 from ..runtime.packed_module import PackedModule
@@ -25,6 +24,7 @@ from ..stages.shared import SharedExpert
 from ..types import MoESpec, RouterModule, RouterWeights
 from .context import ExecutionContext, build_context
 from .executor import Executor
+from .layer_comparison import LayerParts, compare_with_ranks
 
 __all__ = ["PlannedModule"]
 
@@ -66,7 +66,8 @@ class PlannedModule(PackedModule):
 
     def _build(self, plan: Plan) -> None:
         """Build what runs ``self.experts`` as ``plan`` says; all ranks that share the experts call it together."""
-        plan = replace(plan, caller_modules=tuple(self.caller_modules.items()))
+        plan = plan.with_caller_modules(self.caller_modules)
+        compare_with_ranks(plan, self._compared_parts(), checked=self.checked)
         context = build_context(plan, self.experts, self._device, self.after_expert)
         self.__dict__.update(
             plan=context.plan,
@@ -77,10 +78,23 @@ class PlannedModule(PackedModule):
             _input_check=context.input_check(checked=self.checked),
         )
         self._renew_executor()
-        for group in plan.groups:
-            rendezvous_of(group).agree({"modules": sorted(self.caller_modules)}, "MoELayer: modules of the caller")
         if plan.groups:
             _LOG.info("MoE layer with kernel %s: %s", plan.kernel, plan.problem.placement)
+
+    def _compared_parts(self) -> LayerParts:
+        """Return what ranks compare when they build the layer."""
+        return LayerParts(
+            experts=self.experts,
+            router=self.router,
+            shared=self.shared,
+            latent=self.latent,
+            options={
+                "checked": self.checked,
+                "modules of the caller": tuple(sorted(self.caller_modules)),
+                "choose given": self.choose is not None,
+                "after_expert given": self.after_expert is not None,
+            },
+        )
 
     def _renew_executor(self) -> None:
         """Create an executor for the layer's present options, without recorded launches."""
@@ -134,8 +148,13 @@ class PlannedModule(PackedModule):
 
     def _continue_with(self, plan: Plan, experts: PackedWeights) -> None:
         """Continue with ``experts``, packed for ``plan``."""
+        previous = self.experts
         self.__dict__["experts"] = with_measured_tiles(experts, plan.problem)
-        self._build(plan)
+        try:
+            self._build(plan)
+        except Exception:
+            self.__dict__["experts"] = previous
+            raise
 
     def compute(self, tensors: tuple[Any, ...], memory: Memory | None = None) -> None:
         """Run the call with ``tensors``, in the order of ``Call``, without checks; for the custom operator and warm-up.

@@ -149,6 +149,17 @@ class PackedWeights:
 
         Raises InputError where slots share memory.
         """
+        tensors = self.stored()
+        shared = [tuple(t.shape) for t in tensors if t.shape[0] > 1 and t.stride(0) < t[0].numel()]
+        if shared:
+            raise InputError(
+                f"{type(self).__name__}: the slots of a tensor {shared[0]} share memory, so none can be moved "
+                "separately; pass weights whose experts are contiguous"
+            )
+        return tensors
+
+    def stored(self) -> tuple[Tensor, ...]:
+        """Return the tensors of ``slots``, also where slots share memory."""
         tensors: list[Tensor] = []
 
         def record(tensor: Tensor) -> Tensor:
@@ -156,12 +167,6 @@ class PackedWeights:
             return tensor
 
         self._map_tensors(record)
-        shared = [tuple(t.shape) for t in tensors if t.shape[0] > 1 and t.stride(0) < t[0].numel()]
-        if shared:
-            raise InputError(
-                f"{type(self).__name__}: the slots of a tensor {shared[0]} share memory, so none can be moved "
-                "separately; pass weights whose experts are contiguous"
-            )
         return tuple(tensors)
 
     @property

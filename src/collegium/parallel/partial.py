@@ -59,6 +59,12 @@ class Partial:
         batch, handle = self.inner.dispatch(x, local_routing, memory, block_t=block_t)
         return replace(batch, rows=self.rows(*ids.shape)), handle
 
+    def send_back(
+        self, rows: Tensor, handle: LocalHandle, memory: Memory | None = None, *, overlap: bool = False
+    ) -> Tensor:
+        """Return ``rows``: nothing travels."""
+        return rows
+
     def combine(
         self,
         rows: Tensor,
@@ -89,6 +95,8 @@ class PartialKind:
     collective = False
     symmetric = False
     partial_sums = True
+    overlaps = ""
+    no_half_batches = "tokens stay on their rank"
 
     def refuse(self, problem: Problem, *, requested: bool) -> str | None:
         """Refuse ranks without experts, operations that apply to the whole sum, and plans that did not request it."""

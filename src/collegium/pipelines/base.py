@@ -38,13 +38,20 @@ class PipelineQuery:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineParts:
-    """What a layer builds its pipelines from. after_expert: applied to the experts' rows before they are weighted."""
+    """What a layer builds its pipelines from.
+
+    after_expert: applied to the experts' rows before they are weighted. overlap_shared: the shared expert runs during
+    an exchange with other ranks, where the dispatcher has one; otherwise after the routed experts. half_batches: up to
+    how many tokens ``split`` runs a batch as two halves, 0: never.
+    """
 
     experts: PackedWeights
     dispatcher: Dispatcher
     top_k: int
     num_experts: int
     after_expert: Callable[[Tensor], Tensor] | None = None
+    overlap_shared: bool = False
+    half_batches: int = 0
 
 
 class Pipeline(Protocol):
