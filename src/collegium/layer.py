@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .adapters import ExpertAdapters, PackedAdapters
 from .encoding import as_payloads
 from .errors import InputError
 from .execution.planned_module import PlannedModule
@@ -29,7 +30,7 @@ from .runtime.custom_op import uncompiled_call
 from .runtime.devices import plain_torch
 from .runtime.packed_module import check_tensors, stored_bytes
 from .runtime.warm_up import compile_batches, run_all_paths, sizes_for
-from .stages.call import Call, checked_call
+from .stages.call import Call, checked_adapter_ids, checked_call
 from .stages.checks import check_after_expert, check_extras, check_input, check_weights, output_for
 from .stages.latent import latent_of
 from .stages.quantized_input import code_scales, dequantized
@@ -92,6 +93,7 @@ class MoELayer(PlannedModule):
         self.experts = with_measured_tiles(packed, problem)
         self.shared = None if shared is None else pack_shared(shared, problem, kernel_named(str(plan.shared_kernel)))
         self.latent = None if latent is None else latent_of(latent, DTYPES[problem.dtype])
+        self.adapters = None
         self._device = weights.down.device
         self._build(plan)
         self.identify(self._device, DTYPES[problem.dtype])
@@ -121,6 +123,36 @@ class MoELayer(PlannedModule):
         check_shared_unchanged(self.plan, plan)
         self._continue_with(plan, kernel_named(plan.kernel).pack(weights, plan.problem.routed))
 
+    @plain_torch()
+    def set_adapters(self, adapters: ExpertAdapters | None) -> None:
+        """Let calls choose among ``adapters`` for each token (``adapter_ids``), instead of those set before.
+
+        The weights stay as they are, in any format; matrices of adapters are rounded to the layer's input dtype. None:
+        no adapters. Recorded launches are forgotten. No other thread may be in the layer.
+        Raises InputError for matrices of other sizes and where a CUDA graph has captured the layer, BadScaleError for
+        numbers that are not finite, and PlanError where the experts are split over ranks. The layer is then unchanged.
+        """
+        if self._executor.captured:
+            raise InputError(
+                "set_adapters: a CUDA graph has captured the layer, and would read the memory of the old adapters; set "
+                "the adapters first, or load another layer"
+            )
+        packed = None
+        if adapters is not None:
+            problem = self.plan.problem
+            packed = PackedAdapters.pack(
+                adapters,
+                experts=self.spec.num_experts,
+                gated=self.spec.activation.gated,
+                intermediate=self.spec.intermediate_size,
+                hidden=self.spec.expert_hidden_size,
+                dtype=DTYPES[problem.dtype],
+                device=self._device,
+            )
+        plan = self.plan.with_adapters(None if packed is None else packed.sizes)
+        self.__dict__["adapters"] = packed
+        self._build(plan)
+
     @property
     def device(self) -> torch.device:
         """The device of the layer's weights, inputs and outputs."""
@@ -133,8 +165,8 @@ class MoELayer(PlannedModule):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the packed experts, the shared expert, the router and the latent projections on this rank."""
-        return stored_bytes(self.experts, self.shared, self.router, self.latent)
+        """Bytes of the packed experts, shared expert, router, latent projections and adapters on this rank."""
+        return stored_bytes(self.experts, self.shared, self.router, self.latent, self.adapters)
 
     def extra_repr(self) -> str:
         """Return the plan, and what packing rounded, as text."""
@@ -148,6 +180,7 @@ class MoELayer(PlannedModule):
         routing: Routing | None = None,
         token_ids: Tensor | None = None,
         router_input: Tensor | None = None,
+        adapter_ids: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """Return the layer's output for ``x [..., D]`` (bf16, fp16 or float32), same shape, in the output dtype.
@@ -155,6 +188,8 @@ class MoELayer(PlannedModule):
         router_logits: ``[T, E]`` from an external router. routing: chosen experts and weights, used unchanged. Without
         both, the layer's router chooses. token_ids: ``[T]`` integers, needed for hash routing only.
         router_input: the input of the layer's router, like ``x``, where the model gives it another one (Gemma-4).
+        adapter_ids: ``[T]`` int32 or int64, which of the layer's adapters (``set_adapters``) changes the experts for
+        each token; -1: none, the token has the bits of a call without adapters. Any other id makes the token NaN.
         T is the product of the leading dimensions and may be 0. out: contiguous, shaped like x, in the output dtype;
         written and returned instead of fresh memory. Raises InputError on shapes, dtypes, devices and where a gradient
         is required, RoutingError in checked mode, and RankError on every rank where ranks that need the same inputs
@@ -173,6 +208,9 @@ class MoELayer(PlannedModule):
                 router_input=router_input,
                 out=result,
             )
+            if adapter_ids is not None:
+                checked_ids = checked_adapter_ids(adapter_ids, call.x.shape[0], self.adapters, self._device)
+                call = call._replace(adapter_ids=checked_ids)
         except Exception as error:
             self._executor.report_refusal(x, (router_logits, routing, token_ids, router_input), error)
             raise

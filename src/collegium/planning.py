@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from . import experts, parallel, pipelines
+from .adapters import AdapterSizes
 from .errors import PlanError
 from .experts import ExpertKernel, Tiling
 from .formats import by_name
@@ -41,6 +42,10 @@ __all__ = [
 ]
 
 
+# Inner rows of the adapters, in the experts' part of a pass.
+_ADAPTER_REGIONS = ("experts/gate_up_adapters/inner", "experts/down_adapters/inner")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenRange:
     """The pipeline for ``tokens`` tokens and more, up to the next range, and the family of its kernel's tiles."""
@@ -62,7 +67,8 @@ class Plan:
     the forward pass. refusals: the other candidates, and why they were not chosen. merged_shared_experts: number of
     routed experts that the shared expert is split into; 0: it runs separately, or there is none. side_stream_tokens: up
     to how many tokens the shared expert runs on a side stream in a CUDA graph. overrides: what the caller forced.
-    ranges_from_packing: the token ranges are not those that ``plan`` returned; see ``with_token_ranges``.
+    ranges_from_packing: the token ranges are not those that ``plan`` returned; see ``with_token_ranges``. adapters: see
+    ``with_adapters``.
     """
 
     problem: Problem
@@ -82,6 +88,7 @@ class Plan:
     side_stream_tokens: int = 0
     overrides: Overrides = field(default_factory=Overrides, compare=False)
     ranges_from_packing: bool = False
+    adapters: AdapterSizes | None = None
 
     @property
     def routed_problem(self) -> Problem:
@@ -118,6 +125,24 @@ class Plan:
         changed = self.ranges_from_packing or ranges != self.token_ranges
         return replace(self, token_ranges=ranges, ranges_from_packing=changed)
 
+    def with_adapters(self, adapters: AdapterSizes | None) -> "Plan":
+        """Return the plan of the same layer with ``adapters`` to choose from, and the memory that their rows take.
+
+        Raises PlanError where experts are split over ranks, which have no adapter ids of each other's tokens.
+        """
+        if adapters is not None and self.dispatcher != "local":
+            raise PlanError(
+                f"adapters: the dispatcher is {self.dispatcher}, {self.problem.placement}; allowed: local, all experts "
+                f"on one rank. Merge the {len(adapters.ranks)} adapters into copies of the checkpoint, or plan for one "
+                "rank"
+            )
+        regions = tuple(region for region in self.regions if region.name not in _ADAPTER_REGIONS)
+        if adapters is not None and self.problem.device.kind == "cuda":
+            projections = self.problem.spec.gate_up_parts, 1
+            for name, count, rank in zip(_ADAPTER_REGIONS, projections, adapters.inner_ranks, strict=True):
+                regions += (Region(name, 4 * self.capacity * count * rank),)
+        return replace(self, adapters=adapters, regions=regions)
+
     def traffic(self, away: OutgoingTokens) -> Traffic:
         """Return the bytes that a rank exchanges with the others for its outgoing tokens ``away``.
 
@@ -139,6 +164,8 @@ class Plan:
         lines += [f"batches    {self.batches()}", f"dispatch   {self._dispatch_text()}"]
         if compared is not None:
             lines.append(f"inputs     {compared}")
+        if self.adapters is not None:
+            lines.append(f"adapters   {self._adapters_text()}")
         lines += [
             f"formats    {self._formats_text()}",
             f"bytes      {self.expert_bytes:,} per expert, {self.weight_bytes:,} per layer, "
@@ -190,6 +217,10 @@ class Plan:
             text += f", {problem.dtype} input, {problem.output_dtype} output"
         return text
 
+    def _adapters_text(self) -> str:
+        large = any(token_range.tiles == "large tiles" for token_range in self.token_ranges)
+        return f"{self.adapters}" + ("; batches with adapters run in small tiles" if large else "")
+
     def _dispatch_text(self) -> str:
         text = f"{self.dispatcher}, up to {self.capacity:,} rows"
         if self.problem.placement is not None:
@@ -224,6 +255,7 @@ class Plan:
             "expert_bytes": self.expert_bytes,
             "weight_bytes": self.weight_bytes,
             "workspace_bytes": self.workspace_bytes,
+            "adapters": None if self.adapters is None else self.adapters._asdict(),
             "regions": {region.name: region.nbytes for region in self.regions},
             "capturable": self.capturable,
             "refusals": [asdict(refusal) for refusal in self.refusals],

@@ -61,6 +61,7 @@ def _structs(constants: dict[str, Any]) -> dict[str, Any]:
     value = constants.get
     return {
         "row_map": None,
+        "adapters": None,
         "FORMAT": OperandFormat(
             weight=constants["WEIGHT"],
             scale=value("SCALE", 0),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..adapters import PackedAdapters
 from ..errors import InputError
 from ..experts import PackedWeights
 from ..experts.measured import with_measured_tiles
@@ -42,13 +43,14 @@ class PlannedModule(PackedModule):
     the device; None: every pass allocates fresh memory.
     """
 
-    packed_names = ("experts", "shared", "router", "latent")
+    packed_names = ("experts", "shared", "router", "latent", "adapters")
     plan: Plan
     spec: MoESpec
     experts: PackedWeights
     shared: SharedExpert | None
     router: RouterWeights | None
     latent: Latent | None
+    adapters: PackedAdapters | None
     choose: Choose | None
     after_expert: Callable[[Tensor], Tensor] | None
     checked: bool
@@ -81,6 +83,7 @@ class PlannedModule(PackedModule):
             router=Router(spec=self.spec, weights=self.router, choose=self.choose, checked=self.checked),
             shared=self.shared,
             latent=self.latent,
+            adapters=self.adapters,
             workspaces=self.workspaces,
             input_check=self._input_check,
         )
@@ -91,10 +94,10 @@ class PlannedModule(PackedModule):
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute and forget recorded launches: with another option, other kernels may be launched."""
         built = "_executor" in self.__dict__
-        if built and name in ("experts", "after_expert"):
+        if built and name in ("experts", "after_expert", "adapters"):
             raise InputError(
                 f"{name}: a layer's passes are built from it and would go on with the old one; use swap(weights) for "
-                "other experts, and build another layer for another function"
+                "other experts, set_adapters(adapters) for other adapters, and build another layer for another function"
             )
         super().__setattr__(name, value)
         if built and name == "checked":
@@ -118,7 +121,9 @@ class PlannedModule(PackedModule):
         self._continue_with(plan, experts)
 
     def _continue_with(self, plan: Plan, experts: PackedWeights) -> None:
-        """Continue with ``experts``, packed for ``plan``."""
+        """Continue with ``experts``, packed for ``plan``, and the same adapters."""
+        if self.adapters is not None:
+            plan = plan.with_adapters(self.adapters.sizes)
         self.__dict__["experts"] = with_measured_tiles(experts, plan.problem)
         self._build(plan)
 

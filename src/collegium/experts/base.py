@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..adapters import TokenAdapters
 from ..errors import InputError
 from ..ops.quantize import formats_within
 from ..problem import ExpertsProblem
@@ -113,10 +114,12 @@ class PackedWeights:
         """
         raise NotImplementedError
 
-    def run_unsorted(self, x: Tensor, ids: Tensor, memory: Memory | None = None) -> Tensor:
+    def run_unsorted(
+        self, x: Tensor, ids: Tensor, memory: Memory | None = None, adapters: TokenAdapters | None = None
+    ) -> Tensor:
         """Return ``[T * K, H]``, the rows of ``x [T, H]`` in the order of ``ids [T, K]``, with the bits of ``run``.
 
-        Called for up to ``tiling.unsorted_tokens`` tokens. Rows of ids outside ``0..E-1`` are uninitialised.
+        adapters: of the tokens. Called for up to ``tiling.unsorted_tokens`` tokens. Rows of ids outside ``0..E-1`` are uninitialised.
         """
         raise NotImplementedError
 

@@ -45,11 +45,13 @@ def moe_layer(
     topk_weights: Tensor | None,
     token_ids: Tensor | None,
     router_input: Tensor | None,
+    adapter_ids: Tensor | None,
     handle: Tensor,
     out: Tensor,
 ) -> None:
     """Write ``out [T, D]``, the output for ``x [T, D]`` of the layer that has ``handle``."""
-    _layer_of(handle).compute((x, router_logits, topk_ids, topk_weights, token_ids, router_input, out))
+    inputs = (x, router_logits, topk_ids, topk_weights, token_ids, router_input, adapter_ids, out)
+    _layer_of(handle).compute(inputs)
 
 
 @moe_layer.register_fake

@@ -35,6 +35,7 @@ from ...runtime.launch import launch, power_at_least
 from ...runtime.memory import Memory, alloc
 from ...types import ACTIVATION_KINDS, ActivationSpec
 from .layout import Layout, Words
+from .low_rank import LowRankRows
 from .matrix import PackedMatrix
 from .tiles.problem import TileChoice
 
@@ -120,6 +121,7 @@ def grouped_gemm(
     source: Tensor | None = None,
     x_scale: Tensor | ZeroPointCorrection | None = None,
     activation: ActivationSpec | None = None,
+    adapters: LowRankRows | None = None,
 ) -> Tensor:
     """Write ``out [R, N]`` and return it: row r of expert e is ``activation(x[source[r]] @ weight[e].T + bias[e])``.
 
@@ -127,7 +129,8 @@ def grouped_gemm(
     ``[T, ceil(K / 128)]`` or ``[T, 1]`` for E4M3 rows, or ``[R, ceil(K / 128)]`` from ``transpose_scales`` where
     ``reads_transposed_scales``, with x from ``halves_and_sums`` for weights that rescale rows. tiles: from
     ``tile_list``; when nothing is sorted expert_offsets is not read, and any source means that row r reads x at
-    r // top_k. Rows from ``expert_offsets[E]`` on are not written. With ``tiles.row_offsets`` out is ``[any, N]``, and
+    r // top_k. adapters: of the rows, whose low-rank changes are added before the activation. Rows from
+    ``expert_offsets[E]`` on are not written. With ``tiles.row_offsets`` out is ``[any, N]``, and
     rows go to those offsets. Raises InputError for wrong shapes or dtypes.
     """
     _check(x, packed, out, x_scale)
@@ -140,11 +143,12 @@ def grouped_gemm(
     kernel, strides, sizes = _four_bit_launch(layout) if isinstance(layout, Words) else _decoding_launch(layout)
     bounds = activation_bounds(activation)
     counts = (*sizes, tiles.count, layout.shape[0])
-    args = (tokens, packed.pointers, *strides, bounds, *rows, *tile_lists, *counts)
+    changes = None if adapters is None else adapters.rows
+    args = (tokens, packed.pointers, *strides, bounds, changes, *rows, *tile_lists, *counts)
     tile = tiles.tile
     constants = {
         "FORMAT": operand_format(packed, _x_scale_layout(x_scale, packed)),
-        "PROJ": projections(packed, activation),
+        "PROJ": projections(packed, activation, 0 if adapters is None else adapters.rank),
         "TILE": kernel_tile(tile),
         "ROWS": RowOrder(source is not None, tiles.top_k, tiles.offset_unit(layout.shape[2])),
         **tiles.constants(x),
@@ -183,10 +187,14 @@ def operand_format(packed: PackedMatrix, x_scale: int) -> OperandFormat:
     )
 
 
-def projections(packed: PackedMatrix, activation: ActivationSpec | None) -> Projections:
-    """Return the kernels' description of what is computed."""
-    has_limit = activation is not None and activation.limit is not None
-    return Projections(count=packed.layout.shape[1], activation=activation_kind(activation), has_limit=has_limit)
+def projections(packed: PackedMatrix, activation: ActivationSpec | None, adapter_rank: int = 0) -> Projections:
+    """Return the kernels' description of what is computed. adapter_rank: of ``AdapterRows.inner``."""
+    return Projections(
+        count=packed.layout.shape[1],
+        activation=activation_kind(activation),
+        has_limit=activation is not None and activation.limit is not None,
+        adapter_rank=adapter_rank,
+    )
 
 
 def kernel_tile(tile: TileChoice) -> Tile:
