@@ -128,7 +128,8 @@ class Plan:
     def with_adapters(self, adapters: AdapterSizes | None) -> "Plan":
         """Return the plan of the same layer with ``adapters`` to choose from, and the memory that their rows take.
 
-        Raises PlanError where experts are split over ranks, which have no adapter ids of each other's tokens.
+        Raises PlanError where experts are split over ranks, which have no adapter ids of each other's tokens, and for
+        weights whose kernel cannot add the changes.
         """
         if adapters is not None and self.dispatcher != "local":
             raise PlanError(
@@ -136,6 +137,9 @@ class Plan:
                 f"on one rank. Merge the {len(adapters.ranks)} adapters into copies of the checkpoint, or plan for one "
                 "rank"
             )
+        reason = kernel_named(self.kernel).refuse_adapters(self.problem.routed) if adapters is not None else None
+        if reason is not None:
+            raise PlanError(f"adapters: kernel {self.kernel}: {reason}. Merge the adapter, or convert the weights")
         regions = tuple(region for region in self.regions if region.name not in _ADAPTER_REGIONS)
         if adapters is not None and self.problem.device.kind == "cuda":
             projections = self.problem.spec.gate_up_parts, 1

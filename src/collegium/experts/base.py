@@ -119,7 +119,8 @@ class PackedWeights:
     ) -> Tensor:
         """Return ``[T * K, H]``, the rows of ``x [T, H]`` in the order of ``ids [T, K]``, with the bits of ``run``.
 
-        adapters: of the tokens. Called for up to ``tiling.unsorted_tokens`` tokens. Rows of ids outside ``0..E-1`` are uninitialised.
+        adapters: of the tokens. Called for up to ``tiling.unsorted_tokens`` tokens. Rows of ids outside ``0..E-1`` are
+        uninitialised.
         """
         raise NotImplementedError
 
@@ -284,6 +285,10 @@ class ExpertKernel(Protocol):
 
     def refuse(self, problem: ExpertsProblem) -> str | None:
         """Return why this kernel cannot run ``problem``, with numbers, or None when it can."""
+        return None
+
+    def refuse_adapters(self, problem: ExpertsProblem) -> str | None:
+        """Return why ``run`` cannot add the changes of adapters for ``problem``, or None when it can."""
         return None
 
     def kernels(self, problem: ExpertsProblem) -> tuple[str, str]:

@@ -8,7 +8,8 @@ for everything else::
     h  = A(activation(gu))                      [I]
     y  = h @ decode(down[e]).T + bias           [H]
 
-An adapter's changes are added to gu, from ``x * input_weight``, and to y, from the activation, neither quantised. One expert's weights are decoded at a time. All other kernels are tested against this one.
+An adapter's changes are added to gu, from ``x * input_weight``, and to y, from the activation, neither quantised. One
+expert's weights are decoded at a time. All other kernels are tested against this one.
 """
 
 from __future__ import annotations

@@ -613,7 +613,8 @@ def grouped_gemm_kernel(
     [expert, projection, n_out]; for TABLE_LANES row_scale is [expert, projection, 16] int32. strides:
     ``WeightStrides``. bounds: ``ActivationBounds``. adapters: ``AdapterRows`` where ``PROJ.adapter_rank`` is not 0,
     otherwise None. Rows from expert_offsets[E] on are not written. row_map: with ``ROWS.row_map``, row r is written to
-    element row_map[r] of out, which may be in a peer's memory (``output_row_at``). FORMAT: ``OperandFormat``. PROJ: ``Projections``. TILE: ``Tile``. ROWS: ``RowOrder``.
+    element row_map[r] of out, which may be in a peer's memory (``output_row_at``). FORMAT: ``OperandFormat``. PROJ:
+    ``Projections``. TILE: ``Tile``. ROWS: ``RowOrder``.
     """
     COLUMNS: tl.constexpr = TILE.block_n // 2 if TILE.interleave_gate_up else TILE.block_n
     rows = tile_prologue(

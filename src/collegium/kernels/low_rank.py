@@ -26,10 +26,7 @@ def adapter_at(adapters, row, in_rows, TOP_K: tl.constexpr):
 
     adapters: ``AdapterRows``. TOP_K: as in ``RowOrder``.
     """
-    if TOP_K:
-        token = row // TOP_K
-    else:
-        token = tl.load(adapters.source + row)
+    token = row // TOP_K if TOP_K else tl.load(adapters.source + row)
     # Compared before the conversion: truncation must not turn an invalid id into a valid one.
     adapter_id = tl.load(adapters.ids + token, mask=in_rows, other=-1)
     known = (adapter_id >= 0) & (adapter_id < adapters.count)
@@ -41,6 +38,12 @@ def adapter_at(adapters, row, in_rows, TOP_K: tl.constexpr):
 def _next_adapter(adapter, previous):
     """Return the smallest number in ``adapter`` above ``previous``, NO_MORE where there is none."""
     return tl.min(tl.where(adapter > previous, adapter, NO_MORE), 0)
+
+
+@triton.jit
+def _exact_dot(a, b, acc):
+    """Return ``acc`` plus ``a`` times float32 ``b``, rounded to float32 alone."""
+    return tl.dot(a.to(tl.float32), b, acc, input_precision="ieee")
 
 
 @triton.jit
@@ -88,7 +91,7 @@ def add_low_rank(
                 change = dot(b, upper, change, ASM)
                 change = dot(b, lower, change, ASM)
             else:
-                change = tl.dot(b.to(tl.float32), t, change, input_precision="ieee")
+                change = _exact_dot(b, t, change)
         acc = tl.where(selected[None, :], acc + change, acc)
         current = _next_adapter(adapter, current)
     return tl.where((adapter == UNKNOWN_ADAPTER)[None, :], float("nan"), acc)
@@ -102,10 +105,7 @@ def _sum_over_columns(a_ptr, x_ptr, r_inside, selected, k_in, BLOCK_K: tl.conste
         k = k_first + tl.arange(0, BLOCK_K)
         a = tl.load(a_ptr + k[None, :], mask=r_inside[:, None] & (k < k_in)[None, :], other=0.0)
         x = tl.load(x_ptr + k[:, None], mask=(k < k_in)[:, None] & selected[None, :], other=0.0)
-        if x.dtype == tl.float32:
-            acc = tl.dot(a.to(tl.float32), x, acc, input_precision="ieee")
-        else:
-            acc = dot(a, x, acc, ASM)
+        acc = _exact_dot(a, x, acc) if x.dtype == tl.float32 else dot(a, x, acc, ASM)
     return acc
 
 

@@ -709,8 +709,9 @@ def w4a8_kernel(
     rows; scale: int32 or float32 ``[E, row_tiles, K blocks, words, 64]``, words by the format, or bytes
     ``[E, row_tiles, K blocks, 64, 4]`` (E2M1_SCALED); row_scale: float32 ``[E, row_tiles, 64]``; bias:
     ``[E, P, n_out]``. bounds: ``ActivationBounds``. adapters: ``AdapterRows`` where ``PROJ.adapter_rank`` is not 0,
-    otherwise None. Rows from expert_offsets[E] on are not written. row_map: as in ``grouped_gemm_kernel``. FORMAT: ``OperandFormat``. PROJ: ``Projections``. TILE: ``Tile``; its depth need not divide
-    the K blocks. ROWS: ``RowOrder``.
+    otherwise None. Rows from expert_offsets[E] on are not written. row_map: as in ``grouped_gemm_kernel``. FORMAT:
+    ``OperandFormat``. PROJ: ``Projections``. TILE: ``Tile``; its depth need not divide the K blocks. ROWS:
+    ``RowOrder``.
     """
     rows = tile_prologue(
         row_tiles * 64,

@@ -38,7 +38,7 @@ def _layer_of(handle: Tensor) -> Any:
 
 
 @torch.library.custom_op("collegium::moe_layer", mutates_args=("out",))
-def moe_layer(
+def moe_layer(  # noqa: PLR0913  the schema of the operation
     x: Tensor,
     router_logits: Tensor | None,
     topk_ids: Tensor | None,

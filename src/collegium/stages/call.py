@@ -29,7 +29,8 @@ class Call(NamedTuple):
     A named tuple, because recorded launches are looked up by these tensors in every call (``runtime/replay.py``).
 
     x: ``[T, D]``. router_logits: ``[T, E]``. topk_ids, topk_weights: ``[T, K]``. token_ids: ``[T]``, for hash routing.
-    router_input: ``[T, D]``, what the router reads instead of x. adapter_ids: ``[T]``, the adapter of each token. out: ``[T, D]``; None if only a routing is computed.
+    router_input: ``[T, D]``, what the router reads instead of x. adapter_ids: ``[T]``, the adapter of each token. out:
+    ``[T, D]``; None if only a routing is computed.
     """
 
     x: Tensor
@@ -103,11 +104,13 @@ def checked_call(
         None if routing is None else routing.topk_weights,
         token_ids,
         router_rows,
-        None if out is None else out.view(-1, hidden_size),
+        out=None if out is None else out.view(-1, hidden_size),
     )
 
 
-def checked_adapter_ids(adapter_ids: Tensor, tokens: int, adapters: PackedAdapters | None, device: torch.device) -> Tensor:
+def checked_adapter_ids(
+    adapter_ids: Tensor, tokens: int, adapters: PackedAdapters | None, device: torch.device
+) -> Tensor:
     """Return ``adapter_ids [T]`` as contiguous memory; raises InputError for other shapes and dtypes.
 
     adapters: of the layer, which must have some.
@@ -117,7 +120,7 @@ def checked_adapter_ids(adapter_ids: Tensor, tokens: int, adapters: PackedAdapte
     check_tensors(device, adapter_ids=adapter_ids)
     if tuple(adapter_ids.shape) != (tokens,) or adapter_ids.dtype not in (torch.int32, torch.int64):
         raise InputError(
-            f"forward: adapter_ids is {tuple(adapter_ids.shape)} {adapter_ids.dtype}, this call needs ({tokens},) int32 "
-            f"or int64: for each token 0 to {adapters.count - 1}, or -1 for none"
+            f"forward: adapter_ids is {tuple(adapter_ids.shape)} {adapter_ids.dtype}, this call needs ({tokens},) "
+            f"int32 or int64: for each token 0 to {adapters.count - 1}, or -1 for none"
         )
     return adapter_ids.contiguous()

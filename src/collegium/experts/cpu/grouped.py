@@ -249,9 +249,7 @@ def tokens_of(batch: ContiguousBatch, span: slice) -> Tensor:
     return x if batch.input_weights is None else (x.float() * batch.input_weights[span, None]).to(x.dtype)
 
 
-def add_changes(
-    batch: ContiguousBatch, product: str, chunk: slice, spans: _Spans, x: Tensor, out: Tensor
-) -> None:
+def add_changes(batch: ContiguousBatch, product: str, chunk: slice, spans: _Spans, x: Tensor, out: Tensor) -> None:
     """Add the adapters' changes of ``x [r, K]``, the rows ``chunk``, to ``out``. product: gate_up or down."""
     if batch.adapters is None:
         return

@@ -71,7 +71,7 @@ class TileList:
     counted. top_k: not 0 when nothing is sorted: then expert holds the ids ``[T, top_k]`` of any width and value, and
     row r is assignment r, one tile. early: the tile list was complete before the previous kernel started.
     row_offsets: ``[R]`` int64, where row r is written, in elements from the first of the result (``RemoteOutput``);
-    None: at row r.
+    None: at row r. low_rank: changes of rows with adapters, added before the activation.
     """
 
     expert: Tensor
@@ -82,6 +82,7 @@ class TileList:
     top_k: int = 0
     early: bool = False
     row_offsets: Tensor | None = None
+    low_rank: LowRankRows | None = None
 
     def offset_unit(self, n_out: int) -> int:
         """Return a divisor of all row offsets, 0 where rows are written in order."""
@@ -121,7 +122,6 @@ def grouped_gemm(
     source: Tensor | None = None,
     x_scale: Tensor | ZeroPointCorrection | None = None,
     activation: ActivationSpec | None = None,
-    adapters: LowRankRows | None = None,
 ) -> Tensor:
     """Write ``out [R, N]`` and return it: row r of expert e is ``activation(x[source[r]] @ weight[e].T + bias[e])``.
 
@@ -129,8 +129,7 @@ def grouped_gemm(
     ``[T, ceil(K / 128)]`` or ``[T, 1]`` for E4M3 rows, or ``[R, ceil(K / 128)]`` from ``transpose_scales`` where
     ``reads_transposed_scales``, with x from ``halves_and_sums`` for weights that rescale rows. tiles: from
     ``tile_list``; when nothing is sorted expert_offsets is not read, and any source means that row r reads x at
-    r // top_k. adapters: of the rows, whose low-rank changes are added before the activation. Rows from
-    ``expert_offsets[E]`` on are not written. With ``tiles.row_offsets`` out is ``[any, N]``, and
+    r // top_k. Rows from ``expert_offsets[E]`` on are not written. With ``tiles.row_offsets`` out is ``[any, N]``, and
     rows go to those offsets. Raises InputError for wrong shapes or dtypes.
     """
     _check(x, packed, out, x_scale)
@@ -143,12 +142,12 @@ def grouped_gemm(
     kernel, strides, sizes = _four_bit_launch(layout) if isinstance(layout, Words) else _decoding_launch(layout)
     bounds = activation_bounds(activation)
     counts = (*sizes, tiles.count, layout.shape[0])
-    changes = None if adapters is None else adapters.rows
-    args = (tokens, packed.pointers, *strides, bounds, changes, *rows, *tile_lists, *counts)
+    low_rank, rank = (None, 0) if tiles.low_rank is None else tiles.low_rank
+    args = (tokens, packed.pointers, *strides, bounds, low_rank, *rows, *tile_lists, *counts)
     tile = tiles.tile
     constants = {
         "FORMAT": operand_format(packed, _x_scale_layout(x_scale, packed)),
-        "PROJ": projections(packed, activation, 0 if adapters is None else adapters.rank),
+        "PROJ": projections(packed, activation, rank),
         "TILE": kernel_tile(tile),
         "ROWS": RowOrder(source is not None, tiles.top_k, tiles.offset_unit(layout.shape[2])),
         **tiles.constants(x),

@@ -24,7 +24,7 @@ from ...types import ActivationSpec, ContiguousBatch, RemoteOutput
 from ..base import PackedWeights, refuse_codes
 from .dequantized import dequantized_groups
 from .grouped import TileList, grouped_gemm, rescale, tile_list
-from .low_rank import AdaptedRows, LowRankRows, low_rank_rows
+from .low_rank import AdaptedRows, low_rank_rows
 from .matrix import PackedMatrix
 from .prefill import CodeScales, prefill_gemm
 from .tiles.choice import LARGE_BLOCK_N
@@ -166,21 +166,12 @@ class PackedExperts(PackedWeights):
         middle = self._middle(count, out, memory)
         adapted = None if adapters is None else AdaptedRows(adapters.ids, ids, ids, count)
         gate_up = None if adapters is None else adapters.packed.gate_up
-        grouped_gemm(
-            x,
-            self.gate_up,
-            ids,
-            first,
-            middle,
-            source=source,
-            x_scale=x_scale,
-            activation=self.activation,
-            adapters=_changes(tokens, gate_up, adapted, first, memory, gathered=True),
-        )
+        first = _with_changes(first, tokens, gate_up, adapted, memory, gathered=True)
+        grouped_gemm(x, self.gate_up, ids, first, middle, source=source, x_scale=x_scale, activation=self.activation)
         down = None if adapters is None else adapters.packed.down
-        changes = _changes(middle, down, adapted, second, memory)
+        second = _with_changes(second, middle, down, adapted, memory)
         h, h_scale = self._second_operand(middle, second.tile, None, memory)
-        return grouped_gemm(h, self.down, ids, second, out, x_scale=h_scale, adapters=changes)
+        return grouped_gemm(h, self.down, ids, second, out, x_scale=h_scale)
 
     def products(self) -> tuple[MeasuredProduct, ...]:
         """Return gate_up and down."""
@@ -250,21 +241,14 @@ class PackedExperts(PackedWeights):
         middle = self._middle(batch.source.numel(), out, memory)
         adapters, adapted = batch.adapters, _adapted_rows(batch)
         gate_up = None if adapters is None else adapters.packed.gate_up
+        first = _with_changes(first, batch.x, gate_up, adapted, memory, gathered=True)
         grouped_gemm(
-            x,
-            self.gate_up,
-            offsets,
-            first,
-            middle,
-            source=source,
-            x_scale=x_scale,
-            activation=self.activation,
-            adapters=_changes(batch.x, gate_up, adapted, first, memory, gathered=True),
+            x, self.gate_up, offsets, first, middle, source=source, x_scale=x_scale, activation=self.activation
         )
         down = None if adapters is None else adapters.packed.down
-        changes = _changes(middle, down, adapted and adapted._replace(input_weights=None), second, memory)
+        second = _with_changes(second, middle, down, adapted, memory)
         h, h_scale = self._second_operand(middle, second.tile, _used_rows(batch), memory)
-        return grouped_gemm(h, self.down, offsets, second, out, x_scale=h_scale, adapters=changes)
+        return grouped_gemm(h, self.down, offsets, second, out, x_scale=h_scale)
 
     def _run_large(self, batch: ContiguousBatch, tile: TileChoice, out: Tensor, memory: Memory | None) -> Tensor:
         """Write both products to ``out``, rows gathered into expert order first, with the bits of the small tiles."""
@@ -359,20 +343,22 @@ def _adapted_rows(batch: ContiguousBatch) -> AdaptedRows | None:
     return AdaptedRows(batch.adapters.ids, batch.source, batch.expert_offsets, count, batch.input_weights)
 
 
-def _changes(
+def _with_changes(
+    tiles: TileList,
     x: Tensor,
     matrices: AdapterMatrices | None,
     rows: AdaptedRows | None,
-    tiles: TileList,
     memory: Memory | None,
     *,
     gathered: bool = False,
-) -> LowRankRows | None:
-    """Return the inner rows of the adapters for the first product (gathered) or the second, None without adapters."""
+) -> TileList:
+    """Return ``tiles`` with the adapters' changes of the first product (gathered) or the second, if there are any."""
     if matrices is None or rows is None:
-        return None
+        return tiles
+    if not gathered:
+        rows = rows._replace(input_weights=None)
     memory = part(memory, "gate_up_adapters" if gathered else "down_adapters")
-    return low_rank_rows(x, matrices, rows, tiles, gathered=gathered, memory=memory)
+    return replace(tiles, low_rank=low_rank_rows(x, matrices, rows, tiles, gathered=gathered, memory=memory))
 
 
 def _row_offsets(batch: ContiguousBatch) -> Tensor | None:
