@@ -369,14 +369,14 @@ def test_ranks_and_scales_by_pattern(tmp_path: Path) -> None:
 
 def test_adapters_of_quantised_experts(on_disk: tuple[Path, list[Path]], tmp_path: Path) -> None:
     base, folders = on_disk
-    code, _, said = command("quantize", base, "--to", "mxfp4", "--out", tmp_path / "small")
+    code, _, said = command("quantize", base, "--to", "fp8_channel", "--out", tmp_path / "small")
     assert code == 0, said
     with pytest.raises(ConfigError, match="adapters are merged into matrices in"):
         with_adapter(Checkpoint.open(tmp_path / "small"), folders[0])
     layer = load_layer(tmp_path / "small", 0, device="cpu", dtype="fp32")
-    assert layer.spec.weight_format == "mxfp4"
+    assert layer.spec.weight_format == "fp8_channel"
     layer.set_adapters(load_adapters(tmp_path / "small", 0, folders))
-    plain = load_layer(base, 0, device="cpu", dtype="fp32", weight_format="mxfp4")
+    plain = load_layer(base, 0, device="cpu", dtype="fp32", weight_format="fp8_channel")
     plain.set_adapters(load_adapters(base, 0, folders))
     x = heavy_tailed(6, H, seed=4)
     ids = torch.tensor([0, 1, -1, 1, 0, -1])

@@ -98,14 +98,24 @@ def add_low_rank(
 
 
 @triton.jit
-def _sum_over_columns(a_ptr, x_ptr, r_inside, selected, k_in, BLOCK_K: tl.constexpr, ASM: tl.constexpr):
-    """Return ``[RANKS, BLOCK_T]``: rows of A from ``a_ptr [RANKS, 1]`` times rows at ``x_ptr [1, BLOCK_T]``."""
+def _sum_over_columns(
+    a_ptr, x_ptr, r_inside, selected, k_in, BLOCK_K: tl.constexpr, DEPTH: tl.constexpr, ASM: tl.constexpr
+):
+    """Return ``[RANKS, BLOCK_T]``: rows of A from ``a_ptr [RANKS, 1]`` times rows at ``x_ptr [1, BLOCK_T]``.
+
+    DEPTH blocks are read before the first is multiplied: a small batch waits for memory, not for products.
+    """
     acc = tl.zeros((RANKS, x_ptr.shape[1]), dtype=tl.float32)
-    for k_first in tl.range(0, k_in, BLOCK_K, num_stages=3):
-        k = k_first + tl.arange(0, BLOCK_K)
-        a = tl.load(a_ptr + k[None, :], mask=r_inside[:, None] & (k < k_in)[None, :], other=0.0)
-        x = tl.load(x_ptr + k[:, None], mask=(k < k_in)[:, None] & selected[None, :], other=0.0)
-        acc = _exact_dot(a, x, acc) if x.dtype == tl.float32 else dot(a, x, acc, ASM)
+    for k_first in tl.range(0, k_in, DEPTH * BLOCK_K, num_stages=3):
+        operands = ()
+        for index in tl.static_range(DEPTH):
+            k = k_first + index * BLOCK_K + tl.arange(0, BLOCK_K)
+            a = tl.load(a_ptr + k[None, :], mask=r_inside[:, None] & (k < k_in)[None, :], other=0.0)
+            x = tl.load(x_ptr + k[:, None], mask=(k < k_in)[:, None] & selected[None, :], other=0.0)
+            operands += ((a, x),)
+        for index in tl.static_range(DEPTH):
+            a, x = operands[index]
+            acc = _exact_dot(a, x, acc) if x.dtype == tl.float32 else dot(a, x, acc, ASM)
     return acc
 
 
@@ -125,6 +135,7 @@ def low_rank_kernel(
     TILE_T: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    DEPTH: tl.constexpr,
     TOP_K: tl.constexpr,
     GATHER: tl.constexpr,
     ASM: tl.constexpr,
@@ -176,7 +187,7 @@ def low_rank_kernel(
         if r_first < rank:
             selected = adapter == current
             a_ptr = adapters.a + a_first + (expert * rank + r)[:, None] * k_in
-            acc = _sum_over_columns(a_ptr, x_ptr, r < rank, selected, k_in, BLOCK_K, ASM)
+            acc = _sum_over_columns(a_ptr, x_ptr, r < rank, selected, k_in, BLOCK_K, DEPTH, ASM)
             acc *= tl.load(scale + (current * PROJECTIONS + projection).to(tl.int64) * adapters.experts + expert)
             acc *= factor[None, :]
             tl.store(inner + r[:, None], acc, mask=selected[None, :] & (r < rank)[:, None])

@@ -92,6 +92,7 @@ def low_rank_rows(
         "TILE_T": tile_t,
         "BLOCK_T": block_t,
         "BLOCK_K": _BLOCK_BYTES // x.element_size(),
+        "DEPTH": _MAX_BLOCK_T // block_t,
         "TOP_K": tiles.top_k,
         "GATHER": gathered,
         "ASM": x.is_cuda,
