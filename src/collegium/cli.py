@@ -104,7 +104,8 @@ def demo(
 def generate(
     model: Model,
     prompt: Annotated[
-        list[str] | None, typer.Option(help="Text to continue; repeatable with several adapters.")
+        list[str] | None,
+        typer.Option(help="Text to continue; repeatable with several adapters. Default: Once upon a time."),
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")] = 100,
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.0,

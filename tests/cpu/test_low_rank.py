@@ -18,6 +18,7 @@ from collegium.pipelines import PipelineParts
 from collegium.pipelines.direct import Direct
 from collegium.pipelines.split import Split
 from collegium.problem import DeviceFacts
+from collegium.runtime.memory import Arena, memory_map
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error
 from collegium.types import ActivationSpec
 from integers import encoded
@@ -157,3 +158,61 @@ def test_unknown_adapters_make_their_rows_nan() -> None:
         found = pipeline(x, routing, dtype=torch.float32, adapters=token_adapters)
         assert found.isnan().all(dim=1).tolist() == [False, True, True, True, False]
         assert found.isnan().any(dim=1).tolist() == [False, True, True, True, False]
+
+
+def test_router_weight_on_the_input() -> None:
+    made, packed = build("bf16", None)
+    adapters = random_adapters((16, 3), EXPERTS, WIDE, HIDDEN)
+    ids = torch.tensor([0, -1, 1, 1])
+    token_adapters = TokenAdapters(packed=packed_adapters(adapters), ids=ids)
+    x = heavy_tailed(4, HIDDEN, seed=3).bfloat16()
+    topk_ids, weights = torch.tensor([[2], [0], [2], [4]]), torch.tensor([[0.25], [0.5], [2.0], [4.0]])
+    dispatcher = Local(num_experts=EXPERTS, weight_on_input=True)
+    split = Split(parts=PipelineParts(experts=packed, dispatcher=dispatcher, top_k=1, num_experts=EXPERTS))
+    routing = Routing(topk_ids=topk_ids, topk_weights=weights)
+    found = split(x, routing, dtype=torch.float32, adapters=token_adapters)
+    args = (x.float() * weights, (made.gate_up.decode(), made.down.decode()), topk_ids, torch.ones(4, 1), adapters, ids)
+    assert relative_error(found, adapted_truth(*args, ActivationSpec())) < 0.02
+
+
+def test_experts_without_matrices_are_unchanged() -> None:
+    """Merged shared experts come after the routed ones, for which the adapters have matrices."""
+    _, packed = build("bf16", None)
+    adapters = random_adapters((16, 3), EXPERTS - 1, WIDE, HIDDEN)
+    token_adapters = TokenAdapters(packed=packed_adapters(adapters), ids=torch.tensor([0, 1, 0, 1]))
+    x = heavy_tailed(4, HIDDEN, seed=3).bfloat16()
+    routing = Routing(topk_ids=torch.tensor([[4], [4], [1], [0]]), topk_weights=torch.ones(4, 1))
+    parts = PipelineParts(experts=packed, dispatcher=Local(num_experts=EXPERTS), top_k=1, num_experts=EXPERTS)
+    for pipeline in (Direct(parts=parts), Split(parts=parts)):
+        plain = pipeline(x, routing, dtype=torch.float32)
+        found = pipeline(x, routing, dtype=torch.float32, adapters=token_adapters)
+        assert (found != plain).any(dim=1).tolist() == [False, False, True, True]
+
+
+def test_memory_of_the_plan_is_enough() -> None:
+    spec = MoESpec(hidden_size=HIDDEN, intermediate_size=WIDE, num_experts=EXPERTS, routing=RoutingSpec(top_k=3))
+    device = DeviceFacts(kind="cuda", capability=(9, 0))
+    adapters = packed_adapters(random_adapters(RANKS, EXPERTS, WIDE, HIDDEN))
+    chosen = plan(Problem(spec=spec, device=device, limits=Limits(max_tokens=8)))
+    layout = memory_map(chosen.with_adapters(adapters.sizes).regions)
+    x, routing = heavy_tailed(8, HIDDEN, seed=3).bfloat16(), routing_of(8)
+    token_adapters = TokenAdapters(packed=adapters, ids=torch.arange(8) % 4 - 1)
+    _, packed = build("bf16", None)
+    for pipeline in pipelines_of(packed):
+        block = torch.full((layout.nbytes,), 0xFF, dtype=torch.uint8)
+        found = pipeline(x, routing, Arena(block, layout), dtype=torch.float32, adapters=token_adapters, out=None)
+        assert torch.equal(found, pipeline(x, routing, dtype=torch.float32, adapters=token_adapters))
+        with pytest.raises(AssertionError, match="gate_up_adapters/inner"):
+            small = memory_map(chosen.regions)
+            pipeline(x, routing, Arena(block, small), dtype=torch.float32, adapters=token_adapters)
+
+
+def test_adapters_never_take_the_large_flow(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, packed = build("bf16", None)
+    adapters = random_adapters((16, 3), EXPERTS, WIDE, HIDDEN)
+    token_adapters = TokenAdapters(packed=packed_adapters(adapters), ids=torch.tensor([0, 1, -1, 1]))
+    x, routing = heavy_tailed(4, HIDDEN, seed=3).bfloat16(), routing_of(4)
+    _, split = pipelines_of(packed)
+    wanted = split(x, routing, dtype=torch.float32, adapters=token_adapters)
+    monkeypatch.setattr(type(packed.tiling), "large", lambda *_: packed.tiling.pair(12)[1])
+    assert torch.equal(split(x, routing, dtype=torch.float32, adapters=token_adapters), wanted)
