@@ -61,7 +61,7 @@ balance = typer.Typer(
     context_settings=HELP,
 )
 app.add_typer(balance, name="balance")
-DEFAULT_PROMPT = "Once upon a time"
+_DEFAULT_PROMPT = "Once upon a time"
 _USAGE_ERROR: Any = typer.BadParameter.__bases__[0]  # base class of all parser errors; it has no public name
 
 
@@ -144,7 +144,7 @@ def generate(
         raise InputError(f"--seed: {seed} is not a 64-bit integer")
     checkpoint = check_writable(find_model(model, download))
     adapters = [find_model(path, download) for path in adapter or ()]
-    texts = prompts_of(prompt or [DEFAULT_PROMPT], adapters)
+    texts = prompts_of(prompt or [_DEFAULT_PROMPT], adapters)
     limits = prompt_limits(checkpoint.path, texts)
     with process_group(os.environ, device, same_tokens=True) as place:
         with progress_bar("loading") as progress:
@@ -163,7 +163,7 @@ def generate(
             warm_up(layers_of(loaded), progress)
             progress(1, 1, "the rest of the model")
             writer.write(texts[0], min(tokens, 4), penalty=penalty)
-        options = {"temperature": temperature, "seed": seed, "penalty": penalty}
+        options: Any = {"temperature": temperature, "seed": seed, "penalty": penalty}
         if len(adapters) > 1:
             return writer.write_with_adapters(texts, tokens, adapters, **options)
         return writer.write(texts[0], tokens, **options)

@@ -202,8 +202,8 @@ def test_memory_of_the_plan_is_enough() -> None:
         block = torch.full((layout.nbytes,), 0xFF, dtype=torch.uint8)
         found = pipeline(x, routing, Arena(block, layout), dtype=torch.float32, adapters=token_adapters, out=None)
         assert torch.equal(found, pipeline(x, routing, dtype=torch.float32, adapters=token_adapters))
+        small = memory_map(chosen.regions)
         with pytest.raises(AssertionError, match="gate_up_adapters/inner"):
-            small = memory_map(chosen.regions)
             pipeline(x, routing, Arena(block, small), dtype=torch.float32, adapters=token_adapters)
 
 
@@ -214,5 +214,6 @@ def test_adapters_never_take_the_large_flow(monkeypatch: pytest.MonkeyPatch) -> 
     x, routing = heavy_tailed(4, HIDDEN, seed=3).bfloat16(), routing_of(4)
     _, split = pipelines_of(packed)
     wanted = split(x, routing, dtype=torch.float32, adapters=token_adapters)
-    monkeypatch.setattr(type(packed.tiling), "large", lambda *_: packed.tiling.pair(12)[1])
+    tile = packed.tiling.pair(12)[1]
+    monkeypatch.setattr(type(packed.tiling), "large", lambda *_: tile)
     assert torch.equal(split(x, routing, dtype=torch.float32, adapters=token_adapters), wanted)

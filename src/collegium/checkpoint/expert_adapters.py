@@ -12,6 +12,7 @@ from ..adapters import ExpertAdapter, ExpertAdapters, LowRankPair
 from ..errors import ConfigError, DuplicateTensorError
 from .adapter import MERGE, AdapterCollector, Pair, open_adapter
 from .adapter_names import ExpertModule, StackModule, StackParameter
+from .layer_view import CheckpointLayer
 from .layout import Projection
 from .reader import Checkpoint
 
@@ -92,7 +93,7 @@ def read_expert_adapters(
         pairs.append(collector.pairs)
         names.append(os.fspath(adapter))
     layers = sorted({number for by_layer in pairs for number in by_layer})
-    counts = {number: collector.open_layer(number).spec.num_experts for number in layers}
+    counts = {number: CheckpointLayer.open(checkpoint, number).spec.num_experts for number in layers}
     return {
         number: ExpertAdapters(
             tuple(
@@ -149,12 +150,13 @@ def _stacked(
     layer: int,
 ) -> ExpertAdapter:
     """Return one adapter of a layer; an adapter without pairs gets zeros in the sizes of another one's."""
-    projections = {projection for projection, _ in pairs}
+    projections: set[Projection] = {projection for projection, _ in pairs}
     if not projections:
         (projection, _), (a, b, _) = next(item for other in every for item in other.get(layer, {}).items())
         zero = LowRankPair(a=a.new_zeros(experts, 1, a.shape[1]), b=b.new_zeros(experts, b.shape[0], 1))
         return ExpertAdapter(name=name, **{projection: zero})
-    return ExpertAdapter(name=name, **{projection: _stack(pairs, projection, experts) for projection in projections})
+    stacks = {projection: _stack(pairs, projection, experts) for projection in projections}
+    return ExpertAdapter(name=name, gate=stacks.get("gate"), up=stacks.get("up"), down=stacks.get("down"))
 
 
 def _stack(pairs: Mapping[tuple[Projection, int], _Scaled], projection: Projection, experts: int) -> LowRankPair:

@@ -23,14 +23,14 @@ class AdaptedRows(NamedTuple):
     """The rows of a batch and their adapters.
 
     ids: ``[T]``, the adapter of each token. source: ``[R]`` int64, the token of each row; any tensor where nothing is
-    sorted. expert_offsets: as in ``ContiguousBatch``. count: R. input_weights: float32 ``[R]``, factors of the tokens,
+    sorted. expert_offsets: as in ``ContiguousBatch``. rows: R. input_weights: float32 ``[R]``, factors of the tokens,
     or None.
     """
 
     ids: Tensor
     source: Tensor
     expert_offsets: Tensor
-    count: int
+    rows: int
     input_weights: Tensor | None = None
 
 
@@ -62,7 +62,7 @@ def low_rank_rows(
     from ...kernels.low_rank import low_rank_kernel
 
     projections = matrices.projections
-    inner = alloc(memory, "inner", (batch.count, projections, rank), torch.float32, x.device)
+    inner = alloc(memory, "inner", (batch.rows, projections, rank), torch.float32, x.device)
     arguments = AdapterRows(
         batch.ids,
         batch.source,

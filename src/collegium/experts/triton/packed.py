@@ -153,8 +153,11 @@ class PackedExperts(PackedWeights):
         second = replace(first, tile=self._unsorted_tiles(count)[1], early=True)
         memory_x = part(memory, "x")
         source: Tensor | None = ids
-        tokens = x
-        x, x_scale = operand(x, self.forms[0], order=self.gate_up.layout.row_order, memory=memory_x)
+        adapted = None if adapters is None else AdaptedRows(adapters.ids, ids, ids, count)
+        gate_up = None if adapters is None else adapters.packed.gate_up
+        first = _with_changes(first, x, gate_up, adapted, memory, gathered=True)
+        order, x_ready = self.gate_up.layout.row_order, first.low_rank is not None
+        x, x_scale = operand(x, self.forms[0], order=order, x_ready=x_ready, memory=memory_x)
         if self.gate_up.order is not None:
             x = gather_columns(x, self.gate_up.order, ids, ids, top_k=top_k, memory=memory_x)
             source = None
@@ -164,13 +167,10 @@ class PackedExperts(PackedWeights):
             token = torch.arange(count, device=x.device) // top_k
             x_scale = transpose_scales(x_scale, token, memory=memory_x)
         middle = self._middle(count, out, memory)
-        adapted = None if adapters is None else AdaptedRows(adapters.ids, ids, ids, count)
-        gate_up = None if adapters is None else adapters.packed.gate_up
-        first = _with_changes(first, tokens, gate_up, adapted, memory, gathered=True)
         grouped_gemm(x, self.gate_up, ids, first, middle, source=source, x_scale=x_scale, activation=self.activation)
         down = None if adapters is None else adapters.packed.down
         second = _with_changes(second, middle, down, adapted, memory)
-        h, h_scale = self._second_operand(middle, second.tile, None, memory)
+        h, h_scale = self._second_operand(middle, second, None, memory)
         return grouped_gemm(h, self.down, ids, second, out, x_scale=h_scale)
 
     def products(self) -> tuple[MeasuredProduct, ...]:
@@ -247,7 +247,7 @@ class PackedExperts(PackedWeights):
         )
         down = None if adapters is None else adapters.packed.down
         second = _with_changes(second, middle, down, adapted, memory)
-        h, h_scale = self._second_operand(middle, second.tile, _used_rows(batch), memory)
+        h, h_scale = self._second_operand(middle, second, _used_rows(batch), memory)
         return grouped_gemm(h, self.down, offsets, second, out, x_scale=h_scale)
 
     def _run_large(self, batch: ContiguousBatch, tile: TileChoice, out: Tensor, memory: Memory | None) -> Tensor:
@@ -314,12 +314,15 @@ class PackedExperts(PackedWeights):
         return _in_order(codes, batch.order, order), scale
 
     def _second_operand(
-        self, middle: Tensor, tile: TileChoice, used: Tensor | None, memory: Memory | None
+        self, middle: Tensor, tiles: TileList, used: Tensor | None, memory: Memory | None
     ) -> tuple[Tensor, Tensor | ZeroPointCorrection | None]:
-        """Return rows between the products as the second product reads them with ``tile``."""
-        form = middle_format(self.forms[1], self.down.layout, tile)
+        """Return rows between the products as the second product reads them with ``tiles``."""
+        form = middle_format(self.forms[1], self.down.layout, tiles.tile)
         memory_h = part(memory, "h")
-        rows = operand(middle, form, order=self.down.layout.row_order, used=used, memory=memory_h)
+        # The adapters' kernel has waited for the rows and only reads them, so quantisation may overlap it.
+        x_ready = tiles.low_rank is not None
+        order = self.down.layout.row_order
+        rows = operand(middle, form, order=order, x_ready=x_ready, used=used, memory=memory_h)
         return rescale(rows, self.down, used, memory_h)
 
 
