@@ -19,13 +19,16 @@ import typer
 from . import __version__
 from .commands import printing
 from .commands.options import (
+    DEFAULT_PROMPT,
     HELP,
     Activations,
+    Adapters,
     Device,
     Download,
     Format,
     Kernel,
     Model,
+    Prompts,
     ShapeOrModel,
     Steps,
     Trace,
@@ -61,7 +64,6 @@ balance = typer.Typer(
     context_settings=HELP,
 )
 app.add_typer(balance, name="balance")
-_DEFAULT_PROMPT = "Once upon a time"
 _USAGE_ERROR: Any = typer.BadParameter.__bases__[0]  # base class of all parser errors; it has no public name
 
 
@@ -103,24 +105,14 @@ def demo(
 @prints(printing.print_texts, on_ranks=True)
 def generate(
     model: Model,
-    prompt: Annotated[
-        list[str] | None,
-        typer.Option(help="Text to continue; repeatable with several adapters. Default: Once upon a time."),
-    ] = None,
+    prompt: Prompts = None,
     tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")] = 100,
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Random seed for sampling.")] = 0,
     penalty: Annotated[
         float, typer.Option(min=1.0, help="Repetition penalty, applied to logits of earlier tokens; 1 is off.")
     ] = 1.0,
-    adapter: Annotated[
-        list[str] | None,
-        typer.Option(
-            autocompletion=complete_model,
-            help="Folder or Hub id of a PEFT LoRA adapter. One is merged while loading; several stay apart from the "
-            "experts, and each continues the prompt, or the prompt in its place.",
-        ),
-    ] = None,
+    adapter: Adapters = None,
     weight_format: Format = None,
     kernel: Kernel = None,
     activations: Activations = None,
@@ -144,7 +136,7 @@ def generate(
         raise InputError(f"--seed: {seed} is not a 64-bit integer")
     checkpoint = check_writable(find_model(model, download))
     adapters = [find_model(path, download) for path in adapter or ()]
-    texts = prompts_of(prompt or [_DEFAULT_PROMPT], adapters)
+    texts = prompts_of(prompt or [DEFAULT_PROMPT], adapters)
     limits = prompt_limits(checkpoint.path, texts)
     with process_group(os.environ, device, same_tokens=True) as place:
         with progress_bar("loading") as progress:

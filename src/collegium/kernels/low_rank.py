@@ -21,14 +21,14 @@ RANKS = tl.constexpr(16)  # multiplied at once
 
 
 @triton.jit
-def adapter_at(adapters, row, in_rows, TOP_K: tl.constexpr):
+def adapter_at(adapters, row, row_count, TOP_K: tl.constexpr):
     """Return the adapter of each ``row``: its number, NO_ADAPTER, or UNKNOWN_ADAPTER for an id that is no adapter.
 
-    adapters: ``AdapterRows``. TOP_K: as in ``RowOrder``.
+    adapters: ``AdapterRows``. row_count: how many of the rows exist; the others have none. TOP_K: as in ``RowOrder``.
     """
     token = row // TOP_K if TOP_K else tl.load(adapters.source + row)
     # Compared before the conversion: truncation must not turn an invalid id into a valid one.
-    adapter_id = tl.load(adapters.ids + token, mask=in_rows, other=-1)
+    adapter_id = tl.load(adapters.ids + token, mask=tl.arange(0, row.shape[0]) < row_count, other=-1)
     known = (adapter_id >= 0) & (adapter_id < adapters.count)
     absent = tl.where(adapter_id == -1, NO_ADAPTER, UNKNOWN_ADAPTER)
     return tl.where(known, adapter_id.to(tl.int32), absent)
@@ -171,7 +171,7 @@ def low_rank_kernel(
     row = first + tl.where(t < count, t, 0)
     if count <= 0:
         return
-    adapter = adapter_at(adapters, row, t < count, TOP_K)
+    adapter = adapter_at(adapters, row, count, TOP_K)
     source = row
     if GATHER:
         source = row // TOP_K if TOP_K else tl.load(adapters.source + row)

@@ -649,7 +649,7 @@ def _write_tile(
     token = token_at(row, output.source, ROWS.gather, ROWS.top_k)
     adapter = row
     if PROJ.adapter_rank:
-        adapter = adapter_at(adapters, row, t < rows.count, ROWS.top_k)
+        adapter = adapter_at(adapters, row, rows.count, ROWS.top_k)
     result, column = w4a8_tile(
         tokens,
         weights,

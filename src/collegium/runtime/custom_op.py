@@ -37,21 +37,16 @@ def _layer_of(handle: Tensor) -> Any:
     return layer
 
 
-@torch.library.custom_op("collegium::moe_layer", mutates_args=("out",))
-def moe_layer(  # noqa: PLR0913  the schema of the operation
-    x: Tensor,
-    router_logits: Tensor | None,
-    topk_ids: Tensor | None,
-    topk_weights: Tensor | None,
-    token_ids: Tensor | None,
-    router_input: Tensor | None,
-    adapter_ids: Tensor | None,
-    handle: Tensor,
-    out: Tensor,
-) -> None:
+@torch.library.custom_op(
+    "collegium::moe_layer",
+    mutates_args=("out",),
+    schema="(Tensor x, Tensor? router_logits, Tensor? topk_ids, Tensor? topk_weights, Tensor? token_ids, "
+    "Tensor? router_input, Tensor? adapter_ids, Tensor handle, Tensor(a!) out) -> ()",
+)
+def moe_layer(*inputs: Any) -> None:
     """Write ``out [T, D]``, the output for ``x [T, D]`` of the layer that has ``handle``."""
-    inputs = (x, router_logits, topk_ids, topk_weights, token_ids, router_input, adapter_ids, out)
-    _layer_of(handle).compute(inputs)
+    *tensors, handle, out = inputs
+    _layer_of(handle).compute((*tensors, out))
 
 
 @moe_layer.register_fake
