@@ -1193,8 +1193,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "halves of a quarter swapped (INT4, E4M3 rows)", "experts/triton/packing/w4a8.py",
         (Edit(
             "_int4_rows",
-            "$codes.unflatten(-1, ($words.shape[-2], 4, 2, 4, 4)).permute(0, 1, 2, 5, 3, 4, 6)",
-            "$codes.unflatten(-1, ($words.shape[-2], 4, 2, 4, 4)).permute(0, 1, 2, 5, 3, 4, 6).flip(5)",
+            "$codes.unflatten(-1, ($words.shape[-2], 4, 2, 4, 4)).permute(0, 1, 2, 3, 6, 4, 5, 7)",
+            "$codes.unflatten(-1, ($words.shape[-2], 4, 2, 4, 4)).permute(0, 1, 2, 3, 6, 4, 5, 7).flip(6)",
         ),), _FOUR,
     ),
     # Activation order.

@@ -286,7 +286,7 @@ def capture_all(
     shared_buffers: dict[_Sizes, _Buffers] = {}
     runners: list[GraphRunner] = []
     for layer in layers:
-        resolved: RoutingInput = routing_input or ("router" if layer.router is not None else "routing")
+        resolved: RoutingInput = routing_input or ("router" if layer.has_router else "routing")
         _check(layer, budgets, resolved)
         sizes = _Sizes.of(layer, resolved, router_input=router_input, adapter_ids=adapter_ids, max_tokens=max(budgets))
         if sizes not in shared_buffers:
@@ -324,6 +324,11 @@ def _check(layer: MoELayer, budgets: Sequence[int], routing_input: RoutingInput)
             f"graphs: budgets {tuple(budgets)}; allowed: from 1 to {limit:,}, the max_tokens of the layer's plan. "
             "Leave the others out, or plan with Limits(max_tokens=...)"
         )
+    if layer.routed_size != layer.spec.hidden_size:
+        raise InputError(
+            f"graphs: the caller's latent function leaves sums of width {layer.routed_size}, x has "
+            f"{layer.spec.hidden_size}; capture calls of shared_and_routed in a graph of your own"
+        )
     if layer.checked:
         raise InputError(
             "graphs: the layer is checked, which reads ids on the host in every call, as no CUDA graph can; set "
@@ -334,7 +339,7 @@ def _check(layer: MoELayer, budgets: Sequence[int], routing_input: RoutingInput)
             f"graphs: kernel {layer.plan.kernel} with dispatcher {layer.plan.dispatcher} cannot be captured; plan with "
             "graph=True, which chooses only what can"
         )
-    if routing_input == "router" and layer.router is None and layer.choose is None:
+    if routing_input == "router" and not layer.has_router and layer.choose is None:
         raise InputError(
             "graphs: routing_input='router', but the layer has no router; capture with 'router_logits' or 'routing'"
         )

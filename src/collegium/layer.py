@@ -4,10 +4,11 @@ A call is checked here (``stages/call.py``) and run by ``execution/executor.py``
 combine), shared expert. Every choice is in the plan, which is made before the weights are packed.
 """
 
+import copy
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -24,19 +25,20 @@ from .parallel import Local, Partial
 from .parallel.rendezvous import rendezvous_of
 from .pipelines.batched import check_batched, run_batched
 from .pipelines.quantized import check_quantized, run_quantized
-from .planning import Plan, kernel_named, plan_swap
+from .planning import Plan, kernel_named, plan as plan_layer, plan_swap
 from .problem import Overrides
 from .runtime.custom_op import uncompiled_call
 from .runtime.devices import plain_torch
 from .runtime.packed_module import check_tensors, stored_bytes
 from .runtime.warm_up import compile_batches, run_all_paths, sizes_for
 from .stages.call import Call, checked_adapter_ids, checked_call
-from .stages.checks import check_after_expert, check_extras, check_input, check_weights, output_for
+from .stages.checks import check_after_expert, check_input, check_weights, output_for
 from .stages.latent import latent_of
+from .stages.modules import InputTransform, RowFunction, module_names, refuse_gradients
 from .stages.quantized_input import code_scales, dequantized
-from .stages.router import Choose, autocast_disabled, in_float32
-from .stages.shared import check_shared, check_shared_unchanged, pack_shared
-from .types import ExpertWeights, LatentWeights, RouterWeights, Routing, SharedWeights
+from .stages.router import Choose, autocast_disabled, router_of
+from .stages.shared import SharedExpert, check_apart, check_shared_unchanged, shared_of
+from .types import ActivationSpec, ExpertWeights, LatentWeights, RouterModule, RouterWeights, Routing, SharedWeights
 
 __all__ = ["MoELayer"]
 
@@ -55,9 +57,9 @@ class MoELayer(PlannedModule):
         weights: ExpertWeights[Payload] | ExpertWeights[Tensor],
         plan: Plan,
         *,
-        router: RouterWeights | None = None,
-        shared: SharedWeights[Payload] | SharedWeights[Tensor] | None = None,
-        latent: LatentWeights | None = None,
+        router: RouterWeights | RouterModule | RowFunction | None = None,
+        shared: SharedWeights[Payload] | SharedWeights[Tensor] | RowFunction | None = None,
+        latent: LatentWeights | RowFunction | None = None,
         choose: Choose | None = None,
         after_expert: Callable[[Tensor], Tensor] | None = None,
         checked: bool = False,
@@ -68,6 +70,11 @@ class MoELayer(PlannedModule):
         router: needed unless every call passes logits or a routing; computed in float32, a weight and a bias of another
         dtype are copied. shared, latent: where the spec has them; a merged shared expert is part of ``weights``
         (``collegium.merge_shared``).
+        Each may be a function or module of the caller: router is then the gate of engines, from ``[T, D]`` to logits
+        ``[T, E]``; shared their ``shared_experts``, from ``[T, D]`` to ``[T, D]``, for a spec without shared expert;
+        latent their ``routed_input_transform``, from ``[T, D]`` to the experts' input ``[T, H]``, whose sums are not
+        projected back. A tuple of results stands for its first entry. All ranks pass them; where the output is this
+        rank's part of a sum, shared is called on rank 0 alone, or on every rank with ``Overrides(shared='sliced')``.
         choose: a custom routing rule, ``choose(x [T, D], logits [T, E], top_k) -> (topk_ids, topk_weights)``, integers
         and floating numbers ``[T, K]``, or a ``Routing``. It replaces the spec's rule; its result is checked like any
         other routing. logits are None where the layer has no router and the call passes none.
@@ -80,19 +87,17 @@ class MoELayer(PlannedModule):
         super().__init__()
         problem = plan.problem
         weights = as_payloads(weights)
-        shared = None if shared is None else SharedWeights(experts=as_payloads(shared.experts), gate=shared.gate)
-        check_shared(plan, weights, shared, after_expert)
+        self.shared = shared_of(plan, weights, shared, after_expert)
         check_weights(weights, plan.routed_problem.routed)
-        check_extras(problem.spec, router, latent)
         check_after_expert(problem, after_expert)
         self.checked = checked
         self.choose = choose
-        self.router = None if router is None else in_float32(router)
+        self.router, self.gate = router_of(problem.spec, router)
+        self.latent = latent_of(problem, latent)
+        self.caller_modules = module_names(self.gate, shared, self.latent)
         self.after_expert = after_expert
         packed = kernel_named(plan.kernel).pack(weights, plan.routed_problem.routed)
         self.experts = with_measured_tiles(packed, problem)
-        self.shared = None if shared is None else pack_shared(shared, problem, kernel_named(str(plan.shared_kernel)))
-        self.latent = None if latent is None else latent_of(latent, DTYPES[problem.dtype])
         self.adapters = None
         self._device = weights.down.device
         self._build(plan)
@@ -153,6 +158,37 @@ class MoELayer(PlannedModule):
         self.__dict__["adapters"] = packed
         self._build(plan)
 
+    def with_activation(self, activation: ActivationSpec) -> Self:
+        """Return a layer with the same packed weights and another clamp, alpha or kind of activation.
+
+        A copy of the layer, without a copy of its weights; so an engine can hold one for each clamp that calls need. A
+        shared expert follows where the spec gives it no activation. Ranks that share the layer call it together. Raises
+        InputError for a merged shared expert and between activations with and without a gate, and PlanError where the
+        kernel has no such activation.
+        """
+        old = self.plan
+        gated = old.problem.spec.activation.gated
+        if old.merged_shared_experts or activation.gated != gated:
+            raise InputError(
+                f"with_activation: found {activation.kind} for a layer {'with' if gated else 'without'} a gate and "
+                f"{old.merged_shared_experts} merged shared experts; allowed: activations of the same matrices, "
+                "without merged shared experts"
+            )
+        forced = replace(old.overrides, kernel=old.kernel, dispatcher=old.dispatcher)
+        spec = replace(old.problem.spec, activation=activation)
+        layer_plan = plan_layer(replace(old.problem, spec=spec), forced)
+        packed, needed = (old.down_kernel, old.shared_kernel), (layer_plan.down_kernel, layer_plan.shared_kernel)
+        if packed != needed:
+            raise InputError(
+                f"with_activation: with {activation} down and the shared expert need the kernels {needed}, they are "
+                f"packed for {packed}; load another layer with that activation"
+            )
+        layer = copy.copy(self)
+        if isinstance(self.shared, SharedExpert):
+            layer.__dict__["shared"] = self.shared.with_activation(layer_plan.problem.shared().activation)
+        layer._continue_with(layer_plan, self.experts.with_activation(activation))
+        return layer
+
     @property
     def device(self) -> torch.device:
         """The device of the layer's weights, inputs and outputs."""
@@ -164,9 +200,25 @@ class MoELayer(PlannedModule):
         return DTYPES[self.plan.problem.output_dtype]
 
     @property
+    def output_is_reduced(self) -> bool:
+        """Whether the output is complete; False: the caller adds the outputs of all ranks (dispatcher ``partial``)."""
+        return self.plan.output_is_reduced
+
+    @property
+    def routed_size(self) -> int:
+        """The width of the routed experts' sums: D, or H where ``latent`` is a function of the caller."""
+        latent = self.latent
+        return latent.width if isinstance(latent, InputTransform) else self.spec.hidden_size
+
+    @property
+    def has_router(self) -> bool:
+        """Whether the layer computes logits itself, with ``router`` or the caller's gate."""
+        return self.router is not None or self.gate is not None
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the packed experts, shared expert, router, latent projections and adapters on this rank."""
-        return stored_bytes(self.experts, self.shared, self.router, self.latent, self.adapters)
+        return stored_bytes(self.experts, self.shared, self.router, self.gate, self.latent, self.adapters)
 
     def extra_repr(self) -> str:
         """Return the plan, and what packing rounded, as text."""
@@ -197,6 +249,7 @@ class MoELayer(PlannedModule):
         """
         try:
             check_input(x, routing, self.plan.problem, self._device)
+            self._check_width()
             result = output_for(x, out, self.plan.problem)
             call = checked_call(
                 self.spec,
@@ -214,11 +267,75 @@ class MoELayer(PlannedModule):
         except Exception as error:
             self._executor.report_refusal(x, (router_logits, routing, token_ids, router_input), error)
             raise
-        if torch.compiler.is_compiling():
-            torch.ops.collegium.moe_layer(*call[:-1], self.handle, call.out)
-        else:
-            uncompiled_call()(self._executor.run, call)
+        self._run(call)
         return result
+
+    def shared_and_routed(
+        self,
+        x: Tensor,
+        *,
+        router_logits: Tensor | None = None,
+        routing: Routing | None = None,
+        token_ids: Tensor | None = None,
+        router_input: Tensor | None = None,
+        adapter_ids: Tensor | None = None,
+    ) -> tuple[Tensor | None, Tensor]:
+        """Return the shared expert's output for ``x [..., D]`` and the routed experts' sums ``[..., D]``, not added.
+
+        The sums are ``[..., H]`` where ``latent`` is a function of the caller. Both have the output dtype, and each is
+        rounded once. The first is None for a layer without shared expert, and zero on ranks of a partial sum that leave
+        it to rank 0. Arguments and errors as ``forward``; InputError also for a merged shared expert.
+        """
+        try:
+            check_input(x, routing, self.plan.problem, self._device)
+            check_apart(self.plan)
+            routed = x.new_empty(*x.shape[:-1], self.routed_size, dtype=self.output_dtype)
+            shared = (
+                None
+                if self.shared is None
+                else torch.empty_like(x, dtype=self.output_dtype, memory_format=torch.contiguous_format)
+            )
+            call = checked_call(
+                self.spec,
+                self._device,
+                x,
+                router_logits=router_logits,
+                routing=routing,
+                token_ids=token_ids,
+                router_input=router_input,
+                out=routed,
+            )
+            if adapter_ids is not None:
+                checked_ids = checked_adapter_ids(adapter_ids, call.x.shape[0], self.adapters, self._device)
+                call = call._replace(adapter_ids=checked_ids)
+            if shared is not None:
+                call = call._replace(shared_out=shared.view(-1, self.spec.hidden_size))
+        except Exception as error:
+            self._executor.report_refusal(x, (router_logits, routing, token_ids, router_input), error)
+            raise
+        self._run(call)
+        if shared is None and self.has_shared:
+            shared = torch.zeros_like(x, dtype=self.output_dtype, memory_format=torch.contiguous_format)
+        return shared, routed
+
+    def _run(self, call: Call) -> None:
+        """Write the outputs of ``call``, as one operation where torch compiles."""
+        if not torch.compiler.is_compiling():
+            uncompiled_call()(self._executor.run, call)
+            return
+        refuse_gradients(self.gate, self.shared, self.latent)
+        if call.shared_out is None:
+            torch.ops.collegium.moe_layer(*call[:-2], self.handle, call.out)
+        else:
+            torch.ops.collegium.moe_layer_apart(*call[:-2], self.handle, [call.out, call.shared_out])
+
+    def _check_width(self) -> None:
+        """Raise InputError where the routed sums have another width than x, so that nothing can be added."""
+        if self.routed_size != self.spec.hidden_size:
+            raise InputError(
+                f"forward: latent is a function, so the routed sums have width {self.routed_size}, and x has "
+                f"{self.spec.hidden_size}; call shared_and_routed and project the sums, or pass LatentWeights"
+            )
 
     def route(
         self,
@@ -316,10 +433,10 @@ class MoELayer(PlannedModule):
         ``counts[e]`` rows of ``x[e]`` are for expert e. Counts are clamped to 0..M; a checked layer raises RoutingError
         for others. Rows past ``counts`` are ignored, and the matching rows of ``out`` are left untouched. expected: the
         likely total number of rows, which decides tiles and no bit; None: E * M. scale: of rows that the caller has
-        quantised, x is then float8_e4m3fn: one number, ``[E, M]``, ``[E, M, 1]`` or ``[E, M, G]``, as in
-        ``run_quantized``. Nothing is routed, weighted or sent,
-        and neither shared expert nor latent projection takes part. The memory is fresh; only the kernel ``reference``
-        waits for the device. Raises InputError as ``forward`` does.
+        quantised, x is then float8_e4m3fn: one number, ``[E, 1, 1]``, ``[E, M]``, ``[E, M, 1]`` or ``[E, M, G]``, as in
+        ``run_quantized``. Nothing is routed, weighted or sent, and neither shared expert nor latent projection takes
+        part. The memory is fresh; only the kernel ``reference`` waits for the device. Raises InputError as ``forward``
+        does.
         """
         problem = self.plan.problem
         check_batched(x, counts, problem.routed, self._device, quantized=scale is not None, checked=self.checked)
@@ -350,8 +467,9 @@ class MoELayer(PlannedModule):
             # A rank with fewer experts may need other batches; all ranks run the batches of all ranks.
             rank_sizes = rendezvous_of(group).exchange(sizes, "warm_up")
             sizes = sorted(set().union(*rank_sizes))
-        # One thread where ranks wait for each other: several would call in a different order on each rank.
-        threads = 1 if self.plan.groups else 8
+        # One thread where ranks wait for each other, since several would call in a different order on each rank, and
+        # for modules of the caller, which may not be made for more.
+        threads = 1 if self.plan.groups or self.caller_modules else 8
         return compile_batches(partial(run_all_paths, self), sizes, self._device, progress, threads=threads)
 
     def check(self) -> None:

@@ -34,8 +34,9 @@ from .planning import plan
 from .problem import DeviceFacts, Limits, Overrides, Problem
 from .runtime.arguments import Dtype, dtype_name, refuse_others
 from .runtime.devices import plain_torch, probe
-from .stages.shared import merge_shared
-from .types import ExpertWeights, LatentWeights, MoESpec, RouterWeights, SharedWeights
+from .stages.modules import RowFunction
+from .stages.shared import merge_shared, slice_shared
+from .types import ExpertWeights, LatentWeights, MoESpec, RouterModule, RouterWeights, SharedWeights
 
 __all__ = [
     "assemble",
@@ -136,16 +137,18 @@ def assemble(
     overrides: Overrides | None,
     weights: ExpertWeights[Payload],
     *,
-    router: RouterWeights | None,
-    shared: SharedWeights[Payload] | None,
-    latent: LatentWeights | None,
+    router: RouterWeights | RouterModule | RowFunction | None,
+    shared: SharedWeights[Payload] | RowFunction | None,
+    latent: LatentWeights | RowFunction | None,
     checked: bool,
 ) -> MoELayer:
-    """Plan ``problem`` and return its layer; the shared expert is merged where the plan does that."""
+    """Plan ``problem`` and return its layer; the shared expert is merged or sliced where the plan does that."""
     layer_plan = plan(problem, overrides)
-    if shared is not None and layer_plan.merged_shared_experts:
+    if isinstance(shared, SharedWeights) and layer_plan.merged_shared_experts:
         weights = merge_shared(layer_plan, weights, shared)
         shared = None
+    elif isinstance(shared, SharedWeights) and layer_plan.problem.shared_slices > 1:
+        shared = slice_shared(layer_plan, shared)
     return MoELayer(weights, layer_plan, router=router, shared=shared, latent=latent, checked=checked)
 
 
@@ -154,15 +157,17 @@ def dummy_layer(
     device: torch.device | str | Ranks | None,
     placement: Placement | None = None,
     *,
-    router: bool = True,
+    router: bool | RouterWeights | RouterModule | RowFunction | None = True,
     vocabulary: int = 0,
     **options: Any,
 ) -> MoELayer:
     """Return a layer of ``spec`` with random weights in its formats.
 
-    placement: this rank's, instead of that of Ranks as ``device``. vocabulary: rows of a hash table. options:
-    overrides, limits, dtype and checked, as ``load_layer`` takes them.
+    placement: this rank's, instead of that of Ranks as ``device``. router: whether the layer has one, or the caller's.
+    vocabulary: rows of a hash table. options: overrides, limits, dtype and checked, as ``load_layer`` takes them;
+    shared, latent: functions of the caller, as ``MoELayer`` takes them.
     """
+    functions = {name: options.pop(name, None) for name in ("shared", "latent")}
     if isinstance(device, Ranks):
         facts = probe(device.device)
         device.agree({"spec": spec, **{name: str(value) for name, value in options.items()}}, "building a dummy layer")
@@ -179,6 +184,8 @@ def dummy_layer(
     weights = random_weights(spec, place, local.tp_rank, experts=slots, width=width)
     if weights.down_bias is not None and local.tp_rank:
         weights = replace(weights, down_bias=torch.zeros_like(weights.down_bias))
+    if isinstance(router, bool):
+        router = random_router(spec, place, vocabulary=vocabulary) if router else None
     shared = random_shared(spec, place)
     limits = options.get("limits") or Limits()
     problem = problem_of(spec, weights, shared, facts, placement, limits=limits, dtype=options["dtype"])
@@ -186,9 +193,9 @@ def dummy_layer(
         problem,
         options["overrides"],
         weights,
-        router=random_router(spec, place, vocabulary=vocabulary) if router else None,
-        shared=shared,
-        latent=random_latent(spec, place),
+        router=router,
+        shared=shared if functions["shared"] is None else functions["shared"],
+        latent=random_latent(spec, place) if functions["latent"] is None else functions["latent"],
         checked=options["checked"],
     )
 

@@ -27,7 +27,7 @@ from .parallel.traffic import OutgoingTokens, Traffic
 from .pipelines import PipelineKind, PipelineQuery
 from .problem import DeviceFacts, ExpertsProblem, Overrides, Problem, Refusal
 from .runtime.memory import Region, Regions, elementwise_max, memory_map, with_prefix
-from .sharing import SharedPlan, plan_shared
+from .sharing import SharedPlan, adds_shared, plan_shared, shared_slice
 from .types import MoESpec, format_names, named, require
 
 __all__ = [
@@ -67,8 +67,9 @@ class Plan:
     the forward pass. refusals: the other candidates, and why they were not chosen. merged_shared_experts: number of
     routed experts that the shared expert is split into; 0: it runs separately, or there is none. side_stream_tokens: up
     to how many tokens the shared expert runs on a side stream in a CUDA graph. overrides: what the caller forced.
-    ranges_from_packing: the token ranges are not those that ``plan`` returned; see ``with_token_ranges``. adapters: see
-    ``with_adapters``.
+    ranges_from_packing: the token ranges are not those that ``plan`` returned; see ``with_token_ranges``.
+    caller_modules: pairs of gate, shared_experts or routed_input_transform and the name of the caller's function for
+    it; set by the layer. adapters: see ``with_adapters``.
     """
 
     problem: Problem
@@ -89,6 +90,7 @@ class Plan:
     overrides: Overrides = field(default_factory=Overrides, compare=False)
     ranges_from_packing: bool = False
     adapters: AdapterSizes | None = None
+    caller_modules: tuple[tuple[str, str], ...] = ()
 
     @property
     def routed_problem(self) -> Problem:
@@ -110,6 +112,21 @@ class Plan:
         """Names of the process groups whose ranks call the layer together, the one that splits experts first."""
         placement = self.problem.placement
         return () if placement is None or dispatcher_named(self.dispatcher).partial_sums else placement.groups
+
+    @property
+    def output_is_reduced(self) -> bool:
+        """Whether the layer returns whole sums; False: this rank's part, and the caller adds the parts of all ranks."""
+        return not dispatcher_named(self.dispatcher).partial_sums or self.problem.alone
+
+    @property
+    def adds_shared(self) -> bool:
+        """Whether this rank adds the shared expert, or its slice of it; of partial sums, rank 0 may add it alone."""
+        return adds_shared(self.problem, self.overrides, partial_sums=not self.output_is_reduced)
+
+    @property
+    def shared_slice(self) -> tuple[int, int]:
+        """The slice of the shared expert's width on this rank, and their number."""
+        return shared_slice(self.problem, self.overrides, partial_sums=not self.output_is_reduced)
 
     @property
     def pipelines(self) -> tuple[str, ...]:
@@ -163,8 +180,11 @@ class Plan:
             f"machine    {_device_text(self.problem.device)}",
             f"kernel     {self._kernel_text()}",
         ]
-        if spec.shared is not None:
+        if spec.shared is not None or "shared_experts" in dict(self.caller_modules):
             lines.append(f"shared     {self._shared_text()}")
+        if self.caller_modules:
+            modules = ", ".join(f"{name} {function}" for name, function in self.caller_modules)
+            lines.append(f"modules    {modules}, of the caller")
         lines += [f"batches    {self.batches()}", f"dispatch   {self._dispatch_text()}"]
         if compared is not None:
             lines.append(f"inputs     {compared}")
@@ -210,9 +230,17 @@ class Plan:
         count = self.merged_shared_experts
         if count:
             return f"merged into {count} routed expert{'s' * (count > 1)} that receive{'s' * (count == 1)} every token"
+        if not self.adds_shared:
+            return "added by rank 0 alone"
+        text = "sequential"
         if self.side_stream_tokens:
-            return f"side_stream for up to {self.side_stream_tokens} tokens in a CUDA graph, otherwise sequential"
-        return "sequential"
+            text = f"side_stream for up to {self.side_stream_tokens} tokens in a CUDA graph, otherwise sequential"
+        number, slices = self.shared_slice
+        if slices > 1:
+            text += f"; slice {number} of {slices}"
+        elif not self.output_is_reduced:
+            text += "; added by this rank alone"
+        return text
 
     def _formats_text(self) -> str:
         problem = self.problem
@@ -231,6 +259,8 @@ class Plan:
             text += f"; {self.problem.placement}"
         if self.wire_format != "none":
             text += f"; between ranks: {self.wire_format}"
+        if not self.output_is_reduced:
+            text += "; the output is not reduced: the caller adds the parts of all ranks"
         return text
 
     def to_json(self) -> dict[str, object]:
@@ -241,6 +271,8 @@ class Plan:
             "shared_kernel": self.shared_kernel,
             "merged_shared_experts": self.merged_shared_experts,
             "side_stream_tokens": self.side_stream_tokens,
+            "shared_slices": self.problem.shared_slices,
+            "output_is_reduced": self.output_is_reduced,
             "dispatcher": self.dispatcher,
             "token_ranges": [asdict(token_range) for token_range in self.token_ranges],
             "device": self.problem.device.kind,
@@ -349,7 +381,9 @@ def plan(problem: Problem, overrides: Overrides | None = None) -> Plan:
     dispatcher = _choose_dispatcher(problem, overrides, refusals)
     wrapped = parallel.wrapped_for(dispatcher, problem)
     capturable = kernel.capturable and wrapped.capturable
-    shared = plan_shared(problem, kernel, dispatcher.name, overrides, capturable=capturable)
+    partial_sums = dispatcher.partial_sums and not problem.alone
+    problem = replace(problem, shared_slices=shared_slice(problem, overrides, partial_sums=partial_sums)[1])
+    shared = plan_shared(problem, kernel, dispatcher.name, overrides, capturable=capturable, partial_sums=partial_sums)
     if shared.kernel is not None:
         capturable = capturable and shared.kernel.capturable
     routed_problem = problem.with_merged_experts(shared.merged_experts)

@@ -21,8 +21,8 @@ __all__ = [
 
 Combine = Literal["exact", "reduced", "reduced_fp8"]
 COMBINES = ("exact", "reduced", "reduced_fp8")
-SharedMode = Literal["sequential", "side_stream", "merged"]
-SHARED_MODES = ("sequential", "side_stream", "merged")
+SharedMode = Literal["sequential", "side_stream", "merged", "sliced"]
+SHARED_MODES = ("sequential", "side_stream", "merged", "sliced")
 _DTYPES = ("bf16", "fp16", "fp32")
 
 
@@ -118,7 +118,8 @@ class Problem:
     placement: the experts of this rank; None: all experts, whole. graph: a CUDA graph must be able to capture the
         layer.
     combine: how rows return from other ranks, one of ``COMBINES``. sent_as: activation format of the codes that travel
-        to other ranks, None for unquantised tokens; set by the plan.
+        to other ranks, None for unquantised tokens; set by the plan. shared_slices: number of ranks that have a slice
+        of the shared expert; set by the plan.
     """
 
     spec: MoESpec
@@ -131,6 +132,7 @@ class Problem:
     combine: Combine = "exact"
     sent_as: str | None = None
     out_dtype: Literal["bf16", "fp16", "fp32"] | None = None
+    shared_slices: int = 1
 
     def __post_init__(self) -> None:
         require(self.device.kind in ("cpu", "cuda"), "device kind", self.device.kind, "cpu, cuda")
@@ -206,8 +208,9 @@ class Problem:
         return replace(self, spec=spec, placement=None)
 
     def shared(self) -> ExpertsProblem:
-        """Return the shared expert for a kernel; raises SpecError when there is none."""
-        return replace(self, spec=self.spec.shared_alone(), placement=None).routed
+        """Return the shared expert, or this rank's slice of it, for a kernel; raises SpecError when there is none."""
+        whole = replace(self, spec=self.spec.shared_alone(), placement=None).routed
+        return replace(whole, intermediate=whole.intermediate // self.shared_slices)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,7 +219,8 @@ class Overrides:
 
     combine: one of ``COMBINES``, for layers over ranks. shared: one of ``SHARED_MODES``, how the shared expert runs.
     ``sequential``: after the routed experts; ``side_stream``: on a side stream in a CUDA graph, for small batches;
-    ``merged``: split into routed experts that receive every token. Ignored for layers without a shared expert.
+    ``merged``: split into routed experts that receive every token; ``sliced``: every rank has a slice of its width, for
+    the dispatcher ``partial``. Ignored for layers without a shared expert.
     """
 
     kernel: str | None = None

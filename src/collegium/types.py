@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 from .errors import CollegiumError, SpecError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     import torch
     from torch import Tensor
@@ -27,6 +27,7 @@ __all__ = [
     "LatentWeights",
     "MoESpec",
     "RemoteOutput",
+    "RouterModule",
     "RouterWeights",
     "Routing",
     "RoutingSpec",
@@ -344,6 +345,20 @@ class RouterWeights:
 
     weight: Tensor
     bias: Tensor | None = None
+    correction_bias: Tensor | None = None
+    hash_table: Tensor | None = None
+    expert_scale: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouterModule:
+    """A router of the caller: a function or module ``gate`` from the router's input ``[T, D]`` to logits ``[T, E]``.
+
+    A tuple of results stands for its first entry. The spec's rule chooses experts from the logits, with
+    correction_bias, hash_table and expert_scale as in ``RouterWeights``.
+    """
+
+    gate: Callable[[Tensor], Any]
     correction_bias: Tensor | None = None
     hash_table: Tensor | None = None
     expert_scale: Tensor | None = None

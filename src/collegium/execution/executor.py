@@ -3,6 +3,7 @@
 ``Executor.run_chunk`` is the pass itself; everything else decides in which memory and how often it runs.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -20,6 +21,7 @@ from ..runtime.replay import Replay
 from ..runtime.side_stream import run_on_side_stream
 from ..stages.call import Call, PassedInputs
 from ..stages.latent import Latent
+from ..stages.modules import InputTransform, SharedModule
 from ..stages.router import Router, autocast_disabled
 from ..stages.shared import SharedExpert
 from ..types import Routing
@@ -41,8 +43,8 @@ class Executor:
         context: ExecutionContext,
         *,
         router: Router,
-        shared: SharedExpert | None,
-        latent: Latent | None,
+        shared: SharedExpert | SharedModule | None,
+        latent: Latent | InputTransform | None,
         adapters: PackedAdapters | None,
         workspaces: Workspaces | None,
         input_check: InputCheck | None,
@@ -70,7 +72,9 @@ class Executor:
         self._chunk_tokens = context.chunk_tokens
         symmetric = context.handshake.symmetric
         # The launches of a user's function are not recorded, nor what torch exchanges with other ranks on a CPU.
-        user_code = router.choose is not None or context.after_expert is not None
+        functions = (router.choose, router.module, context.after_expert)
+        user_code = any(function is not None for function in functions)
+        user_code = user_code or isinstance(shared, SharedModule) or isinstance(latent, InputTransform)
         self._records = not user_code and (not symmetric or self._device.type == "cuda")
         # Checked ids are read on the host for each chunk.
         self._records_chunks = self._records and not symmetric and not router.checked
@@ -147,7 +151,7 @@ class Executor:
         x, out = call.x, call.out
         assert out is not None
         tokens = x.shape[0]
-        shared = None
+        shared: Callable[[], Tensor | None] | None = None
         if tokens > self._max_tokens:
             memory = None  # it has no room for the batch; the dispatcher refuses it on every rank
         elif self._shared is not None:
@@ -155,6 +159,8 @@ class Executor:
             # Not outside a graph: for the host, the waits of two streams cost more than the overlap saves.
             if tokens <= self._side_stream_tokens and is_capturing(self._device):
                 shared = run_on_side_stream(shared, self._device)
+            if call.shared_out is not None:
+                shared = partial(_store, shared, call.shared_out)
         if routing is None:
             routing = self.router(call, memory)
         routing = append_shared_experts(
@@ -164,13 +170,15 @@ class Executor:
         if call.adapter_ids is not None and self._adapters is not None:
             adapters = TokenAdapters(packed=self._adapters, ids=call.adapter_ids)
         pipeline = self.pipeline_for(tokens)
-        if self._latent is None:
-            pipeline(x, routing, memory, dtype=self._out_dtype, shared=shared, out=out, adapters=adapters)
+        latent = self._latent
+        if not isinstance(latent, Latent):
+            rows = x if latent is None else latent(x)
+            pipeline(rows, routing, memory, dtype=self._out_dtype, shared=shared, out=out, adapters=adapters)
             return
         latent_memory = part(memory, "latent")
-        latent_x = self._latent.enter(x, latent_memory)
+        latent_x = latent.enter(x, latent_memory)
         rows = pipeline(latent_x, routing, memory, dtype=torch.float32, adapters=adapters)
-        self._latent.leave(rows, None if shared is None else shared(), out, latent_memory)
+        latent.leave(rows, None if shared is None else shared(), out, latent_memory)
 
     def report_refusal(self, x: object, optional: tuple[object, object, object, object], error: Exception) -> None:
         """Inform the other ranks, where they compare this call, that its inputs were refused with ``error``.
@@ -201,3 +209,8 @@ def _check_adapter_ids(ids: Tensor, adapters: PackedAdapters) -> None:
             f"adapter_ids range from {int(ids.min())} to {int(ids.max())}, allowed: -1 (none) to {adapters.count - 1}; "
             f"the layer's adapters are {', '.join(adapters.names)}"
         )
+
+
+def _store(compute: Callable[[], Tensor], out: Tensor) -> None:
+    """Write what ``compute`` returns to ``out``."""
+    out.copy_(compute())

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -14,14 +14,16 @@ from ..experts import PackedWeights
 from ..experts.measured import with_measured_tiles
 from ..parallel import Dispatcher
 from ..parallel.input_check import InputCheck
+from ..parallel.rendezvous import rendezvous_of
 from ..planning import Plan
 from ..runtime.memory import Memory, Workspaces
 from ..runtime.packed_module import PackedModule
 from ..stages.call import Call
 from ..stages.latent import Latent
+from ..stages.modules import InputTransform, SharedModule
 from ..stages.router import Choose, Router
 from ..stages.shared import SharedExpert
-from ..types import MoESpec, RouterWeights
+from ..types import MoESpec, RouterModule, RouterWeights
 from .context import ExecutionContext, build_context
 from .executor import Executor
 
@@ -40,16 +42,19 @@ class PlannedModule(PackedModule):
     creates another executor.
 
     plan: with the token ranges of the packed experts. workspaces: lends the memory of passes on a GPU to all layers of
-    the device; None: every pass allocates fresh memory.
+    the device; None: every pass allocates fresh memory. caller_modules: names of the functions and modules that the
+    caller computes, by what they stand for: gate, shared_experts, routed_input_transform.
     """
 
-    packed_names = ("experts", "shared", "router", "latent", "adapters")
+    packed_names = ("experts", "shared", "router", "gate", "latent", "adapters")
+    caller_modules: dict[str, str]
     plan: Plan
     spec: MoESpec
     experts: PackedWeights
-    shared: SharedExpert | None
+    shared: SharedExpert | SharedModule | None
     router: RouterWeights | None
-    latent: Latent | None
+    gate: RouterModule | None
+    latent: Latent | InputTransform | None
     adapters: PackedAdapters | None
     choose: Choose | None
     after_expert: Callable[[Tensor], Tensor] | None
@@ -63,6 +68,7 @@ class PlannedModule(PackedModule):
 
     def _build(self, plan: Plan) -> None:
         """Build what runs ``self.experts`` as ``plan`` says; all ranks that share the experts call it together."""
+        plan = replace(plan, caller_modules=tuple(self.caller_modules.items()))
         context = build_context(plan, self.experts, self._device, self.after_expert)
         self.__dict__.update(
             plan=context.plan,
@@ -73,6 +79,8 @@ class PlannedModule(PackedModule):
             _input_check=context.input_check(checked=self.checked),
         )
         self._renew_executor()
+        for group in plan.groups:
+            rendezvous_of(group).agree({"modules": sorted(self.caller_modules)}, "MoELayer: modules of the caller")
         if plan.groups:
             _LOG.info("MoE layer with kernel %s: %s", plan.kernel, plan.problem.placement)
 
@@ -80,7 +88,9 @@ class PlannedModule(PackedModule):
         """Create an executor for the layer's present options, without recorded launches."""
         executor = Executor(
             self._context,
-            router=Router(spec=self.spec, weights=self.router, choose=self.choose, checked=self.checked),
+            router=Router(
+                spec=self.spec, weights=self.router, module=self.gate, choose=self.choose, checked=self.checked
+            ),
             shared=self.shared,
             latent=self.latent,
             adapters=self.adapters,
@@ -105,13 +115,18 @@ class PlannedModule(PackedModule):
         if built:
             self._renew_executor()
 
+    @property
+    def has_shared(self) -> bool:
+        """Whether the layer has a shared expert, maybe the caller's, which another rank may add."""
+        return self.spec.shared is not None or "shared_experts" in self.caller_modules
+
     def replan(self, plan: Plan, experts: PackedWeights) -> None:
         """Continue with ``experts``, packed for ``plan``, which may differ from the layer's plan in its placement.
 
         All ranks of the new placement call it together. CUDA graphs that captured the layer before are invalid. Raises
         InputError for a plan with another kernel, other formats or other sizes of an expert: ``swap`` packs experts.
         """
-        old, new = (_packing(layer_plan) for layer_plan in (self.plan, plan))
+        old, new = (_packing(layer_plan, shared=self.has_shared) for layer_plan in (self.plan, plan))
         different = [f"{name} {new[name]}, not {value}" for name, value in old.items() if new[name] != value]
         if different:
             raise InputError(
@@ -155,10 +170,15 @@ class PlannedModule(PackedModule):
         self.workspaces = workspaces
 
 
-def _packing(plan: Plan) -> dict[str, object]:
-    """Return, by name, what packed experts depend on, except how many there are and how large batches are."""
+def _packing(plan: Plan, *, shared: bool) -> dict[str, object]:
+    """Return, by name, what packed experts depend on, except how many there are and how large batches are.
+
+    shared: whether the layer has a shared expert.
+    """
     problem = plan.routed_problem.routed
     values = {field.name: getattr(problem, field.name) for field in fields(problem)}
     for name in ("experts", "tokens", "rows", "device"):
         values.pop(name)
+    if shared:
+        values["slice of the shared expert"] = plan.shared_slice if plan.adds_shared else None
     return {"kernel": plan.kernel, **values}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from ..errors import InputError
 from ..ops.quantize import formats_within
 from ..problem import ExpertsProblem
 from ..runtime.memory import Memory, Regions
-from ..types import ContiguousBatch, ExpertWeights
+from ..types import ActivationSpec, ContiguousBatch, ExpertWeights
 
 __all__ = ["ExpertKernel", "PackedWeights", "Product", "Tiling", "map_tensors", "refuse_codes", "refuse_fast"]
 
@@ -136,6 +136,10 @@ class PackedWeights:
     def with_measured(self, tables: Mapping[str, Any]) -> PackedWeights:
         """Return the same experts with tiles measured by ``collegium tune``: product to ((rows, tile), ...)."""
         raise NotImplementedError
+
+    def with_activation(self, activation: ActivationSpec) -> PackedWeights:
+        """Return the same experts with another activation between the products, of the same parts."""
+        return replace(cast("Any", self), activation=activation)
 
     def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> PackedWeights:
         """Return these experts with ``change(tensor)`` for every tensor that has a row for each slot.

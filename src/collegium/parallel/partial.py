@@ -2,7 +2,8 @@
 
 Every rank receives all tokens and their routing, computes the assignments of its local experts (or of its slices of
 them) and drops the others. The sum of all ranks' results, each rounded to the layer's dtype, equals the layer's output
-up to that rounding and the order of additions.
+up to that rounding and the order of additions. Rank 0 adds the shared expert, or every rank adds a slice of it
+(``sharing.py``).
 """
 
 from __future__ import annotations
@@ -95,8 +96,6 @@ class PartialKind:
             return "this rank has no experts; assign it at least one, or do not call the layer on it"
         if problem.combine != "exact":
             return f"combine={problem.combine!r} was requested; the caller adds the partial sums"
-        if problem.spec.shared is not None:
-            return "the layer has a shared expert, which every rank would add; run it outside the layer"
         if problem.spec.latent_norm_eps is not None:
             return (
                 "the latent projection has a norm, which needs the full sum; run projections and norm outside the layer"

@@ -58,15 +58,15 @@ class Pipeline(Protocol):
         memory: Memory | None = None,
         *,
         dtype: torch.dtype,
-        shared: Callable[[], Tensor] | None = None,
+        shared: Callable[[], Tensor | None] | None = None,
         out: Tensor | None = None,
         adapters: TokenAdapters | None = None,
     ) -> Tensor:
         """Return the routed experts' weighted sums ``[T, H]`` for ``x [T, H]``, plus ``shared()``, rounded once.
 
         memory: where buffers are taken from; None: fresh memory. dtype: of the result. shared: computes the shared
-        expert's output ``[T, H]``. out: written and returned instead of a new tensor. adapters: of the tokens; only for
-        pipelines of one rank.
+        expert's output ``[T, H]``, or stores it elsewhere and returns None. out: written and returned instead of a new
+        tensor. adapters: of the tokens; only for pipelines of one rank.
         """
         ...
 

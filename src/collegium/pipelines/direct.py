@@ -32,7 +32,7 @@ class Direct:
         memory: Memory | None = None,
         *,
         dtype: torch.dtype,
-        shared: Callable[[], Tensor] | None = None,
+        shared: Callable[[], Tensor | None] | None = None,
         out: Tensor | None = None,
         adapters: TokenAdapters | None = None,
     ) -> Tensor:

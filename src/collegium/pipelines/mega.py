@@ -197,7 +197,7 @@ class Mega:
         memory: Memory | None = None,
         *,
         dtype: torch.dtype,
-        shared: Callable[[], Tensor] | None = None,
+        shared: Callable[[], Tensor | None] | None = None,
         out: Tensor | None = None,
         adapters: TokenAdapters | None = None,
     ) -> Tensor:

@@ -44,7 +44,7 @@ class Split:
         memory: Memory | None = None,
         *,
         dtype: torch.dtype,
-        shared: Callable[[], Tensor] | None = None,
+        shared: Callable[[], Tensor | None] | None = None,
         out: Tensor | None = None,
         adapters: TokenAdapters | None = None,
     ) -> Tensor:
@@ -83,7 +83,7 @@ class OverlappedSplit:
         memory: Memory | None = None,
         *,
         dtype: torch.dtype,
-        shared: Callable[[], Tensor] | None = None,
+        shared: Callable[[], Tensor | None] | None = None,
         out: Tensor | None = None,
         adapters: TokenAdapters | None = None,
     ) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..errors import InputError
 
-__all__ = ["announce", "moe_layer", "uncompiled_call"]
+__all__ = ["announce", "moe_layer", "moe_layer_apart", "uncompiled_call"]
 
 
 _layers: WeakValueDictionary[int, Any] = WeakValueDictionary()  # by the address of the handle
@@ -49,7 +49,20 @@ def moe_layer(*inputs: Any) -> None:
     _layer_of(handle).compute((*tensors, out))
 
 
+@torch.library.custom_op(
+    "collegium::moe_layer_apart",
+    mutates_args=("outputs",),
+    schema="(Tensor x, Tensor? router_logits, Tensor? topk_ids, Tensor? topk_weights, Tensor? token_ids, "
+    "Tensor? router_input, Tensor? adapter_ids, Tensor handle, Tensor(a!)[] outputs) -> ()",
+)
+def moe_layer_apart(*inputs: Any) -> None:
+    """Write ``outputs``: the routed experts' sums and the shared expert's output, which are not added."""
+    *tensors, handle, outputs = inputs
+    _layer_of(handle).compute((*tensors, *outputs))
+
+
 @moe_layer.register_fake
+@moe_layer_apart.register_fake
 def _moe_layer_fake(*_: object) -> None:
     return None
 

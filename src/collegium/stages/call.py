@@ -30,7 +30,9 @@ class Call(NamedTuple):
 
     x: ``[T, D]``. router_logits: ``[T, E]``. topk_ids, topk_weights: ``[T, K]``. token_ids: ``[T]``, for hash routing.
     router_input: ``[T, D]``, what the router reads instead of x. adapter_ids: ``[T]``, the adapter of each token. out:
-    ``[T, D]``; None if only a routing is computed.
+    ``[T, D]``, or ``[T, H]`` where the routed sums are not projected back; None if only a routing is computed.
+    shared_out: ``[T, D]``, where the shared expert's output is written instead of being added to ``out``; None: it is
+    added.
     """
 
     x: Tensor
@@ -41,6 +43,7 @@ class Call(NamedTuple):
     router_input: Tensor | None = None
     adapter_ids: Tensor | None = None
     out: Tensor | None = None
+    shared_out: Tensor | None = None
 
     @property
     def passed(self) -> PassedInputs:
@@ -66,6 +69,7 @@ class Call(NamedTuple):
             topk_weights=routing.topk_weights,
             adapter_ids=None if self.adapter_ids is None else self.adapter_ids[rows],
             out=self.out[rows],
+            shared_out=None if self.shared_out is None else self.shared_out[rows],
         )
 
 
@@ -104,7 +108,7 @@ def checked_call(
         None if routing is None else routing.topk_weights,
         token_ids,
         router_rows,
-        out=None if out is None else out.view(-1, hidden_size),
+        out=None if out is None else out.view(-1, out.shape[-1]),
     )
 
 
