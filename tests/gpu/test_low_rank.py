@@ -32,7 +32,8 @@ RECIPES = [
     ("int4_group", None, 0.012),
     ("gguf", None, 0.012),
 ]
-TOKENS = (1, 2, 4, 9, 40, 300, 1500)
+# Tokens, and whether one expert gets all of them.
+BATCHES = ((1, False), (4, False), (9, True), (40, False), (300, True), (1500, False))
 
 
 def layers_of(weights: str, activations: str | None, kind: Any = "swiglu", dtype: Any = "bf16") -> tuple[Any, ...]:
@@ -73,18 +74,17 @@ def poison(layer: MoELayer) -> None:
         workspace.block.fill_(0xFF)
 
 
-@pytest.mark.parametrize("hot", [False, True])
 @pytest.mark.parametrize(("weights", "activations", "most"), RECIPES)
-def test_mixed_adapters_match_merged_weights(weights: str, activations: str | None, most: float, hot: bool) -> None:
+def test_mixed_adapters_match_merged_weights(weights: str, activations: str | None, most: float) -> None:
     decoded, plain, adapted, adapters = layers_of(weights, activations)
-    for tokens in TOKENS:
+    for tokens, hot in BATCHES:
         x, routing, ids = call(tokens, hot=hot)
         poison(adapted)
         found = adapted(x, routing=routing, adapter_ids=ids)
         without = plain(x, routing=routing)
         assert torch.equal(found[ids < 0], without[ids < 0]), tokens
         assert torch.equal(adapted(x, routing=routing), without)
-        for dtype in (torch.int32, torch.int64):
+        for dtype in (torch.int64, torch.int32) if tokens == 4 else (torch.int64,):
             for _ in range(3):  # compiled, recorded, replayed
                 poison(adapted)
                 assert torch.equal(adapted(x, routing=routing, adapter_ids=ids.to(dtype)), found), tokens
