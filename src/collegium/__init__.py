@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .adapters import ExpertAdapter as ExpertAdapter, ExpertAdapters as ExpertAdapters, LowRankPair as LowRankPair
     from .encoding import encode_experts as encode_experts, expert_weights as expert_weights
     from .errors import *  # noqa: F403 -- every error is public
     from .formats import FORMATS as FORMATS
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from .integrations.transformers import load_model as load_model
     from .layer import MoELayer as MoELayer
     from .layer_builder import LayerBuilder as LayerBuilder
-    from .loading import load_layer as load_layer
+    from .loading import load_adapters as load_adapters, load_layer as load_layer
     from .models import describe as describe
     from .parallel.ranks import Ranks as Ranks
     from .placement import Placement as Placement
@@ -61,6 +62,7 @@ __version__ = "0.1.0"
 
 # The public names of each module. They are imported on first access, because importing torch takes a second.
 _EXPORTS: dict[str, tuple[str, ...]] = {
+    "adapters": ("ExpertAdapter", "ExpertAdapters", "LowRankPair"),
     "encoding": ("encode_experts", "expert_weights"),
     "errors": (
         "BadScaleError",
@@ -86,7 +88,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "integrations.transformers": ("load_model",),
     "layer": ("MoELayer",),
     "layer_builder": ("LayerBuilder",),
-    "loading": ("load_layer",),
+    "loading": ("load_adapters", "load_layer"),
     "models": ("describe",),
     "parallel.ranks": ("Ranks",),
     "planning": ("Plan", "plan"),

@@ -13,6 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from .adapters import ExpertAdapters, PackedAdapters
 from .encoding import as_payloads
 from .errors import InputError
 from .execution.layer_comparison import refusal_reported
@@ -32,7 +33,7 @@ from .runtime.custom_op import uncompiled_call
 from .runtime.devices import plain_torch
 from .runtime.packed_module import check_tensors, stored_bytes
 from .runtime.warm_up import compile_batches, run_all_paths, sizes_for
-from .stages.call import Call, checked_call
+from .stages.call import Call, checked_adapter_ids, checked_call
 from .stages.checks import check_after_expert, check_input, check_weights, output_for
 from .stages.latent import latent_of
 from .stages.modules import InputTransform, RowFunction, module_names, refuse_gradients
@@ -114,6 +115,7 @@ class MoELayer(PlannedModule):
             packed = kernel_named(plan.kernel).pack(weights, plan.routed_problem.routed)
             self.experts = with_measured_tiles(packed, problem)
             self._device = weights.down.device
+        self.adapters = None
         self._build(plan)
         self.identify(self._device, DTYPES[problem.dtype])
 
@@ -143,6 +145,35 @@ class MoELayer(PlannedModule):
         self._continue_with(plan, kernel_named(plan.kernel).pack(weights, plan.problem.routed))
 
     @plain_torch()
+    def set_adapters(self, adapters: ExpertAdapters | None) -> None:
+        """Let calls choose among ``adapters`` for each token (``adapter_ids``), instead of those set before.
+
+        The weights stay as they are, in any format; matrices of adapters are rounded to the layer's input dtype. None:
+        no adapters. Recorded launches are forgotten. No other thread may be in the layer.
+        Raises InputError for matrices of other sizes and where a CUDA graph has captured the layer, BadScaleError for
+        numbers that are not finite, and PlanError where the experts are split over ranks. The layer is then unchanged.
+        """
+        if self._executor.captured:
+            raise InputError(
+                "set_adapters: a CUDA graph has captured the layer, and would read the memory of the old adapters; set "
+                "the adapters first, or load another layer"
+            )
+        packed = None
+        if adapters is not None:
+            problem = self.plan.problem
+            packed = PackedAdapters.pack(
+                adapters,
+                experts=self.spec.num_experts,
+                gated=self.spec.activation.gated,
+                intermediate=self.spec.intermediate_size,
+                hidden=self.spec.expert_hidden_size,
+                dtype=DTYPES[problem.dtype],
+                device=self._device,
+            )
+        plan = self.plan.with_adapters(None if packed is None else packed.sizes)
+        self.__dict__["adapters"] = packed
+        self._build(plan)
+
     def with_activation(self, activation: ActivationSpec) -> Self:
         """Return a layer with the same packed weights and another clamp, alpha or kind of activation.
 
@@ -215,8 +246,8 @@ class MoELayer(PlannedModule):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the packed experts, the shared expert, the router and the latent projections on this rank."""
-        return stored_bytes(self.experts, self.shared, self.router, self.gate, self.latent)
+        """Bytes of the packed experts, shared expert, router, latent projections and adapters on this rank."""
+        return stored_bytes(self.experts, self.shared, self.router, self.gate, self.latent, self.adapters)
 
     def extra_repr(self) -> str:
         """Return the plan, and what packing rounded, as text."""
@@ -230,6 +261,7 @@ class MoELayer(PlannedModule):
         routing: Routing | None = None,
         token_ids: Tensor | None = None,
         router_input: Tensor | None = None,
+        adapter_ids: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """Return the layer's output for ``x [..., D]`` (bf16, fp16 or float32), same shape, in the output dtype.
@@ -237,6 +269,8 @@ class MoELayer(PlannedModule):
         router_logits: ``[T, E]`` from an external router. routing: chosen experts and weights, used unchanged. Without
         both, the layer's router chooses. token_ids: ``[T]`` integers, needed for hash routing only.
         router_input: the input of the layer's router, like ``x``, where the model gives it another one (Gemma-4).
+        adapter_ids: ``[T]`` int32 or int64, which of the layer's adapters (``set_adapters``) changes the experts for
+        each token; -1: none, the token has the bits of a call without adapters. Any other id makes the token NaN.
         T is the product of the leading dimensions and may be 0. out: contiguous, shaped like x, in the output dtype;
         written and returned instead of fresh memory. Raises InputError on shapes, dtypes, devices and where a gradient
         is required, RoutingError in checked mode, and RankError on every rank where ranks that need the same inputs
@@ -256,6 +290,9 @@ class MoELayer(PlannedModule):
                 router_input=router_input,
                 out=result,
             )
+            if adapter_ids is not None:
+                checked_ids = checked_adapter_ids(adapter_ids, call.x.shape[0], self.adapters, self._device)
+                call = call._replace(adapter_ids=checked_ids)
         except Exception as error:
             self._executor.report_refusal(x, (router_logits, routing, token_ids, router_input), error)
             raise
@@ -270,6 +307,7 @@ class MoELayer(PlannedModule):
         routing: Routing | None = None,
         token_ids: Tensor | None = None,
         router_input: Tensor | None = None,
+        adapter_ids: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor]:
         """Return the shared expert's output for ``x [..., D]`` and the routed experts' sums ``[..., D]``, not added.
 
@@ -296,6 +334,9 @@ class MoELayer(PlannedModule):
                 router_input=router_input,
                 out=routed,
             )
+            if adapter_ids is not None:
+                checked_ids = checked_adapter_ids(adapter_ids, call.x.shape[0], self.adapters, self._device)
+                call = call._replace(adapter_ids=checked_ids)
             if shared is not None:
                 call = call._replace(shared_out=shared.view(-1, self.spec.hidden_size))
         except Exception as error:

@@ -1,14 +1,16 @@
 """From a checkpoint to layers that run, in one call: read, audit, plan, pack."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Never
 
 import torch
 
+from .adapters import ExpertAdapters
 from .checkpoint.activation_scales import input_reach
 from .checkpoint.audit import check_dense_layers
+from .checkpoint.expert_adapters import read_expert_adapters
 from .checkpoint.layer_view import CheckpointLayer
 from .checkpoint.layout import local_range
 from .checkpoint.loader import load_experts
@@ -40,6 +42,7 @@ from .types import ExpertWeights, LatentWeights, MoESpec, RouterModule, RouterWe
 __all__ = [
     "assemble",
     "dummy_layer",
+    "load_adapters",
     "load_layer",
     "load_routed",
     "problem_of",
@@ -103,6 +106,31 @@ def load_layer(  # noqa: PLR0913  flat: calls pass few of these, and an options 
     router, latent = load_router(view, device=facts.place), load_latent(view, device=facts.place)
     problem = problem_of(view.spec, experts, shared, facts, placement, limits=limits or Limits(), dtype=dtype)
     return assemble(problem, overrides, experts, router=router, shared=shared, latent=latent, checked=checked)
+
+
+@plain_torch()
+def load_adapters(
+    path: str | os.PathLike[str] | Checkpoint,
+    layer: int,
+    adapters: Sequence[str | os.PathLike[str]],
+    *,
+    experts_only: bool = False,
+    download: bool = False,
+) -> ExpertAdapters:
+    """Read LoRA adapters of PEFT for layer ``layer`` of the checkpoint at ``path``, for ``MoELayer.set_adapters``.
+
+    path: as ``load_layer``; its weights may be quantised. adapters: folders or Hub ids, in the order of adapter ids.
+    Ranks and scales may differ between adapters, experts and projections (``rank_pattern``, ``alpha_pattern``).
+    experts_only: leave out what adapters change outside the routed experts, with a warning in the log. download: fetch
+    what the cache lacks. Raises ConfigError for options that are not implemented, for modules outside the experts and
+    where no adapter changes this layer, and the errors of ``checkpoint.with_adapter``.
+    """
+    checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path, download=download)
+    by_layer = read_expert_adapters(checkpoint, adapters, layer=layer, experts_only=experts_only, download=download)
+    if layer not in by_layer:
+        names = ", ".join(map(str, adapters)) or "none"
+        raise ConfigError(f"{checkpoint.path}: no adapter changes the experts of layer {layer}; found {names}")
+    return by_layer[layer]
 
 
 def assemble(

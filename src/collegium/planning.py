@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from . import experts, parallel, pipelines
+from .adapters import AdapterSizes
 from .errors import PlanError
 from .experts import ExpertKernel, Tiling
 from .formats import by_name
@@ -41,6 +42,10 @@ __all__ = [
 ]
 
 
+# Inner rows of the adapters, in the experts' part of a pass.
+_ADAPTER_REGIONS = ("experts/gate_up_adapters/inner", "experts/down_adapters/inner")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenRange:
     """The pipeline for ``tokens`` tokens and more, up to the next range, and the family of its kernel's tiles."""
@@ -65,7 +70,7 @@ class Plan:
     ranks during which it runs, of ``parallel.EXCHANGES``; empty: none. overrides: what the caller forced.
     ranges_from_packing: the token ranges are not those that ``plan`` returned; see ``with_token_ranges``.
     caller_modules: pairs of gate, shared_experts or routed_input_transform and the name of the caller's function for
-    it; set by the layer.
+    it; set by the layer. adapters: see ``with_adapters``.
     """
 
     problem: Problem
@@ -86,6 +91,7 @@ class Plan:
     shared_overlap: str = ""
     overrides: Overrides = field(default_factory=Overrides, compare=False)
     ranges_from_packing: bool = False
+    adapters: AdapterSizes | None = None
     caller_modules: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -156,6 +162,28 @@ class Plan:
         overlap = _choose_overlap(self.problem, dispatcher, self._pipeline_kinds(), self.overrides)
         return replace(changed, shared_overlap=overlap)
 
+    def with_adapters(self, adapters: AdapterSizes | None) -> "Plan":
+        """Return the plan of the same layer with ``adapters`` to choose from, and the memory that their rows take.
+
+        Raises PlanError where experts are split over ranks, which have no adapter ids of each other's tokens, and for
+        weights whose kernel cannot add the changes.
+        """
+        if adapters is not None and self.dispatcher != "local":
+            raise PlanError(
+                f"adapters: the dispatcher is {self.dispatcher}, {self.problem.placement}; allowed: local, all experts "
+                f"on one rank. Merge the {len(adapters.ranks)} adapters into copies of the checkpoint, or plan for one "
+                "rank"
+            )
+        reason = kernel_named(self.kernel).refuse_adapters(self.problem.routed) if adapters is not None else None
+        if reason is not None:
+            raise PlanError(f"adapters: kernel {self.kernel}: {reason}. Merge the adapter, or convert the weights")
+        regions = tuple(region for region in self.regions if region.name not in _ADAPTER_REGIONS)
+        if adapters is not None and self.problem.device.kind == "cuda":
+            projections = self.problem.spec.gate_up_parts, 1
+            for name, count, rank in zip(_ADAPTER_REGIONS, projections, adapters.inner_ranks, strict=True):
+                regions += (Region(name, 4 * self.capacity * count * rank),)
+        return replace(self, adapters=adapters, regions=regions)
+
     def traffic(self, away: OutgoingTokens) -> Traffic:
         """Return the bytes that a rank exchanges with the others for its outgoing tokens ``away``.
 
@@ -182,6 +210,8 @@ class Plan:
             lines.append("halves     every batch runs as 2 halves: one travels while the experts run the other")
         if compared is not None:
             lines.append(f"inputs     {compared}")
+        if self.adapters is not None:
+            lines.append(f"adapters   {self._adapters_text()}")
         lines += [
             f"formats    {self._formats_text()}",
             f"bytes      {self.expert_bytes:,} per expert, {self.weight_bytes:,} per layer, "
@@ -255,6 +285,10 @@ class Plan:
             text += f", {problem.dtype} input, {problem.output_dtype} output"
         return text
 
+    def _adapters_text(self) -> str:
+        large = any(token_range.tiles == "large tiles" for token_range in self.token_ranges)
+        return f"{self.adapters}" + ("; batches with adapters run in small tiles" if large else "")
+
     def _dispatch_text(self) -> str:
         text = f"{self.dispatcher}, up to {self.capacity:,} rows"
         if self.problem.placement is not None:
@@ -295,6 +329,7 @@ class Plan:
             "expert_bytes": self.expert_bytes,
             "weight_bytes": self.weight_bytes,
             "workspace_bytes": self.workspace_bytes,
+            "adapters": None if self.adapters is None else self.adapters._asdict(),
             "regions": {region.name: region.nbytes for region in self.regions},
             "capturable": self.capturable,
             "refusals": [asdict(refusal) for refusal in self.refusals],

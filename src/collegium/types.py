@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from .adapters import TokenAdapters
+
 __all__ = [
     "ActivationSpec",
     "ContiguousBatch",
@@ -419,7 +421,8 @@ class ContiguousBatch:
     contain. dtype: of the tokens and the result, None: that of x. order: column order of codes, numbered as in
     ``ops/quantize.py``. x_ready: whether no launch since x was written touches x or the buffers allocated next, so that
     a kernel that reads only x may overlap the sort. remote: where ``run`` writes the rows; it then returns
-    ``remote.rows``. Only for experts with an ``output_spec``.
+    ``remote.rows``. Only for experts with an ``output_spec``. adapters: those of the layer, and which one each token
+    has; None: none has one.
     """
 
     x: Tensor
@@ -433,3 +436,4 @@ class ContiguousBatch:
     order: int = 0
     x_ready: bool = False
     remote: RemoteOutput | None = None
+    adapters: TokenAdapters | None = None

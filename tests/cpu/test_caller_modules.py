@@ -155,7 +155,7 @@ def test_outputs_apart_of_a_planned_shared_expert(monkeypatch: pytest.MonkeyPatc
     for found, wanted in zip(both(x), (shared, sums), strict=True):
         assert torch.equal(found.view(3, 3, H), wanted)
     outputs = [torch.empty(T, H, dtype=torch.bfloat16) for _ in range(2)]
-    call = (x, None, routing.topk_ids, routing.topk_weights, None, None, layer.handle, outputs)
+    call = (x, None, routing.topk_ids, routing.topk_weights, None, None, None, layer.handle, outputs)
     with monkeypatch.context() as patch:
         # The check copies all inputs, and a copied handle names no layer.
         patch.setattr(custom_op, "_layer_of", lambda _: layer)

@@ -9,6 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..adapters import PackedAdapters, TokenAdapters
+from ..errors import RoutingError
 from ..formats.unquantised import DTYPES
 from ..ops.route_wide import append_shared_experts
 from ..parallel.input_check import InputCheck
@@ -43,6 +45,7 @@ class Executor:
         router: Router,
         shared: SharedExpert | SharedModule | None,
         latent: Latent | InputTransform | None,
+        adapters: PackedAdapters | None,
         workspaces: Workspaces | None,
         input_check: InputCheck | None,
     ) -> None:
@@ -55,6 +58,7 @@ class Executor:
         self.captured = False
         self._shared = shared
         self._latent = latent
+        self._adapters = adapters
         self._device = context.device
         self._groups = context.plan.groups
         self._handshake = context.handshake
@@ -106,7 +110,12 @@ class Executor:
                 self.workspaces.release(workspace)
 
     def _prepared(self, call: Call, *, compare: bool) -> Call:
-        """Return ``call`` once the ranks agree on its inputs, and raise InputError for a router that cannot run."""
+        """Return ``call`` once the ranks agree on its inputs, and raise InputError for a router that cannot run.
+
+        A checked layer raises RoutingError for ids that are no adapter.
+        """
+        if self.router.checked and call.adapter_ids is not None and self._adapters is not None:
+            _check_adapter_ids(call.adapter_ids, self._adapters)
         if compare and self.comparison is not None and self.comparison.is_due(call):
             return self.comparison.agreed(call, self.router)
         if call.needs_router:
@@ -167,14 +176,18 @@ class Executor:
         routing = append_shared_experts(
             routing, self._num_experts, self._merged_shared_experts, part(memory, "routing")
         )
+        adapters = None
+        if call.adapter_ids is not None and self._adapters is not None:
+            adapters = TokenAdapters(packed=self._adapters, ids=call.adapter_ids)
         pipeline = self.pipeline_for(tokens)
         latent = self._latent
         if not isinstance(latent, Latent):
             rows = x if latent is None else latent(x)
-            pipeline(rows, routing, memory, dtype=self._out_dtype, shared=shared, out=out)
+            pipeline(rows, routing, memory, dtype=self._out_dtype, shared=shared, out=out, adapters=adapters)
             return
         latent_memory = part(memory, "latent")
-        rows = pipeline(latent.enter(x, latent_memory), routing, memory, dtype=torch.float32)
+        latent_x = latent.enter(x, latent_memory)
+        rows = pipeline(latent_x, routing, memory, dtype=torch.float32, adapters=adapters)
         latent.leave(rows, None if shared is None else shared(), out, latent_memory)
 
     def report_refusal(self, x: object, optional: tuple[object, object, object, object], error: Exception) -> None:
@@ -198,6 +211,14 @@ class Executor:
         if capturing:
             self.captured = True
         return capturing
+
+
+def _check_adapter_ids(ids: Tensor, adapters: PackedAdapters) -> None:
+    if bool(((ids < -1) | (ids >= adapters.count)).any()):
+        raise RoutingError(
+            f"adapter_ids range from {int(ids.min())} to {int(ids.max())}, allowed: -1 (none) to {adapters.count - 1}; "
+            f"the layer's adapters are {', '.join(adapters.names)}"
+        )
 
 
 def _store(compute: Callable[[], Tensor], out: Tensor) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..adapters import PackedAdapters
 from ..errors import InputError
 from ..experts import PackedWeights
 from ..experts.measured import with_measured_tiles
@@ -45,7 +46,7 @@ class PlannedModule(PackedModule):
     caller computes, by what they stand for: gate, shared_experts, routed_input_transform.
     """
 
-    packed_names = ("experts", "shared", "router", "gate", "latent")
+    packed_names = ("experts", "shared", "router", "gate", "latent", "adapters")
     caller_modules: dict[str, str]
     plan: Plan
     spec: MoESpec
@@ -54,6 +55,7 @@ class PlannedModule(PackedModule):
     router: RouterWeights | None
     gate: RouterModule | None
     latent: Latent | InputTransform | None
+    adapters: PackedAdapters | None
     choose: Choose | None
     after_expert: Callable[[Tensor], Tensor] | None
     checked: bool
@@ -105,6 +107,7 @@ class PlannedModule(PackedModule):
             ),
             shared=self.shared,
             latent=self.latent,
+            adapters=self.adapters,
             workspaces=self.workspaces,
             input_check=self._input_check,
         )
@@ -115,10 +118,10 @@ class PlannedModule(PackedModule):
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute and forget recorded launches: with another option, other kernels may be launched."""
         built = "_executor" in self.__dict__
-        if built and name in ("experts", "after_expert"):
+        if built and name in ("experts", "after_expert", "adapters"):
             raise InputError(
                 f"{name}: a layer's passes are built from it and would go on with the old one; use swap(weights) for "
-                "other experts, and build another layer for another function"
+                "other experts, set_adapters(adapters) for other adapters, and build another layer for another function"
             )
         super().__setattr__(name, value)
         if built and name == "checked":
@@ -147,7 +150,9 @@ class PlannedModule(PackedModule):
         self._continue_with(plan, experts)
 
     def _continue_with(self, plan: Plan, experts: PackedWeights) -> None:
-        """Continue with ``experts``, packed for ``plan``."""
+        """Continue with ``experts``, packed for ``plan``, and the same adapters."""
+        if self.adapters is not None:
+            plan = plan.with_adapters(self.adapters.sizes)
         previous = self.experts
         self.__dict__["experts"] = with_measured_tiles(experts, plan.problem)
         try:

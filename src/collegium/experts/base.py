@@ -14,6 +14,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
+from ..adapters import TokenAdapters
 from ..errors import InputError
 from ..ops.quantize import formats_within
 from ..problem import ExpertsProblem
@@ -113,10 +114,13 @@ class PackedWeights:
         """
         raise NotImplementedError
 
-    def run_unsorted(self, x: Tensor, ids: Tensor, memory: Memory | None = None) -> Tensor:
+    def run_unsorted(
+        self, x: Tensor, ids: Tensor, memory: Memory | None = None, adapters: TokenAdapters | None = None
+    ) -> Tensor:
         """Return ``[T * K, H]``, the rows of ``x [T, H]`` in the order of ``ids [T, K]``, with the bits of ``run``.
 
-        Called for up to ``tiling.unsorted_tokens`` tokens. Rows of ids outside ``0..E-1`` are uninitialised.
+        adapters: of the tokens. Called for up to ``tiling.unsorted_tokens`` tokens. Rows of ids outside ``0..E-1`` are
+        uninitialised.
         """
         raise NotImplementedError
 
@@ -290,6 +294,10 @@ class ExpertKernel(Protocol):
 
     def refuse(self, problem: ExpertsProblem) -> str | None:
         """Return why this kernel cannot run ``problem``, with numbers, or None when it can."""
+        return None
+
+    def refuse_adapters(self, problem: ExpertsProblem) -> str | None:
+        """Return why ``run`` cannot add the changes of adapters for ``problem``, or None when it can."""
         return None
 
     def kernels(self, problem: ExpertsProblem) -> tuple[str, str]:

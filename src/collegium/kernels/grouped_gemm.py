@@ -38,6 +38,7 @@ from .decode import (
     rescale_sum,
     wait_for_products,
 )
+from .low_rank import adapter_at, add_low_rank
 from .tiles import dot, split_gate_up, store_rows, tile_prologue, token_at
 
 __all__ = ["grouped_gemm_kernel", "grouped_tile"]
@@ -473,8 +474,11 @@ def grouped_tile(
     weights,
     strides,
     bounds,
+    adapters,
+    adapter,
     expert,
     n_first,
+    row,
     token,
     row_count,
     n_out,
@@ -488,8 +492,9 @@ def grouped_tile(
 ):
     """Return ``[columns, BLOCK_T]`` float32: rows ``token [BLOCK_T]`` times weights of an expert from n_first on.
 
-    tokens to bounds, FORMAT to TILE: as in ``grouped_gemm_kernel``. There are ``TILE.block_n`` columns, or half as many
-    where gate and up are interleaved. row_count: how many of the rows exist; the others may be any of ``tokens``, and
+    tokens to adapters, FORMAT to TILE: as in ``grouped_gemm_kernel``. adapter: of each row (``adapter_at``); it and
+    ``row`` are read where ``PROJ.adapter_rank`` is not 0. There are ``TILE.block_n`` columns, or half as many where
+    gate and up are interleaved. row_count: how many of the rows exist; the others may be any of ``tokens``, and
     their results mean nothing. ``TILE.depth`` divides the K blocks and is 1 for weights that are decoded. LAUNCH_NEXT:
     the next kernel may start once the products are done.
     """
@@ -517,6 +522,11 @@ def grouped_tile(
         gate = _scale_and_add_bias(gate, gate_unit, tokens, weights, token, offset, FORMAT)
     if TILE.interleave_gate_up:
         gate, up = split_gate_up(up, TILE.block_n, BLOCK_T)
+    if PROJ.adapter_rank:
+        column = n_first + tl.arange(0, up.shape[0])
+        up = add_low_rank(up, adapters, adapter, expert, row, column, n_out, PROJ.count - 1, PROJ, ASM)
+        if PROJ.count == 2:
+            gate = add_low_rank(gate, adapters, adapter, expert, row, column, n_out, 0, PROJ, ASM)
     if PROJ.activation == NO_ACTIVATION:
         return up
     else:
@@ -529,6 +539,7 @@ def _write_tile(
     weights,
     strides,
     bounds,
+    adapters,
     output,
     rows,
     n_out,
@@ -546,13 +557,19 @@ def _write_tile(
     t = tl.arange(0, BLOCK_T)
     row = rows.first + tl.where(t < rows.count, t, 0)
     token = token_at(row, output.source, ROWS.gather, ROWS.top_k)
+    adapter = row
+    if PROJ.adapter_rank:
+        adapter = adapter_at(adapters, row, rows.count, ROWS.top_k)
     result = grouped_tile(
         tokens,
         weights,
         strides,
         bounds,
+        adapters,
+        adapter,
         rows.expert,
         rows.n_first,
+        row,
         token,
         rows.count,
         n_out,
@@ -577,6 +594,7 @@ def grouped_gemm_kernel(
     weights,
     strides,
     bounds,
+    adapters,
     out,
     row_map,
     source,
@@ -600,9 +618,10 @@ def grouped_gemm_kernel(
     tokens: ``Tokens``, read at row source[r] (``ROWS.gather``) or r. weights: ``Weights``; scale: for each expert,
     projection and K block words x n_out words, or for BLOCK_SCALE [ceil(n_out / 128), K blocks]; row_scale, bias:
     [expert, projection, n_out]; for TABLE_LANES row_scale is [expert, projection, 16] int32. strides:
-    ``WeightStrides``. bounds: ``ActivationBounds``. Rows from expert_offsets[E] on are not written. row_map: with
-    ``ROWS.row_map``, row r is written to element row_map[r] of out, which may be in a peer's memory
-    (``output_row_at``). FORMAT: ``OperandFormat``. PROJ: ``Projections``. TILE: ``Tile``. ROWS: ``RowOrder``.
+    ``WeightStrides``. bounds: ``ActivationBounds``. adapters: ``AdapterRows`` where ``PROJ.adapter_rank`` is not 0,
+    otherwise None. Rows from expert_offsets[E] on are not written. row_map: with ``ROWS.row_map``, row r is written to
+    element row_map[r] of out, which may be in a peer's memory (``output_row_at``). FORMAT: ``OperandFormat``. PROJ:
+    ``Projections``. TILE: ``Tile``. ROWS: ``RowOrder``.
     """
     COLUMNS: tl.constexpr = TILE.block_n // 2 if TILE.interleave_gate_up else TILE.block_n
     rows = tile_prologue(
@@ -622,6 +641,7 @@ def grouped_gemm_kernel(
                 weights,
                 strides,
                 bounds,
+                adapters,
                 output,
                 rows,
                 n_out,

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..adapters import TokenAdapters
 from ..experts import ExpertKernel, PackedWeights, Tiling
 from ..parallel import Dispatcher, DispatcherKind
 from ..problem import ExpertsProblem, Problem
@@ -66,12 +67,13 @@ class Pipeline(Protocol):
         dtype: torch.dtype,
         shared: Callable[[], Tensor | None] | None = None,
         out: Tensor | None = None,
+        adapters: TokenAdapters | None = None,
     ) -> Tensor:
         """Return the routed experts' weighted sums ``[T, H]`` for ``x [T, H]``, plus ``shared()``, rounded once.
 
         memory: where buffers are taken from; None: fresh memory. dtype: of the result. shared: computes the shared
         expert's output ``[T, H]``, or stores it elsewhere and returns None. out: written and returned instead of a new
-        tensor.
+        tensor. adapters: of the tokens; only for pipelines of one rank.
         """
         ...
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..adapters import TokenAdapters
 from ..experts import Tiling
 from ..ops.weighted_sum import weighted_sum, weighted_sum_regions
 from ..runtime.memory import Memory, Regions, part, with_prefix
@@ -33,12 +34,13 @@ class Direct:
         dtype: torch.dtype,
         shared: Callable[[], Tensor | None] | None = None,
         out: Tensor | None = None,
+        adapters: TokenAdapters | None = None,
     ) -> Tensor:
         """Return the weighted sums ``[T, H]``; see ``Pipeline``."""
         parts = self.parts
         ids = routing.topk_ids.contiguous()
         weights = routing.topk_weights.contiguous()
-        rows = parts.experts.run_unsorted(x, ids, part(memory, "experts"))
+        rows = parts.experts.run_unsorted(x, ids, part(memory, "experts"), adapters)
         if parts.after_expert is not None:
             rows = parts.after_expert(rows)
         shared_rows = None if shared is None else shared()

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..adapters import TokenAdapters
 from ..problem import Overrides, Problem
 from ..runtime.memory import Memory
 from ..runtime.profiler_ranges import step
@@ -68,8 +69,10 @@ class HalfBatches:
         dtype: torch.dtype,
         shared: Callable[[], Tensor | None] | None = None,
         out: Tensor | None = None,
+        adapters: TokenAdapters | None = None,
     ) -> Tensor:
         """Return the weighted sums ``[T, H]``; see ``Pipeline``. Both halves run in fresh memory."""
+        assert adapters is None, "the plan refuses adapters over ranks"
         result = torch.empty(x.shape, dtype=dtype, device=x.device) if out is None else out
         side = ForkedStream(x.device)
         try:

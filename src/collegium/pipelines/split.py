@@ -1,11 +1,12 @@
 """Dispatch, run, combine: three replaceable steps, for any number of tokens."""
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from ..adapters import TokenAdapters
 from ..parallel import SymmetricDispatcher
 from ..runtime.memory import Memory, Regions, with_prefix
 from ..runtime.profiler_ranges import step
@@ -36,12 +37,14 @@ class Split:
         dtype: torch.dtype,
         shared: Callable[[], Tensor | None] | None = None,
         out: Tensor | None = None,
+        adapters: TokenAdapters | None = None,
     ) -> Tensor:
         """Return the weighted sums ``[T, H]``; see ``Pipeline``."""
         dispatcher = self.parts.dispatcher
         with step("dispatch", x.device):
             block_t = listed_tiles(self.parts.experts, dispatcher.rows(*routing.topk_ids.shape), x)
             batch, handle = dispatcher.dispatch(x, routing, memory, block_t=block_t)
+            batch = batch if adapters is None else replace(batch, adapters=adapters)
         with step("experts", x.device):
             rows = run_experts(self.parts, batch, memory)
         shared_rows = None
@@ -80,8 +83,10 @@ class OverlappedSplit:
         dtype: torch.dtype,
         shared: Callable[[], Tensor | None] | None = None,
         out: Tensor | None = None,
+        adapters: TokenAdapters | None = None,
     ) -> Tensor:
         """Return the weighted sums ``[T, H]``; see ``Pipeline``."""
+        assert adapters is None, "the plan refuses adapters over ranks"
         experts = self.parts.experts
         with step("dispatch: send", x.device):
             posted = self.dispatcher.send(x, routing, memory, codes=experts.input_codes)

@@ -74,7 +74,7 @@ def run_all_paths(layer: Any, tokens: int) -> None:
 
 
 def _argument_kinds(layer: Any, x: torch.Tensor) -> Iterator[tuple[torch.Tensor | None, ...]]:
-    """Yield logits, ids, weights, token ids and router input, as a caller may pass them with ``x [T, D]``.
+    """Yield the optional inputs of ``Call`` from logits to adapter ids, as a caller may pass them with ``x [T, D]``.
 
     In every dtype that kernels are compiled for: ids in int32 or int64, weights and logits in float32 or x's dtype.
     """
@@ -84,16 +84,20 @@ def _argument_kinds(layer: Any, x: torch.Tensor) -> Iterator[tuple[torch.Tensor 
     ids = torch.arange(tokens * routing.top_k, device=x.device).view(tokens, -1) % experts
     dtypes = tuple(dict.fromkeys((torch.float32, x.dtype)))
     for dtype, id_dtype in product(dtypes, (torch.int64, torch.int32)):
-        yield None, ids.to(id_dtype), torch.ones(ids.shape, dtype=dtype, device=x.device), None, None
+        yield None, ids.to(id_dtype), torch.ones(ids.shape, dtype=dtype, device=x.device), None, None, None
+    if layer.adapters is not None:
+        for id_dtype in (torch.int64, torch.int32):
+            adapter_ids = torch.zeros(tokens, dtype=id_dtype, device=x.device)
+            yield None, ids, torch.ones(ids.shape, dtype=torch.float32, device=x.device), None, None, adapter_ids
     if not layer.has_router and (routing.correction_bias or routing.hash_routing or routing.expert_scale):
         return
     for dtype, id_dtype in product(dtypes, (torch.int64, torch.int32) if routing.hash_routing else (torch.int64,)):
         logits = torch.zeros(tokens, experts, dtype=dtype, device=x.device)
-        yield logits, None, None, torch.zeros(tokens, dtype=id_dtype, device=x.device), None
+        yield logits, None, None, torch.zeros(tokens, dtype=id_dtype, device=x.device), None, None
     if layer.has_router:
         # The router's logits are float32, like the first logits above.
         token_ids = torch.zeros(tokens, dtype=torch.int64, device=x.device)
-        yield None, None, None, token_ids, None if routing.input_norm_eps is None else x
+        yield None, None, None, token_ids, None if routing.input_norm_eps is None else x, None
 
 
 def compile_batches(

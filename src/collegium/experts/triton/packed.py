@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ...adapters import AdapterMatrices, TokenAdapters
 from ...errors import InputError
 from ...ops.columns import ZeroPointCorrection, gather_columns
 from ...ops.operand import Operand, gather_codes, operand, transpose_scales
@@ -23,6 +24,7 @@ from ...types import ActivationSpec, ContiguousBatch, RemoteOutput
 from ..base import PackedWeights, refuse_codes
 from .dequantized import dequantized_groups
 from .grouped import TileList, grouped_gemm, rescale, tile_list
+from .low_rank import AdaptedRows, low_rank_rows
 from .matrix import PackedMatrix
 from .prefill import CodeScales, prefill_gemm
 from .tiles.choice import LARGE_BLOCK_N
@@ -43,6 +45,8 @@ class PackedExperts(PackedWeights):
     - large (``run`` with many rows): rows are gathered first, packed weights are dequantised once if that pays, and
       ``prefill_gemm`` multiplies.
     - unsorted (``run_unsorted``): few assignments in the order of their ids, each in a separate tile.
+
+    A batch with adapters never takes the large flow, whose kernel does not add low-rank changes.
 
     activations: the format whose E4M3 codes are multiplied, or None to multiply in the dtype of x. input_reach: of a
     static format. tiles, measured: as in ``ProductTiling``. report: what packing rounded, or how it stores weights
@@ -122,15 +126,17 @@ class PackedExperts(PackedWeights):
             return out
         batch = replace(batch, x=align_rows(batch.x))
         rows = count if batch.rows is None else batch.rows
-        large = self.tiling.large(rows)
+        large = self.tiling.large(rows) if batch.adapters is None else None
         if large is not None:
             return self._run_large(batch, large, out, memory)
         return self._run_sorted(batch, self.tiling.pair(rows), out, memory)
 
-    def run_unsorted(self, x: Tensor, ids: Tensor, memory: Memory | None = None) -> Tensor:
+    def run_unsorted(
+        self, x: Tensor, ids: Tensor, memory: Memory | None = None, adapters: TokenAdapters | None = None
+    ) -> Tensor:
         """Return ``[T * K, H]``: what ``run`` returns for few assignments, in the order of ``ids`` and not sorted.
 
-        ids: contiguous ``[T, K]`` integers; rows of ids outside ``0..E-1`` are uninitialised.
+        ids: contiguous ``[T, K]`` integers; rows of ids outside ``0..E-1`` are uninitialised. adapters: of the tokens.
         """
         x = align_rows(x)
         count, top_k = ids.numel(), ids.shape[1]
@@ -147,7 +153,11 @@ class PackedExperts(PackedWeights):
         second = replace(first, tile=self._unsorted_tiles(count)[1], early=True)
         memory_x = part(memory, "x")
         source: Tensor | None = ids
-        x, x_scale = operand(x, self.forms[0], order=self.gate_up.layout.row_order, memory=memory_x)
+        adapted = None if adapters is None else AdaptedRows(adapters.ids, ids, ids, count)
+        gate_up = None if adapters is None else adapters.packed.gate_up
+        first = _with_changes(first, x, gate_up, adapted, memory, gathered=True)
+        order, x_ready = self.gate_up.layout.row_order, first.low_rank is not None
+        x, x_scale = operand(x, self.forms[0], order=order, x_ready=x_ready, memory=memory_x)
         if self.gate_up.order is not None:
             x = gather_columns(x, self.gate_up.order, ids, ids, top_k=top_k, memory=memory_x)
             source = None
@@ -158,7 +168,9 @@ class PackedExperts(PackedWeights):
             x_scale = transpose_scales(x_scale, token, memory=memory_x)
         middle = self._middle(count, out, memory)
         grouped_gemm(x, self.gate_up, ids, first, middle, source=source, x_scale=x_scale, activation=self.activation)
-        h, h_scale = self._second_operand(middle, second.tile, None, memory)
+        down = None if adapters is None else adapters.packed.down
+        second = _with_changes(second, middle, down, adapted, memory)
+        h, h_scale = self._second_operand(middle, second, None, memory)
         return grouped_gemm(h, self.down, ids, second, out, x_scale=h_scale)
 
     def products(self) -> tuple[MeasuredProduct, ...]:
@@ -227,10 +239,15 @@ class PackedExperts(PackedWeights):
         if isinstance(x_scale, Tensor) and reads_transposed_scales(self.activations, self.gate_up.layout, first.tile):
             x_scale = transpose_scales(x_scale, source, used=_used_rows(batch), memory=memory_x)
         middle = self._middle(batch.source.numel(), out, memory)
+        adapters, adapted = batch.adapters, _adapted_rows(batch)
+        gate_up = None if adapters is None else adapters.packed.gate_up
+        first = _with_changes(first, batch.x, gate_up, adapted, memory, gathered=True)
         grouped_gemm(
             x, self.gate_up, offsets, first, middle, source=source, x_scale=x_scale, activation=self.activation
         )
-        h, h_scale = self._second_operand(middle, second.tile, _used_rows(batch), memory)
+        down = None if adapters is None else adapters.packed.down
+        second = _with_changes(second, middle, down, adapted, memory)
+        h, h_scale = self._second_operand(middle, second, _used_rows(batch), memory)
         return grouped_gemm(h, self.down, offsets, second, out, x_scale=h_scale)
 
     def _run_large(self, batch: ContiguousBatch, tile: TileChoice, out: Tensor, memory: Memory | None) -> Tensor:
@@ -297,12 +314,15 @@ class PackedExperts(PackedWeights):
         return _in_order(codes, batch.order, order), scale
 
     def _second_operand(
-        self, middle: Tensor, tile: TileChoice, used: Tensor | None, memory: Memory | None
+        self, middle: Tensor, tiles: TileList, used: Tensor | None, memory: Memory | None
     ) -> tuple[Tensor, Tensor | ZeroPointCorrection | None]:
-        """Return rows between the products as the second product reads them with ``tile``."""
-        form = middle_format(self.forms[1], self.down.layout, tile)
+        """Return rows between the products as the second product reads them with ``tiles``."""
+        form = middle_format(self.forms[1], self.down.layout, tiles.tile)
         memory_h = part(memory, "h")
-        rows = operand(middle, form, order=self.down.layout.row_order, used=used, memory=memory_h)
+        # The adapters' kernel has waited for the rows and only reads them, so quantisation may overlap it.
+        x_ready = tiles.low_rank is not None
+        order = self.down.layout.row_order
+        rows = operand(middle, form, order=order, x_ready=x_ready, used=used, memory=memory_h)
         return rescale(rows, self.down, used, memory_h)
 
 
@@ -316,6 +336,32 @@ def _in_order(codes: Tensor, order: int, requested: int) -> Tensor:
 def _used_rows(batch: ContiguousBatch) -> Tensor | None:
     """Return how many rows have an expert, on the device, for a batch with room for more rows than expected."""
     return None if batch.rows is None else batch.expert_offsets[-1:]
+
+
+def _adapted_rows(batch: ContiguousBatch) -> AdaptedRows | None:
+    """Return the rows of a batch with adapters, None for another batch."""
+    if batch.adapters is None:
+        return None
+    count = batch.source.numel()
+    return AdaptedRows(batch.adapters.ids, batch.source, batch.expert_offsets, count, batch.input_weights)
+
+
+def _with_changes(
+    tiles: TileList,
+    x: Tensor,
+    matrices: AdapterMatrices | None,
+    rows: AdaptedRows | None,
+    memory: Memory | None,
+    *,
+    gathered: bool = False,
+) -> TileList:
+    """Return ``tiles`` with the adapters' changes of the first product (gathered) or the second, if there are any."""
+    if matrices is None or rows is None:
+        return tiles
+    if not gathered:
+        rows = rows._replace(input_weights=None)
+    memory = part(memory, "gate_up_adapters" if gathered else "down_adapters")
+    return replace(tiles, low_rank=low_rank_rows(x, matrices, rows, tiles, gathered=gathered, memory=memory))
 
 
 def _row_offsets(batch: ContiguousBatch) -> Tensor | None:
