@@ -271,3 +271,17 @@ def test_single_rank_overlaps_nothing() -> None:
     with raises_with(PlanError, "shared='overlapped'", "local", "exchanges nothing"):
         plan(alone, Overrides(shared="overlapped"))
     assert plan(replace(alone, spec=replace(SPEC, shared=None)), Overrides(shared="overlapped")).shared_overlap == ""
+
+
+def test_shared_experts_of_the_caller_overlap() -> None:
+    spec, names = replace(SPEC, shared=None), {"shared_experts": "Mlp"}
+    for device, overlap in ((HOPPER, "dispatch"), (FAR, "return")):
+        made = plan(_problem(device, spec), Overrides(pipeline="split"))
+        assert made.shared_overlap == ""
+        with_module = made.with_caller_modules(names)
+        assert with_module.shared_overlap == overlap
+        assert "shared     overlapped: runs while" in with_module.explain()
+        assert made.with_caller_modules({"gate": "Gate"}).shared_overlap == ""
+    alone = plan(replace(_problem(HOPPER, spec), placement=None), Overrides(shared="overlapped"))
+    with raises_with(PlanError, "shared='overlapped'", "exchanges nothing"):
+        alone.with_caller_modules(names)

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from ..stages.modules import InputTransform, SharedModule
     from ..types import RouterWeights
 
-__all__ = ["LayerParts", "compare_with_ranks", "experts_may_repeat", "refusal_reported"]
+__all__ = ["SAMPLED_ELEMENTS", "LayerParts", "compare_with_ranks", "experts_may_repeat", "refusal_reported"]
 
-_SAMPLED_ELEMENTS = 4096  # of each tensor of an expert
+SAMPLED_ELEMENTS = 4096  # of each tensor of an expert
 _experts_may_repeat: ContextVar[bool] = ContextVar("experts_may_repeat", default=False)
 
 
@@ -185,9 +185,9 @@ def _folded(checksums: Sequence[Tensor]) -> Tensor:
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """Return up to ``_SAMPLED_ELEMENTS`` elements from the middle of each row of ``tensor [S, ...]``."""
-    while tensor.dim() > 2 and tensor[0].numel() > _SAMPLED_ELEMENTS:
+    """Return up to ``SAMPLED_ELEMENTS`` elements from the middle of each row of ``tensor [S, ...]``."""
+    while tensor.dim() > 2 and tensor[0].numel() > SAMPLED_ELEMENTS:
         tensor = tensor[:, tensor.shape[1] // 2]
-    if tensor.dim() == 2 and tensor.shape[1] > _SAMPLED_ELEMENTS:
-        tensor = tensor.narrow(1, (tensor.shape[1] - _SAMPLED_ELEMENTS) // 2, _SAMPLED_ELEMENTS)
+    if tensor.dim() == 2 and tensor.shape[1] > SAMPLED_ELEMENTS:
+        tensor = tensor.narrow(1, (tensor.shape[1] - SAMPLED_ELEMENTS) // 2, SAMPLED_ELEMENTS)
     return tensor
