@@ -24,6 +24,7 @@ __all__ = ["KERNEL", "CodeScales", "prefill_gemm", "source_of"]
 
 _STEP_BYTES = 128  # of a row in a step of the K loop
 _M_TILE = 64  # rows of tokens that four warps multiply at once
+_PARTS = ("sm90.cu", "activation.cuh", "prefill.cu")
 _SHARED_BYTES = 227 * 1024  # of a block
 _THREADS = 512  # of a block
 _DTYPES = {torch.float8_e4m3fn: 0, torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}  # as in prefill.cu
@@ -89,7 +90,7 @@ def prefill_gemm(
 def source_of(constants: Mapping[str, int]) -> str:
     """Return the source of the kernel: the instructions of sm_90a with the product of its operands, and the kernel."""
     folder = Path(__file__).parents[2] / "kernels"
-    text = "".join((folder / name).read_text(encoding="utf-8") for name in ("sm90.cu", "prefill.cu"))
+    text = "".join((folder / name).read_text(encoding="utf-8") for name in _PARTS)
     return text.replace("{ MULTIPLY }", _product_of(constants["OPERAND"]))
 
 
