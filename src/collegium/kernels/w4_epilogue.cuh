@@ -53,36 +53,51 @@ __device__ __forceinline__ i64 begins(const Out& o, int row, int n_out) {
     return PLACED ? __ldg(o.row_places + row) : (i64)row * n_out;
 }
 
-// Stores results one by one: rows that are not aligned to 16 bytes, and float32. Eight lanes store neighbours.
-template <int N> __device__ __forceinline__ void store_singly(
-    const float (&acc)[ROW_TILES][N / 2], const Tile& t, int first_channel, const Factors& f, const Out& o, const Sizes& z
+// Stores tokens first to first + 15 from a group's room, which has float32 numbers, one after the other.
+__device__ __forceinline__ void store_floats(
+    const float* room, const Tile& t, int first, int first_channel, const Out& o, const Sizes& z
 ) {
-    int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int i = threadIdx.x % 128; i < 16 * OUT_COLUMNS; i += 128) {
+        int token = first + i / OUT_COLUMNS, channel = first_channel + i % OUT_COLUMNS;
+        if (token >= tokens_of(t) || channel >= z.n_out) continue;
+        i64 to = begins(o, t.row + token, z.n_out);
+        if (to == NOWHERE) continue;
+        if (OUT == 3) ((float*)o.rows)[to + channel] = room[i];
+        else ((u16*)o.rows)[to + channel] = (u16)pair(room[i], room[i]);
+    }
+}
+
+// Stores float32 results, and rows that are not aligned to 16 bytes, 16 tokens at a time.
+template <int N> __device__ __forceinline__ void store_singly(
+    Shared& s, const float (&acc)[ROW_TILES][N / 2], const Tile& t, int first_channel, const Factors& f, const Out& o,
+    const Sizes& z
+) {
+    int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    float* room = (float*)s.out[group];
     RowFactors r = row_factors(f);
 #pragma unroll
-    for (int j = 0; j < N / 8; j++) {
-        int token = 8 * j + lane % 4 * 2;
-        float2 x_scale = *(const float2*)(f.x_scale + token);
+    for (int j = 0; j < N / 8; j += 2) {
+        if (j) meet_group(group);
 #pragma unroll
-        for (int m = 0; m < ROW_TILES; m++) {
-            float result[2][2];
-            results_of(result, acc[m] + 4 * j, r, m, x_scale, z);
+        for (int next = 0; next < 2; next++) {
+            int token = 8 * next + lane % 4 * 2;
+            float2 x_scale = *(const float2*)(f.x_scale + 8 * j + token);
 #pragma unroll
-            for (int e = 0; e < 2; e++) {
-                if (token + e >= tokens_of(t)) continue;
-                i64 to = begins(o, t.row + token + e, z.n_out);
-                if (to == NOWHERE) continue;
+            for (int m = 0; m < ROW_TILES; m++) {
+                float result[2][2];
+                results_of(result, acc[m] + 4 * (j + next), r, m, x_scale, z);
+                float* to = room + token * OUT_COLUMNS + (m * ROW_TILE + warp * 16) / PARTS + lane / 4;
 #pragma unroll
-                for (int h = 0; h < 3 - PARTS; h++) {
-                    int channel = first_channel + (m * ROW_TILE + warp * 16) / PARTS + 8 * h + lane / 4;
-                    if (channel >= z.n_out) continue;
-                    float v = result[h][e];
-                    if (OUT == 3) ((float*)o.rows)[to + channel] = v;
-                    else ((u16*)o.rows)[to + channel] = (u16)pair(v, v);
-                }
+                for (int h = 0; h < 3 - PARTS; h++)
+#pragma unroll
+                    for (int e = 0; e < 2; e++) to[e * OUT_COLUMNS + 8 * h] = result[h][e];
             }
         }
+        meet_group(group);
+        store_floats(room, t, 8 * j, first_channel, o, z);
     }
+    meet_group(group);
 }
 
 // Puts 16 tokens of a group's results into its room, as 16-bit numbers, a row for each token.

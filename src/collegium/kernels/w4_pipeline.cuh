@@ -23,6 +23,7 @@ constexpr int THREADS = 32 * WARPS + 128;
 constexpr int FIRST = 65536 / THREADS / 8 * 8, MULTIPLYING = 232, COPYING = 40;
 static_assert(32 * WARPS * MULTIPLYING + 128 * COPYING <= THREADS * FIRST, "more registers than a block has");
 static_assert(STAGE_BYTES % 1024 == 0, "tokens are swizzled from multiples of 1024 on");
+static_assert(OUT_TOKENS * OUT_PITCH >= 16 * 4 * OUT_COLUMNS, "float32 results of 16 tokens do not fit");
 static_assert(STAGES + 2 <= RING, "a tile might be replaced before it is finished");
 
 // Tokens row to row + count - 1 of one expert and a column of weights; width: tokens that are multiplied. No tokens: the
@@ -46,7 +47,7 @@ struct Shared {
 static_assert(sizeof(Shared) + 1023 <= 227 * 1024, "more shared memory than a block may have");
 
 struct TokenMaps { Map of_width[WIDTHS]; };  // boxes of half of the tokens of a tile
-struct Sizes { int n_out, row_tiles, k_blocks, group_t; float limit, alpha, gate_bound, up_bound; };
+struct Sizes { int n_out, row_tiles, k_blocks, group_t, sixteen; float limit, alpha, gate_bound, up_bound; };
 struct Lists { const i64* expert_offsets; const int* tile_expert; const i64* tile_row; const int* tiles_used; };
 struct Parameters { const float *x_scale, *row_scale; const void* bias; };
 
@@ -186,17 +187,18 @@ __device__ __forceinline__ void load_factors(Shared& s, u32 rank, const Paramete
 // Where a thread of a warp that multiplies reads.
 struct Reader {
     int codes, scales;  // bytes from the start of a stage
-    u32 selector;
+    u32 selector, sixteen;
     u32 peer;
     bool releases;
 };
 
-__device__ __forceinline__ Reader reader_of(u32 rank) {
+__device__ __forceinline__ Reader reader_of(u32 rank, const Sizes& z) {
     int warp = threadIdx.x / 32, group = warp / 4, lane = threadIdx.x % 32;
     Reader r;
     r.codes = TOKEN_BYTES + group * ROW_TILES * CODE_BYTES + first_code(warp % 4, lane);
     r.scales = TOKEN_BYTES + BLOCK_TILES * CODE_BYTES + group * ROW_TILES * SCALE_BYTES + first_scale(warp % 4, lane);
     r.selector = scale_selector(lane);
+    r.sixteen = z.sixteen;
     r.peer = rank ^ 1;
     r.releases = lane == 0;
     return r;
@@ -222,7 +224,7 @@ template <int N> __device__ __forceinline__ void sum_over_k(
     u32 a[16];
     wait_at_most(&s.full[c.stage], c.parity);
     Codes codes = load_codes(s.stage[c.stage], r, 0);
-    decode(codes, r.selector, a);
+    decode(codes, r.selector, r.sixteen, a);
 #pragma unroll 1
     for (int block = 0; block < k_blocks; block++) {
         u32 b[16];
@@ -230,7 +232,7 @@ template <int N> __device__ __forceinline__ void sum_over_k(
         Barrier* empty = &s.empty[c.stage];
         codes = load_codes(stage, r, 1);
         multiply_block<N>(acc[0], a, stage);
-        decode(codes, r.selector, b);
+        decode(codes, r.selector, r.sixteen, b);
         multiply_block<N>(acc[1], b, stage);
         next(c);
         bool more = block + 1 < k_blocks;
@@ -239,7 +241,7 @@ template <int N> __device__ __forceinline__ void sum_over_k(
             codes = load_codes(s.stage[c.stage], r, 0);
         }
         await_products<1>();
-        if (more) decode(codes, r.selector, a);
+        if (more) decode(codes, r.selector, r.sixteen, a);
         await_products<0>();
         if (r.releases) arrive_at_both(r.peer, empty);
     }

@@ -36,7 +36,7 @@ template <int N> __device__ __forceinline__ void run_tile(
     wait_at_most(&s.factors_full[turn % 2], turn / 2 % 2);
     const Factors& f = s.factors[turn % 2];
     if (ALIGNED) store_rows<N>(s, acc, t, first_channel, f, o, z);
-    else store_singly<N>(acc, t, first_channel, f, o, z);
+    else store_singly<N>(s, acc, t, first_channel, f, o, z);
 }
 
 // Each width is a loop with registers of its own: sums that met after the branches would be copied.
@@ -72,7 +72,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
         __syncwarp();
     } else {
         take_registers<MULTIPLYING>();
-        Reader r = reader_of(rank);
+        Reader r = reader_of(rank, z);
         Cursor c{0, 0};
 #pragma unroll 1
         for (u32 turn = 0;; turn++) {

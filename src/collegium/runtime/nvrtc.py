@@ -71,7 +71,7 @@ class CudaKernel:
 
     def __init__(self, name: str, source: Any, shared: int) -> None:
         self.shared = shared
-        self._name = name
+        self.name = name
         self._source = source
         self._loaded: dict[tuple[Any, ...], ctypes.c_void_p] = {}
         self._locks: dict[tuple[Any, ...], threading.Lock] = {}
@@ -89,15 +89,15 @@ class CudaKernel:
     def _load(self, constants: Mapping[str, int]) -> ctypes.c_void_p:
         module = ctypes.c_void_p()
         function = ctypes.c_void_p()
-        code = _cached_code(self._source(constants), self._name, constants)
+        code = _cached_code(self._source(constants), self.name, constants)
         mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)  # it may be loaded while a graph is captured, and is no part of it
         _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
         try:
-            _check(_driver().cuModuleLoadData(ctypes.byref(module), code), f"loading {self._name}")
-            _check(_driver().cuModuleGetFunction(ctypes.byref(function), module, self._name.encode()), self._name)
+            _check(_driver().cuModuleLoadData(ctypes.byref(module), code), f"loading {self.name}")
+            _check(_driver().cuModuleGetFunction(ctypes.byref(function), module, self.name.encode()), self.name)
             _check(
                 _driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_SIZE, self.shared),
-                f"shared memory of {self._name}",
+                f"shared memory of {self.name}",
             )
         finally:
             _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))

@@ -15,11 +15,12 @@ from ...errors import InputError
 from ...kernels.enums import FAST_MATH
 from ...runtime.nvrtc import Boxes, CudaKernel, Elements, start
 from ...types import ActivationSpec
+from . import prefill
 from .grouped import TileList, activation_bounds, activation_kind
 from .layout import Words
 from .matrix import PackedMatrix
 
-__all__ = ["KERNEL", "TOKENS", "source_of", "w4_prefill_gemm"]
+__all__ = ["KERNEL", "PARTS", "TOKENS", "source_of", "w4_prefill_gemm"]
 
 TOKENS = 160  # of the widest tile
 _TOKEN_STEP = 16  # between widths of tiles
@@ -28,7 +29,7 @@ _BLOCK_TILES = 4  # row tiles of a block of threads
 _SHARED_BYTES = 227 * 1024  # of a block
 _THREADS = 384  # of a block
 _DTYPES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}  # as in w4_prefill.cu
-_PARTS = ("sm90.cu", "activation.cuh", "w4_decode.cuh", "w4_pipeline.cuh", "w4_epilogue.cuh", "w4_prefill.cu")
+PARTS = ("sm90.cu", "activation.cuh", "w4_decode.cuh", "w4_pipeline.cuh", "w4_epilogue.cuh", "w4_prefill.cu")
 
 
 def w4_prefill_gemm(
@@ -59,9 +60,8 @@ def w4_prefill_gemm(
     values, scale, row_scale, bias = packed.pointers
     inputs = (x, values, scale, tiles.used[1:], x_scale, row_scale, bias)
     lists = (expert_offsets, tiles.expert, tiles.row, tiles.used)
-    sizes = _Sizes(
-        layout.shape[2], layout.row_tiles, layout.k_blocks, tiles.tile.group_t, *activation_bounds(activation)
-    )
+    counts = (layout.shape[2], layout.row_tiles, layout.k_blocks, tiles.tile.group_t)
+    sizes = _Sizes(*counts, 16, *activation_bounds(activation))
     # The kernel takes the tensor maps, the counters, then Parameters, Out, Lists and Sizes.
     start(
         KERNEL,
@@ -75,11 +75,10 @@ def w4_prefill_gemm(
 
 def source_of(constants: Mapping[str, int]) -> str:
     """Return the source of the kernel: its parts in order, and the instruction that multiplies each width."""
-    del constants  # they are options of the compiler
     folder = Path(__file__).parents[2] / "kernels"
-    instructions, *parts = ((folder / name).read_text(encoding="utf-8") for name in _PARTS)
-    head = "constexpr int OPERAND = 0;\n\n"
-    return head + instructions.replace("{ MULTIPLY }", "{}") + _products() + "".join(parts)
+    instructions, *parts = ((folder / name).read_text(encoding="utf-8") for name in PARTS)
+    product = prefill.product_of(constants["OPERAND"])
+    return instructions.replace("{ MULTIPLY }", product) + _products() + "".join(parts)
 
 
 KERNEL = CudaKernel("w4_prefill", source_of, _SHARED_BYTES)
@@ -87,7 +86,7 @@ KERNEL = CudaKernel("w4_prefill", source_of, _SHARED_BYTES)
 
 class _Sizes(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int) for name in ("n_out", "row_tiles", "k_blocks", "group_t")),
+        *((name, ctypes.c_int) for name in ("n_out", "row_tiles", "k_blocks", "group_t", "sixteen")),
         *((name, ctypes.c_float) for name in ("limit", "alpha", "gate_bound", "up_bound")),
     )
 
@@ -125,6 +124,7 @@ def _constants(
     n_out = layout.shape[2]
     aligned = out.dtype != torch.float32 and n_out % 8 == 0 and out.data_ptr() % 16 == 0
     return {
+        "OPERAND": 0,
         "OUT": _DTYPES[out.dtype],
         "PARTS": layout.shape[1],
         "KIND": kind % FAST_MATH if kind >= 0 else kind,
