@@ -170,7 +170,7 @@ __device__ __forceinline__ void load_factors(Shared& s, u32 rank, const Paramete
 #pragma unroll
         for (int i = 0; i < MAX_TOKENS / 32; i++) f.x_scale[32 * i + lane] = of_token[i];
         if (BIAS) {
-#pragma unroll
+#pragma unroll 2
             for (int i = 0; i < BLOCK_ROWS / 32; i++) {
                 int row = first + 32 * i + lane, channel = channel_of(row);
                 i64 at_bias = ((i64)t.expert * PARTS + part_of(row)) * z.n_out + channel;

@@ -72,7 +72,7 @@ class CudaKernel:
     def __init__(self, name: str, source: Any, shared: int) -> None:
         self.shared = shared
         self.name = name
-        self._source = source
+        self.source = source
         self._loaded: dict[tuple[Any, ...], ctypes.c_void_p] = {}
         self._locks: dict[tuple[Any, ...], threading.Lock] = {}
 
@@ -89,7 +89,7 @@ class CudaKernel:
     def _load(self, constants: Mapping[str, int]) -> ctypes.c_void_p:
         module = ctypes.c_void_p()
         function = ctypes.c_void_p()
-        code = _cached_code(self._source(constants), self.name, constants)
+        code = _cached_code(self.source(constants), self.name, constants)
         mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)  # it may be loaded while a graph is captured, and is no part of it
         _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
         try:

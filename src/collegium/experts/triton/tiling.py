@@ -11,14 +11,14 @@ from ...formats.unquantised import DTYPES
 from ...ops.columns import SUMS
 from ...ops.operand import operand_regions
 from ...ops.permute import tile_count
-from ...ops.quantize import ACTIVATION_FORMATS, AS_IS, ActivationFormat, activation_format
+from ...ops.quantize import ACTIVATION_FORMATS, ActivationFormat, activation_format
 from ...ops.rows import transposed_scale_stride
 from ...problem import ExpertsProblem
 from ...runtime.launch import power_at_least
 from ...runtime.machine import Machine
 from ...runtime.memory import Regions, elementwise_max, with_prefix
 from ..base import Tiling
-from .layout import Layout
+from .layout import Layout, Words
 from .tiles.candidates import TALL
 from .tiles.choice import LARGE_BLOCK_N, choose, nearest, prefill_tile
 from .tiles.problem import TileChoice, TileProblem, TunedTiles
@@ -144,7 +144,10 @@ class ProductTiling(Tiling):
             first, second = self.problem_of(self.gate_up, rows), self.problem_of(self.down, rows)
             large = None
             if self.aligned and self.tiles is None and self.gate_up.runs_large and self.down.runs_large:
-                large = prefill_tile(second, self.machine) and prefill_tile(first, self.machine)
+                large = prefill_tile(first, self.machine)
+                # Weights of two formats may need two kernels, which list different tiles.
+                if large != prefill_tile(second, self.machine):
+                    large = None
             tiles = self.tiles or (
                 nearest(self.measured[0], rows) or choose(first, self.machine),
                 nearest(self.measured[1], rows) or choose(second, self.machine),
@@ -195,7 +198,10 @@ def product_regions(problem: ExpertsProblem, tiling: ProductTiling) -> Regions:
     regions |= with_prefix("first", lists) | with_prefix("second", lists)
     if large:
         # Rows are put in order first.
-        x = elementwise_max(x, operand_regions(rows, hidden, name, order=AS_IS, gathered=True, dtype=dtype))
+        x = elementwise_max(x, operand_regions(rows, hidden, name, order=order, gathered=True, dtype=dtype))
+        if isinstance(tiling.gate_up, Words):
+            tokens = operand_regions(problem.tokens, hidden, name, order=order, dtype=dtype)
+            x |= with_prefix("tokens", tokens)
         regions["scales"] = 4 * rows * -(-intermediate // LARGE_BLOCK_N)
         regions["expanded"] = max(tiling.gate_up.dequantized_bytes, tiling.down.dequantized_bytes)
     return regions | with_prefix("x", x) | with_prefix("h", h)

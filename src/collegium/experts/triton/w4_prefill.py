@@ -19,10 +19,10 @@ from . import prefill
 from .grouped import TileList, activation_bounds, activation_kind
 from .layout import Words
 from .matrix import PackedMatrix
+from .tiles.choice import FOUR_BIT_TOKENS
 
-__all__ = ["KERNEL", "PARTS", "TOKENS", "source_of", "w4_prefill_gemm"]
+__all__ = ["KERNEL", "PARTS", "source_of", "w4_prefill_gemm"]
 
-TOKENS = 160  # of the widest tile
 _TOKEN_STEP = 16  # between widths of tiles
 _ROW_TILE = 64
 _BLOCK_TILES = 4  # row tiles of a block of threads
@@ -39,7 +39,7 @@ def w4_prefill_gemm(
     tiles: TileList,
     out: Tensor,
     *,
-    x_scale: Tensor,
+    x_scale: Tensor | None,
     activation: ActivationSpec | None = None,
 ) -> Tensor:
     """Write ``out [R, N]`` and return it; see ``grouped_gemm`` for its contents.
@@ -50,6 +50,7 @@ def w4_prefill_gemm(
     """
     layout = packed.layout
     assert isinstance(layout, Words)
+    assert x_scale is not None
     if tiles.used is None:
         raise InputError("w4_prefill_gemm: the tiles are not counted; list them with tile_list")
     if x.data_ptr() % 16 or not x.is_contiguous() or x.shape[1] != layout.x_columns:
@@ -96,7 +97,7 @@ def _products() -> str:
 
     tokens: rows of 128 bytes, swizzled. k: which 32 of their columns.
     """
-    return "\n" + "\n".join(map(_product, range(_TOKEN_STEP, TOKENS + 1, _TOKEN_STEP))) + "\n"
+    return "\n" + "\n".join(map(_product, range(_TOKEN_STEP, FOUR_BIT_TOKENS + 1, _TOKEN_STEP))) + "\n"
 
 
 def _product(width: int) -> str:
@@ -139,7 +140,7 @@ def _constants(
 def _maps(x: Tensor, layout: Words) -> tuple[tuple[Boxes, ...], Elements, Elements]:
     """Return the tensor maps of tokens, for tiles of each width, of codes, and of scales."""
     rows, columns = x.shape
-    widths = range(_TOKEN_STEP, TOKENS + 1, _TOKEN_STEP)
+    widths = range(_TOKEN_STEP, FOUR_BIT_TOKENS + 1, _TOKEN_STEP)
     tokens = tuple(Boxes(x.dtype, rows, columns, columns, width // 2) for width in widths)
     experts, row_tiles, blocks = layout.shape[0], layout.row_tiles, layout.k_blocks
     # A row tile and K block has 4,096 bytes of codes; a side of a box has at most 256 elements, of eight bytes here.

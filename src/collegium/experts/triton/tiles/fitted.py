@@ -313,13 +313,14 @@ class LargeConstants:
     """Rows per expert from which on operands as stored run with the tiles of large batches.
 
     From 32 rows on, 16-bit weights and E4M3 rows with one scale are level with small tiles. promoted: where each K
-    block is scaled, small tiles wait for every product. few_experts: factor where experts are too few for half of the
-    multiprocessors, since small tiles have more programs.
+    block is scaled, small tiles wait for every product. four_bits: MXFP4 weights, E4M3 rows with one scale each.
+    few_experts: factor where experts are too few for half of the multiprocessors, since small tiles have more programs.
     """
 
     promoted: int = 16
     sixteen_bits: int = 48
     eight_bits: int = 40
+    four_bits: int = 16
     few_experts: float = 2.5
 
 
