@@ -132,7 +132,9 @@ def test_every_code_and_scale() -> None:
     scales[:, 0] = 127
     low, high = codes[:, 0::2], codes[:, 1::2]
     payload = MxFp4(
-        codes=(low | high << 4).to(torch.uint8)[None, None], scales=scales.to(torch.uint8)[None, None], shape=(1, 1, 64, 128)
+        codes=(low | high << 4).to(torch.uint8)[None, None],
+        scales=scales.to(torch.uint8)[None, None],
+        shape=(1, 1, 64, 128),
     )
     packed = pack_w4a8(payload, None)
     x = reorder_codes(torch.eye(128).to(torch.float8_e4m3fn), REORDERED)

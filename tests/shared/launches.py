@@ -33,6 +33,8 @@ from collegium.types import MoESpec
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
 
+    from collegium.runtime.nvrtc import CudaKernel
+
 __all__ = ["CudaVariant", "Launches", "Variant", "layer_on", "pretending"]
 
 _HOMES = ("collegium.runtime.launch", "collegium.runtime.machine")  # ask torch, and are asked through others

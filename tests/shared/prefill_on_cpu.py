@@ -46,7 +46,7 @@ _MAX_RANK = 5  # dimensions of a tensor map
 
 
 class _Text(NamedTuple):
-    """A kernel as a library. parts: of its text. threads: of a block. counters: the tensor that begins and ends zero."""
+    """A kernel. parts: of its text. threads: of a block. counters: which tensor begins and ends as zeros."""
 
     parts: tuple[str, ...]
     threads: int

@@ -268,7 +268,9 @@ class PackedExperts(PackedWeights):
             prefill_gemm(h, matrix, offsets, replace(tiles, row_offsets=_row_offsets(batch)), out, x_scale=h_scale)
         return out
 
-    def _run_large_four_bit(self, batch: ContiguousBatch, tile: TileChoice, out: Tensor, memory: Memory | None) -> Tensor:
+    def _run_large_four_bit(
+        self, batch: ContiguousBatch, tile: TileChoice, out: Tensor, memory: Memory | None
+    ) -> Tensor:
         """Write both products of four-bit weights to ``out``, with the bits of the small tiles."""
         offsets, used, memory_x = batch.expert_offsets, _used_rows(batch), part(memory, "x")
         if batch.input_weights is None:

@@ -1,4 +1,4 @@
-"""One product of a large batch on Hopper with MXFP4 weights and E4M3 rows: the kernel in CUDA, ``kernels/w4_prefill.cu``.
+"""One product of a large batch on Hopper, MXFP4 weights and E4M3 rows: the kernel in CUDA, ``kernels/w4_prefill.cu``.
 
 The formulas, the order of every sum and so the bits of a row are those of ``kernels/w4a8.py``.
 Shape letters: R rows, E experts, P parts, N outputs of a part, K inputs.
@@ -55,8 +55,8 @@ def w4_prefill_gemm(
         raise InputError("w4_prefill_gemm: the tiles are not counted; list them with tile_list")
     if x.data_ptr() % 16 or not x.is_contiguous() or x.shape[1] != layout.x_columns:
         raise InputError(
-            f"w4_prefill_gemm: x is {tuple(x.shape)} with strides {x.stride()} at {x.data_ptr():#x}; these weights need "
-            f"contiguous [rows, {layout.x_columns}] at a multiple of 16 bytes; use grouped_gemm"
+            f"w4_prefill_gemm: x is {tuple(x.shape)} with strides {x.stride()} at {x.data_ptr():#x}; these weights "
+            f"need contiguous [rows, {layout.x_columns}] at a multiple of 16 bytes; use grouped_gemm"
         )
     values, scale, row_scale, bias = packed.pointers
     inputs = (x, values, scale, tiles.used[1:], x_scale, row_scale, bias)
@@ -117,9 +117,7 @@ def _product(width: int) -> str:
     )
 
 
-def _constants(
-    packed: PackedMatrix, tiles: TileList, out: Tensor, activation: ActivationSpec | None
-) -> dict[str, int]:
+def _constants(packed: PackedMatrix, tiles: TileList, out: Tensor, activation: ActivationSpec | None) -> dict[str, int]:
     """Return the compile-time constants; ``w4_prefill.cu`` documents them."""
     layout, kind = packed.layout, activation_kind(activation)
     n_out = layout.shape[2]

@@ -10,7 +10,15 @@ from .fitted import DEQUANTIZE, LARGE
 from .problem import Operands, TileChoice, TileProblem, TunedTiles
 from .score import score
 
-__all__ = ["FOUR_BIT_TOKENS", "LARGE_BLOCK_N", "choose", "dequantize_threshold", "large_from", "nearest", "prefill_tile"]
+__all__ = [
+    "FOUR_BIT_TOKENS",
+    "LARGE_BLOCK_N",
+    "choose",
+    "dequantize_threshold",
+    "large_from",
+    "nearest",
+    "prefill_tile",
+]
 
 LARGE_BLOCK_N = 128  # weight rows of an operand of a large batch's tile, which has two
 FOUR_BIT_TOKENS = 160  # of the widest tile of four-bit weights in a large batch
