@@ -11,12 +11,10 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
-from unittest.mock import patch
 
 import torch
 
@@ -30,16 +28,14 @@ from collegium.commands.measure import (
     take_turns,
 )
 from collegium.dummy.weights import random_weights
-from collegium.experts.triton import tiling
 from collegium.experts.triton.grouped import tile_list
-from collegium.experts.triton.tiles import choice
-from collegium.experts.triton.tiles.fitted import LARGE
 from collegium.experts.triton.w4_prefill import w4_prefill_gemm
 from collegium.layer import MoELayer
 from collegium.ops.operand import gather_codes, operand
 from collegium.ops.quantize import REORDERED
 from collegium.parallel.local import Local
-from collegium.planning import kernel_named
+from collegium.planning import kernel_named, plan
+from collegium.problem import Overrides
 from collegium.runtime.devices import probe
 
 if TYPE_CHECKING:
@@ -55,49 +51,38 @@ MODELS = SHAPES | {  # H, I, E, top-k
     "qwen3_235b": (4096, 1536, 128, 8),
     "glm_4_5_air": (4096, 1408, 128, 8),
 }
-LARGE_TILES, SMALL_TILES = "w4_prefill", "small tiles"
 Inputs = list[tuple["Tensor", "Routing"]]
 
 
-@contextmanager
-def tiles_of(way: str) -> Generator[None]:
-    """Decide inside the block that every batch runs in this way."""
-    fitted = patch.object(choice, "LARGE", replace(LARGE, four_bits=0))
-    with fitted if way == LARGE_TILES else patch.object(tiling, "prefill_tile", lambda *_: None):
-        yield
+def plan_of(spec: MoESpec, tiles: Any, max_tokens: int) -> Plan:
+    """Return the plan of a layer whose batches all run in small or in large tiles."""
+    planned = planned_layer(spec, RECIPE, probe(torch.device("cuda")), max_tokens)
+    return plan(planned.problem, Overrides(activation_format=RECIPE[1], tiles=tiles))
 
 
 def layers_of(spec: MoESpec, weights: Any, counts: dict[int, Inputs]) -> dict[str, MoELayer]:
-    """Return a layer for each way, which has decided on its tiles and compiled its kernels."""
+    """Return a layer for each family of tiles, which has compiled its kernels."""
     layers: dict[str, MoELayer] = {}
-    for way in (LARGE_TILES, SMALL_TILES):
-        with tiles_of(way):
-            plan = planned_layer(spec, RECIPE, probe(torch.device("cuda")), max(counts))
-            layers[way] = MoELayer(weights, plan)
-            for tokens, inputs in counts.items():
-                start = time.perf_counter()
-                with torch.inference_mode():
-                    for x, routing in inputs:
-                        layers[way](x, routing=routing)
-                torch.cuda.synchronize()
-                print(f"  {way}, {tokens} tokens: first calls took {time.perf_counter() - start:.1f} s", flush=True)
+    for tiles in ("large", "small"):
+        layers[tiles] = MoELayer(weights, plan_of(spec, tiles, max(counts)))
+        for tokens, inputs in counts.items():
+            start = time.perf_counter()
+            with torch.inference_mode():
+                for x, routing in inputs:
+                    layers[tiles](x, routing=routing)
+            torch.cuda.synchronize()
+            print(f"  {tiles}, {tokens} tokens: first calls took {time.perf_counter() - start:.1f} s", flush=True)
     return layers
 
 
-def steps_of(plan: Plan, packed: PackedExperts, case: tuple[Tensor, Routing]) -> dict[str, Callable[[], object]]:
+def steps_of(layer_plan: Plan, packed: PackedExperts, case: tuple[Tensor, Routing]) -> dict[str, Callable[[], object]]:
     """Return every step of a large batch by itself."""
     x, routing = case
-    local = Local(num_experts=plan.problem.spec.num_experts)
+    local = Local(num_experts=layer_plan.problem.spec.num_experts)
     batch, handle = local.dispatch(x, routing)
     source, offsets = batch.source, batch.expert_offsets
     rows = source.numel()
-    with tiles_of(LARGE_TILES):
-        tile = tiling.ProductTiling(
-            gate_up=packed.gate_up.layout,
-            down=packed.down.layout,
-            machine=packed.machine,
-            activations=packed.activations,
-        ).large(rows)
+    tile = packed.tiling.large(rows)
     assert tile is not None
     tiles = tile_list(offsets, rows, tile)
     codes, scale = operand(x, packed.forms[0], order=REORDERED)
@@ -132,10 +117,10 @@ def steps_of(plan: Plan, packed: PackedExperts, case: tuple[Tensor, Routing]) ->
     }
 
 
-def times_of_steps(plan: Plan, packed: PackedExperts, inputs: Inputs) -> dict[str, float]:
+def times_of_steps(layer_plan: Plan, packed: PackedExperts, inputs: Inputs) -> dict[str, float]:
     """Return the microseconds of every step."""
     device = torch.device("cuda")
-    each = [steps_of(plan, packed, case) for case in inputs]
+    each = [steps_of(layer_plan, packed, case) for case in inputs]
     pool = graph_pool(device)
     passes = {name: prepare_pass([steps[name] for steps in each], device, pool=pool) for name in each[0]}
     return {name: 1e6 * seconds / len(each) for name, seconds in take_turns(passes, device).items()}
@@ -177,10 +162,10 @@ def measure_model(shape: str, asked: argparse.Namespace, ceilings: Ceilings) -> 
             del passes
         del layers
         if asked.steps:
-            plan = planned_layer(spec, RECIPE, probe(device), max(asked.tokens))
-            packed = cast("PackedExperts", kernel_named(plan.kernel).pack(weights, plan.problem.routed))
+            large = plan_of(spec, "large", max(asked.tokens))
+            packed = cast("PackedExperts", kernel_named(large.kernel).pack(weights, large.problem.routed))
             for tokens, inputs in counts.items():
-                steps = times_of_steps(plan, packed, inputs)
+                steps = times_of_steps(large, packed, inputs)
                 print(f"  {shape} {style} {tokens}:", ", ".join(f"{n} {us:.1f}" for n, us in steps.items()), flush=True)
             del packed
         torch.cuda.empty_cache()

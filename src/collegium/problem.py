@@ -9,6 +9,7 @@ from .types import ActivationSpec, MoESpec, RoutingSpec, require
 __all__ = [
     "COMBINES",
     "SHARED_MODES",
+    "TILES",
     "Combine",
     "DeviceFacts",
     "ExpertsProblem",
@@ -17,12 +18,15 @@ __all__ = [
     "Problem",
     "Refusal",
     "SharedMode",
+    "Tiles",
 ]
 
 Combine = Literal["exact", "reduced", "reduced_fp8"]
 COMBINES = ("exact", "reduced", "reduced_fp8")
 SharedMode = Literal["sequential", "side_stream", "merged"]
 SHARED_MODES = ("sequential", "side_stream", "merged")
+Tiles = Literal["small", "large"]
+TILES = ("small", "large")
 _DTYPES = ("bf16", "fp16", "fp32")
 
 
@@ -80,7 +84,7 @@ class ExpertsProblem:
     ``[experts, hidden, intermediate]``. weighted: rows are multiplied by a weight before they are quantised.
     tokens, rows: maximum of one batch; a row is one token at one of its experts.
     weight_format: of gate_up, and of down unless ``down_format`` names another.
-    activation_format: of rows before each product. dtype: of the tokens.
+    activation_format: of rows before each product. dtype: of the tokens. tiles: see ``Overrides``.
     """
 
     experts: int
@@ -97,6 +101,7 @@ class ExpertsProblem:
     activation_format: str
     device: DeviceFacts
     down_format: str | None = None
+    tiles: Tiles | None = None
 
     @property
     def formats(self) -> tuple[str, str]:
@@ -118,7 +123,7 @@ class Problem:
     placement: the experts of this rank; None: all experts, whole. graph: a CUDA graph must be able to capture the
         layer.
     combine: how rows return from other ranks, one of ``COMBINES``. sent_as: activation format of the codes that travel
-        to other ranks, None for unquantised tokens; set by the plan.
+        to other ranks, None for unquantised tokens; set by the plan. tiles: see ``Overrides``; set by the plan.
     """
 
     spec: MoESpec
@@ -131,6 +136,7 @@ class Problem:
     combine: Combine = "exact"
     sent_as: str | None = None
     out_dtype: Literal["bf16", "fp16", "fp32"] | None = None
+    tiles: Tiles | None = None
 
     def __post_init__(self) -> None:
         require(self.device.kind in ("cpu", "cuda"), "device kind", self.device.kind, "cpu, cuda")
@@ -195,6 +201,7 @@ class Problem:
             dtype=self.dtype,
             activation_format=self.activation_format or self.dtype,
             device=self.device,
+            tiles=self.tiles,
         )
 
     def with_merged_experts(self, count: int) -> "Problem":
@@ -217,6 +224,8 @@ class Overrides:
     combine: one of ``COMBINES``, for layers over ranks. shared: one of ``SHARED_MODES``, how the shared expert runs.
     ``sequential``: after the routed experts; ``side_stream``: on a side stream in a CUDA graph, for small batches;
     ``merged``: split into routed experts that receive every token. Ignored for layers without a shared expert.
+    tiles: one of ``TILES``: whether sorted batches of any size run in small tiles or in those of large batches, which
+    have the same bits; None: those that are faster for the number of rows.
     """
 
     kernel: str | None = None
@@ -225,9 +234,11 @@ class Overrides:
     pipeline: str | None = None
     combine: Combine | None = None
     shared: SharedMode | None = None
+    tiles: Tiles | None = None
 
     def __post_init__(self) -> None:
         require(self.shared in (None, *SHARED_MODES), "shared", self.shared, ", ".join(SHARED_MODES))
+        require(self.tiles in (None, *TILES), "tiles", self.tiles, ", ".join(TILES))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,20 +13,20 @@ if torch.cuda.is_available():
     pytest.skip("tests/gpu makes these comparisons on the device", allow_module_level=True)
 
 from collegium.encoding import encode_experts
-from collegium.errors import InputError
+from collegium.errors import InputError, PlanError, SpecError
 from collegium.experts.reference import Reference
 from collegium.experts.triton.grouped import tile_list
 from collegium.experts.triton.packing import pack_w4a8
 from collegium.experts.triton.table import TritonW4A8
 from collegium.experts.triton.tiles.choice import prefill_tile
-from collegium.experts.triton.tiles.fitted import LargeConstants
 from collegium.experts.triton.tiles.problem import TileChoice
 from collegium.experts.triton.w4_prefill import w4_prefill_gemm
 from collegium.formats import MxFp4
 from collegium.kernels.enums import NOWHERE
 from collegium.ops.quantize import REORDERED, activation_format, reorder_codes
 from collegium.parallel.local import Local
-from collegium.problem import DeviceFacts, Problem
+from collegium.planning import plan
+from collegium.problem import DeviceFacts, Overrides, Problem
 from collegium.runtime.machine import Machine, machine_of
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
 from collegium.types import ACTIVATION_KINDS, ActivationSpec, MoESpec, Routing, RoutingSpec
@@ -146,7 +146,7 @@ def test_every_code_and_scale() -> None:
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize(("dtype", "kind"), [("bf16", "swiglu"), ("fp16", "swiglu_oai")])
-def test_layers_of_large_batches(weighted: bool, dtype: Any, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_of_large_batches(weighted: bool, dtype: Any, kind: Any) -> None:
     spec = MoESpec(
         hidden_size=176,
         intermediate_size=96,
@@ -160,8 +160,7 @@ def test_layers_of_large_batches(weighted: bool, dtype: Any, kind: Any, monkeypa
     problem = Problem(spec=spec, device=device, activation_format="fp8_token", dtype=dtype)
     made = encode_experts(random_experts(5, 2, 96, 176, seed=1, bias=True), "mxfp4")
     small = TritonW4A8().pack(made, problem.routed)
-    large = replace(small, machine=Machine(copies=True, compiles=True))
-    monkeypatch.setattr("collegium.experts.triton.tiles.choice.LARGE", LargeConstants(four_bits=1))
+    large = replace(small, machine=Machine(copies=True, compiles=True), forced="large")
     x = heavy_tailed(90, 176, seed=3).to(torch.bfloat16 if dtype == "bf16" else torch.float16)
     ids = uneven_ids(90, 2, 5, seed=2)
     ids[0, 0] = -1
@@ -192,9 +191,34 @@ def test_which_batches_are_large() -> None:
     assert tile(256 * 16, groups=True) is None, "scales of groups of columns"
     assert tile(256 * 16, machine=machine_of((9, 0), 132, nvrtc=False)) is None
     assert tile(256 * 16, machine=machine_of((10, 0), 132)) is None
+    problem = replace(first.layout, shape=(256, *first.layout.shape[1:])).problem(8, 8, False)
+    assert prefill_tile(problem, hopper, always=True) == found
     assert first.layout.runs_large
     assert not weights_of(1, 204, 128)[0].layout.runs_large
     assert first.layout.dequantized_bytes == 0
+
+
+def test_tiles_that_a_caller_forces() -> None:
+    spec = MoESpec(
+        hidden_size=1024, intermediate_size=512, num_experts=16, routing=RoutingSpec(top_k=2), weight_format="mxfp4"
+    )
+    hopper = DeviceFacts(kind="cuda", capability=(9, 0))
+    problem = Problem(spec=spec, device=hopper, activation_format="fp8_token")
+    assert {each.tiles for each in plan(problem).token_ranges} == {"small tiles", "large tiles"}
+    assert {each.tiles for each in plan(problem, Overrides(tiles="small")).token_ranges} == {"small tiles"}
+    forced = plan(problem, Overrides(tiles="large", pipeline="split"))
+    assert [each.tiles for each in forced.token_ranges] == ["large tiles"]
+    assert "large tiles" in forced.explain()
+    assert [each.tiles for each in plan(problem, Overrides(tiles="large")).token_ranges] == [
+        "small tiles",
+        "large tiles",
+    ]
+    with raises_with(PlanError, "large tiles were forced"):
+        plan(replace(problem, device=replace(hopper, nvrtc=False)), Overrides(tiles="large"))
+    with raises_with(PlanError, "large tiles were forced"):
+        plan(replace(problem, activation_format="fp8_group128"), Overrides(tiles="large"))
+    with raises_with(SpecError, "tiles"):
+        Overrides(tiles="wide")  # pyright: ignore[reportArgumentType]
 
 
 def test_unaligned_rows_refused() -> None:

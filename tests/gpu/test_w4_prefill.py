@@ -17,9 +17,6 @@ from collegium.experts.reference import Reference
 from collegium.experts.triton.grouped import grouped_gemm, tile_list
 from collegium.experts.triton.packing import pack_w4a8
 from collegium.experts.triton.table import TritonW4A8
-from collegium.experts.triton.tiles import choice
-from collegium.experts.triton.tiles.choice import prefill_tile
-from collegium.experts.triton.tiles.fitted import LARGE
 from collegium.experts.triton.tiles.problem import TileChoice
 from collegium.experts.triton.w4_prefill import w4_prefill_gemm
 from collegium.formats import MxFp4
@@ -43,15 +40,9 @@ SMALL_TILE = TileChoice(block_n=128, block_t=128, warps=4, stages=2)
 TOP_K = 4
 
 
-@pytest.fixture(autouse=True)
-def large_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run every batch with the large tiles."""
-    monkeypatch.setattr(choice, "LARGE", replace(LARGE, four_bits=0))
-
-
 def small(packed: PackedExperts) -> PackedExperts:
     """Return the same experts, which multiply in small tiles whatever the batch."""
-    return replace(packed, machine=replace(packed.machine, compiles=False))
+    return replace(packed, forced="small")
 
 
 def build(
@@ -63,7 +54,7 @@ def build(
     act: str = "fp8_token",
     **changes: Any,
 ) -> tuple[Any, Any, Problem]:
-    """Return packed experts with biases, the weights they were packed from, and the problem."""
+    """Return packed experts whose batches all run in large tiles, what they were packed from, and the problem."""
     activation = changes.pop("activation", ActivationSpec(limit=2.0))
     bias = changes.pop("bias", True)
     spec = MoESpec(
@@ -84,7 +75,8 @@ def build(
         gate_up_bias=None if made.gate_up_bias is None else made.gate_up_bias.cuda(),
         down_bias=None if made.down_bias is None else made.down_bias.cuda(),
     )
-    return TritonW4A8().pack(made, problem.routed), made, problem
+    packed = TritonW4A8().pack(made, problem.routed)
+    return replace(packed, forced="large"), made, problem
 
 
 def routed_ids(style: str, tokens: int, experts: int) -> torch.Tensor:
@@ -297,9 +289,8 @@ def test_nan_tokens_stay_in_their_rows() -> None:
     assert torch.equal(found[:stop][~hit], clean[:stop][~hit])
 
 
-def test_layers_of_published_sizes_choose_large_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
+def test_many_rows_choose_large_tiles() -> None:
     packed, _, _ = build(experts=64, wide=704, hidden=1024)
-    rows = 64 * 64
-    assert prefill_tile(packed.gate_up.layout.problem(rows, 8, False), packed.machine) is not None
-    assert packed.tiling.large(rows) is not None
+    chosen = replace(packed, forced=None)
+    assert chosen.tiling.large(64 * 64) is not None
+    assert chosen.tiling.large(64) is None

@@ -16,6 +16,7 @@ from ...errors import InputError
 from ...ops.columns import ZeroPointCorrection, gather_columns
 from ...ops.operand import Operand, gather_codes, operand, transpose_scales
 from ...ops.quantize import AS_IS, ActivationFormat, formats_within, reorder_codes
+from ...problem import Tiles
 from ...runtime.launch import align_rows
 from ...runtime.machine import Machine
 from ...runtime.memory import Memory, alloc, part
@@ -47,8 +48,8 @@ class PackedExperts(PackedWeights):
     - unsorted (``run_unsorted``): few assignments in the order of their ids, each in a separate tile.
 
     activations: the format whose E4M3 codes are multiplied, or None to multiply in the dtype of x. input_reach: of a
-    static format. tiles, measured: as in ``ProductTiling``. report: what packing rounded, or how it stores weights
-    whose size a plan cannot tell. forms: the format of each product's rows.
+    static format. tiles, measured, forced: as in ``ProductTiling``. report: what packing rounded, or how it stores
+    weights whose size a plan cannot tell. forms: the format of each product's rows.
     """
 
     gate_up: PackedMatrix
@@ -59,6 +60,7 @@ class PackedExperts(PackedWeights):
     input_reach: tuple[float, float] | None = None
     tiles: TilePair | None = None
     measured: tuple[TunedTiles, TunedTiles] = ((), ())
+    forced: Tiles | None = None
     report: object | None = None
     _tiling: ProductTiling = field(init=False, compare=False, repr=False)
     forms: tuple[ActivationFormat | None, ...] = field(init=False, compare=False, repr=False)
@@ -74,6 +76,7 @@ class PackedExperts(PackedWeights):
             activations=self.activations,
             tiles=self.tiles,
             measured=self.measured,
+            forced=self.forced,
             aligned=self.gate_up.values.data_ptr() % 16 == 0 == self.down.values.data_ptr() % 16,
         )
         object.__setattr__(self, "_tiling", tiling)
@@ -86,7 +89,14 @@ class PackedExperts(PackedWeights):
     @property
     def key(self) -> Hashable:
         """Everything besides the tiling that selects kernel variants of these experts."""
-        key: list[Hashable] = [self.activation, self.machine, self.activations, self.tiles, self.measured]
+        key: list[Hashable] = [
+            self.activation,
+            self.machine,
+            self.activations,
+            self.tiles,
+            self.measured,
+            self.forced,
+        ]
         for matrix in (self.gate_up, self.down):
             key.append(matrix.layout)
             tensors = (matrix.values, matrix.scale, matrix.row_scale, matrix.bias, matrix.order)

@@ -46,18 +46,21 @@ def choose(problem: TileProblem, machine: Machine) -> TileChoice:
     return min(tiles, key=lambda tile: score(problem, tile, machine))
 
 
-def prefill_tile(problem: TileProblem, machine: Machine) -> TileChoice | None:
+def prefill_tile(problem: TileProblem, machine: Machine, *, always: bool = False) -> TileChoice | None:
     """Return the tile of ``prefill_gemm`` or ``w4_prefill_gemm`` for ``problem`` where it is faster, otherwise None.
 
     They need a Hopper GPU with NVRTC, operands of one width, weights that are decoded to 16 bits first, or four-bit
-    weights with one operand and scale, rows of a multiple of 16 bytes, and enough rows for each expert.
+    weights with one operand and scale, rows of a multiple of 16 bytes, and enough rows for each expert. always: with
+    any number of rows.
     """
     if not machine.compiles or problem.experts * problem.parts * problem.n_out >= 1 << 31:
         return None
     # Blocks come in pairs, which share their tokens.
     programs = machine.sms // 2 * 2
     if problem.kind is Operands.FOUR_BIT:
-        if problem.promoted or problem.operands > 1 or problem.rows < large_from(problem, machine) * problem.experts:
+        if problem.promoted or problem.operands > 1:
+            return None
+        if not always and problem.rows < large_from(problem, machine) * problem.experts:
             return None
         return TileChoice(
             block_n=_FOUR_BIT_ROWS,
@@ -74,7 +77,7 @@ def prefill_tile(problem: TileProblem, machine: Machine) -> TileChoice | None:
     else:
         fits = problem.x_bits >= 16 and problem.k_in % 8 == 0 and problem.k_in >= _MIN_K
         min_rows = dequantize_threshold(problem, machine)
-    if not fits or problem.rows < min_rows * problem.experts:
+    if not fits or (not always and problem.rows < min_rows * problem.experts):
         return None
     # Three groups of warps multiply 64 rows each.
     return TileChoice(block_n=LARGE_BLOCK_N, block_t=192, warps=12, stages=5, group_t=_LARGE_GROUP_T, programs=programs)
