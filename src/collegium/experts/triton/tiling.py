@@ -207,7 +207,8 @@ def product_regions(problem: ExpertsProblem, tiling: ProductTiling) -> Regions:
     if large:
         # Rows are put in order first.
         x = elementwise_max(x, operand_regions(rows, hidden, name, order=order, gathered=True, dtype=dtype))
-        if isinstance(tiling.gate_up, Words):
+        if isinstance(tiling.gate_up, Words) and not problem.weighted:
+            # Each token is quantised once, before its codes are copied for each of its experts.
             tokens = operand_regions(problem.tokens, hidden, name, order=order, dtype=dtype)
             x |= with_prefix("tokens", tokens)
         regions["scales"] = 4 * rows * -(-intermediate // LARGE_BLOCK_N)
