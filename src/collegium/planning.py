@@ -412,7 +412,12 @@ def plan(problem: Problem, overrides: Overrides | None = None) -> Plan:
     overrides = overrides or Overrides()
     require(type(overrides) is Overrides, "overrides", overrides, "an Overrides, such as Overrides(kernel=...)")
     activations = activation_format(overrides.activation_format or problem.activation_format or problem.dtype).name
-    problem = replace(problem, activation_format=activations, combine=overrides.combine or problem.combine)
+    problem = replace(
+        problem,
+        activation_format=activations,
+        combine=overrides.combine or problem.combine,
+        tiles=overrides.tiles or problem.tiles,
+    )
     refusals: list[Refusal] = []
     kernel = _choose_kernel(problem, overrides, refusals)
     problem = _with_wire_format(problem, kernel)
@@ -487,7 +492,7 @@ def _choose_kernel(problem: Problem, overrides: Overrides, refusals: list[Refusa
     """Return the kernel of the routed experts; raises PlanError."""
 
     def refuse(kernel: ExpertKernel) -> str | None:
-        return _cannot_capture(kernel, problem) or kernel.refuse(problem.routed)
+        return _cannot_capture(kernel, problem) or kernel.refuse(problem.routed) or _refuse_tiles(kernel, problem)
 
     kernel = _first_accepting("kernel", experts.KERNELS, overrides.kernel, refuse, refusals)
     if kernel is None:
@@ -498,6 +503,17 @@ def _choose_kernel(problem: Problem, overrides: Overrides, refusals: list[Refusa
             "Remove the override, or change the limit named above."
         )
     return kernel
+
+
+def _refuse_tiles(kernel: ExpertKernel, problem: Problem) -> str | None:
+    """Return why ``kernel`` cannot run the tiles that were forced, or None."""
+    routed = problem.routed
+    if routed.tiles is None:
+        return None
+    family = kernel.tiling(routed).family(routed.rows)
+    if family == f"{routed.tiles} tiles":
+        return None
+    return f"{routed.tiles} tiles were forced; on this device these weights have {family or 'no tiles'}"
 
 
 def _choose_dispatcher(problem: Problem, overrides: Overrides, refusals: list[Refusal]) -> DispatcherKind:

@@ -9,6 +9,7 @@ from .types import ActivationSpec, MoESpec, RoutingSpec, require
 __all__ = [
     "COMBINES",
     "SHARED_MODES",
+    "TILES",
     "Combine",
     "DeviceFacts",
     "ExpertsProblem",
@@ -17,12 +18,15 @@ __all__ = [
     "Problem",
     "Refusal",
     "SharedMode",
+    "Tiles",
 ]
 
 Combine = Literal["exact", "reduced", "reduced_fp8"]
 COMBINES = ("exact", "reduced", "reduced_fp8")
 SharedMode = Literal["sequential", "side_stream", "overlapped", "merged", "sliced"]
 SHARED_MODES = ("sequential", "side_stream", "overlapped", "merged", "sliced")
+Tiles = Literal["small", "large"]
+TILES = ("small", "large")
 _DTYPES = ("bf16", "fp16", "fp32")
 
 
@@ -80,7 +84,7 @@ class ExpertsProblem:
     ``[experts, hidden, intermediate]``. weighted: rows are multiplied by a weight before they are quantised.
     tokens, rows: maximum of one batch; a row is one token at one of its experts.
     weight_format: of gate_up, and of down unless ``down_format`` names another.
-    activation_format: of rows before each product. dtype: of the tokens.
+    activation_format: of rows before each product. dtype: of the tokens. tiles: see ``Overrides``.
     """
 
     experts: int
@@ -97,6 +101,7 @@ class ExpertsProblem:
     activation_format: str
     device: DeviceFacts
     down_format: str | None = None
+    tiles: Tiles | None = None
 
     @property
     def formats(self) -> tuple[str, str]:
@@ -119,7 +124,7 @@ class Problem:
         layer.
     combine: how rows return from other ranks, one of ``COMBINES``. sent_as: activation format of the codes that travel
         to other ranks, None for unquantised tokens; set by the plan. shared_slices: number of ranks that have a slice
-        of the shared expert; set by the plan.
+        of the shared expert; set by the plan. tiles: see ``Overrides``; set by the plan.
     """
 
     spec: MoESpec
@@ -133,6 +138,7 @@ class Problem:
     sent_as: str | None = None
     out_dtype: Literal["bf16", "fp16", "fp32"] | None = None
     shared_slices: int = 1
+    tiles: Tiles | None = None
 
     def __post_init__(self) -> None:
         require(self.device.kind in ("cpu", "cuda"), "device kind", self.device.kind, "cpu, cuda")
@@ -197,6 +203,7 @@ class Problem:
             dtype=self.dtype,
             activation_format=self.activation_format or self.dtype,
             device=self.device,
+            tiles=self.tiles,
         )
 
     def with_merged_experts(self, count: int) -> "Problem":
@@ -222,7 +229,8 @@ class Overrides:
     ``overlapped``: during an exchange with other ranks; ``merged``: split into routed experts that receive every token;
     ``sliced``: every rank has a slice of its width, for the dispatcher ``partial``. Ignored for layers without a
     shared expert. microbatches: 2: a batch runs as two halves, and one half's tokens travel between ranks while the
-    experts run the other half; None: 1.
+    experts run the other half; None: 1. tiles: one of ``TILES``: whether sorted batches of any size run in small tiles
+    or in those of large batches, which have the same bits; None: those that are faster for the number of rows.
     """
 
     kernel: str | None = None
@@ -232,11 +240,13 @@ class Overrides:
     combine: Combine | None = None
     shared: SharedMode | None = None
     microbatches: int | None = None
+    tiles: Tiles | None = None
 
     def __post_init__(self) -> None:
         require(self.shared in (None, *SHARED_MODES), "shared", self.shared, ", ".join(SHARED_MODES))
         count = self.microbatches
         require(count is None or (type(count) is int and count in (1, 2)), "microbatches", count, "None, 1 or 2")
+        require(self.tiles in (None, *TILES), "tiles", self.tiles, ", ".join(TILES))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

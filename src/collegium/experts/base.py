@@ -29,7 +29,7 @@ class Tiling:
 
     __slots__ = ()
 
-    def family(self, rows: int) -> str:
+    def family(self, rows: int, *, unsorted: bool = False) -> str:
         """Return the printed name of the tiles of a batch of ``rows`` rows; empty without tiles."""
         return ""
 

@@ -77,6 +77,10 @@ class DirectKind(PipelineKind):
         """Return the largest number of tokens that the kernel runs faster unsorted."""
         return tiling.unsorted_tokens(top_k)
 
+    def family(self, tiling: Tiling, rows: int) -> str:
+        """Return the name of the tiles for unsorted rows."""
+        return tiling.family(rows, unsorted=True)
+
     def regions(self, query: PipelineQuery) -> Regions:
         """Return the regions of the experts' kernel, and of the sum where the experts have a latent width."""
         spec = query.problem.spec

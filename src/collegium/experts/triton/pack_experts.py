@@ -40,6 +40,7 @@ def pack_both(packers: tuple[Packer, Packer], weights: ExpertWeights[Any], probl
         activation=problem.activation,
         machine=machine_at(weights.down.device),
         activations=form,
+        forced=problem.tiles,
         input_reach=weights.input_reach if form is not None and form.static else None,
         report=_combine_reports(gate_up.report, down.report),
     )

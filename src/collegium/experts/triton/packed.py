@@ -17,6 +17,7 @@ from ...errors import InputError
 from ...ops.columns import ZeroPointCorrection, gather_columns
 from ...ops.operand import Operand, gather_codes, operand, transpose_scales
 from ...ops.quantize import AS_IS, ActivationFormat, formats_within, reorder_codes
+from ...problem import Tiles
 from ...runtime.launch import align_rows
 from ...runtime.machine import Machine
 from ...runtime.memory import Memory, alloc, part
@@ -24,6 +25,7 @@ from ...types import ActivationSpec, ContiguousBatch, RemoteOutput
 from ..base import PackedWeights, refuse_codes
 from .dequantized import dequantized_groups
 from .grouped import TileList, grouped_gemm, rescale, tile_list
+from .layout import Words
 from .low_rank import AdaptedRows, low_rank_rows
 from .matrix import PackedMatrix
 from .prefill import CodeScales, prefill_gemm
@@ -31,6 +33,7 @@ from .tiles.choice import LARGE_BLOCK_N
 from .tiles.problem import TileChoice, TunedTiles
 from .tiling import ProductTiling, TilePair, middle_format, reads_transposed_scales
 from .tuning import MeasuredProduct
+from .w4_prefill import w4_prefill_gemm
 
 __all__ = ["PackedExperts"]
 
@@ -43,14 +46,14 @@ class PackedExperts(PackedWeights):
 
     - sorted (``run``): rows in expert order, cut into token tiles; ``grouped_gemm`` gathers the tokens.
     - large (``run`` with many rows): rows are gathered first, packed weights are dequantised once if that pays, and
-      ``prefill_gemm`` multiplies.
+      ``prefill_gemm`` multiplies; four-bit weights are decoded in registers, by ``w4_prefill_gemm``.
     - unsorted (``run_unsorted``): few assignments in the order of their ids, each in a separate tile.
 
     A batch with adapters never takes the large flow, whose kernel does not add low-rank changes.
 
     activations: the format whose E4M3 codes are multiplied, or None to multiply in the dtype of x. input_reach: of a
-    static format. tiles, measured: as in ``ProductTiling``. report: what packing rounded, or how it stores weights
-    whose size a plan cannot tell. forms: the format of each product's rows.
+    static format. tiles, measured, forced: as in ``ProductTiling``. report: what packing rounded, or how it stores
+    weights whose size a plan cannot tell. forms: the format of each product's rows.
     """
 
     gate_up: PackedMatrix
@@ -61,6 +64,7 @@ class PackedExperts(PackedWeights):
     input_reach: tuple[float, float] | None = None
     tiles: TilePair | None = None
     measured: tuple[TunedTiles, TunedTiles] = ((), ())
+    forced: Tiles | None = None
     report: object | None = None
     _tiling: ProductTiling = field(init=False, compare=False, repr=False)
     forms: tuple[ActivationFormat | None, ...] = field(init=False, compare=False, repr=False)
@@ -76,6 +80,7 @@ class PackedExperts(PackedWeights):
             activations=self.activations,
             tiles=self.tiles,
             measured=self.measured,
+            forced=self.forced,
             aligned=self.gate_up.values.data_ptr() % 16 == 0 == self.down.values.data_ptr() % 16,
         )
         object.__setattr__(self, "_tiling", tiling)
@@ -88,7 +93,14 @@ class PackedExperts(PackedWeights):
     @property
     def key(self) -> Hashable:
         """Everything besides the tiling that selects kernel variants of these experts."""
-        key: list[Hashable] = [self.activation, self.machine, self.activations, self.tiles, self.measured]
+        key: list[Hashable] = [
+            self.activation,
+            self.machine,
+            self.activations,
+            self.tiles,
+            self.measured,
+            self.forced,
+        ]
         for matrix in (self.gate_up, self.down):
             key.append(matrix.layout)
             tensors = (matrix.values, matrix.scale, matrix.row_scale, matrix.bias, matrix.order)
@@ -128,7 +140,8 @@ class PackedExperts(PackedWeights):
         rows = count if batch.rows is None else batch.rows
         large = self.tiling.large(rows) if batch.adapters is None else None
         if large is not None:
-            return self._run_large(batch, large, out, memory)
+            run_large = self._run_large_four_bit if isinstance(self.gate_up.layout, Words) else self._run_large
+            return run_large(batch, large, out, memory)
         return self._run_sorted(batch, self.tiling.pair(rows), out, memory)
 
     def run_unsorted(
@@ -281,6 +294,28 @@ class PackedExperts(PackedWeights):
         for matrix, offsets, tiles in groups(self.down):
             prefill_gemm(h, matrix, offsets, replace(tiles, row_offsets=_row_offsets(batch)), out, x_scale=h_scale)
         return out
+
+    def _run_large_four_bit(
+        self, batch: ContiguousBatch, tile: TileChoice, out: Tensor, memory: Memory | None
+    ) -> Tensor:
+        """Write both products of four-bit weights to ``out``, with the bits of the small tiles."""
+        offsets, used, memory_x = batch.expert_offsets, _used_rows(batch), part(memory, "x")
+        if batch.input_weights is None:
+            # Each token is quantised once, and its codes are copied for each of its experts.
+            codes, scale = self._token_operand(batch, part(memory_x, "tokens"))
+            assert scale is not None
+            x, x_scale = gather_codes(codes, scale, batch.source, used, memory_x)
+        else:
+            x, x_scale = self._gathered_operand(batch, self.gate_up.layout.row_order, memory_x)
+        count = batch.source.numel()
+        tiles = tile_list(offsets, count, tile, part(memory, "first"))
+        middle = self._middle(count, out, memory)
+        w4_prefill_gemm(x, self.gate_up, offsets, tiles, middle, x_scale=x_scale, activation=self.activation)
+        h, h_scale = operand(
+            middle, self.forms[1], order=self.down.layout.row_order, used=used, memory=part(memory, "h")
+        )
+        tiles = replace(tiles, row_offsets=_row_offsets(batch))
+        return w4_prefill_gemm(h, self.down, offsets, tiles, out, x_scale=h_scale)
 
     def _middle_codes(self, count: int, out: Tensor, memory: Memory | None) -> CodeScales | None:
         """Return where a large batch's first product stores scales, or None where it does not quantise its result."""

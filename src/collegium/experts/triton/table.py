@@ -169,7 +169,7 @@ class TritonKernel:
         machine = machine_for(problem.device)
         gate_up, down = self.layouts(problem, machine)
         activations = e4m3_format(problem.activation_format)
-        return ProductTiling(gate_up=gate_up, down=down, machine=machine, activations=activations)
+        return ProductTiling(gate_up=gate_up, down=down, machine=machine, activations=activations, forced=problem.tiles)
 
     def regions(self, problem: ExpertsProblem) -> Regions:
         """Return the memory of both products of a batch at most."""
