@@ -513,5 +513,7 @@ class MoELayer(PlannedModule):
     def variants(self, tokens: int) -> frozenset[Hashable]:
         """Return what a batch of ``tokens`` tokens needs compiled; equal members are compiled once."""
         routed = self._executor.pipeline_for(tokens).variants(tokens)
+        if self.adapters is not None:
+            routed |= self.experts.tiling.variants_with_adapters(tokens * self.spec.routing.top_k)
         shared = frozenset[Any]() if self.shared is None else self.shared.variants(tokens)
         return frozenset({("routed", variant) for variant in routed} | {("shared", variant) for variant in shared})

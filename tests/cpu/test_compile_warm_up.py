@@ -38,6 +38,8 @@ LAYERS: dict[str, tuple[dict[str, Any], dict[str, Any], str, dict[str, Any]]] = 
     "MXFP4, latent": ({"weight_format": "mxfp4", "latent_size": 128}, {}, "fp8_token", {}),
     "INT4, hash table": ({"weight_format": "int4_group"}, {"hash_routing": True}, "bf16", {"router": ("hash_table",)}),
     "NVFP4, weighted input": ({"weight_format": "nvfp4"}, {"weight_on_input": True}, "bf16", {}),
+    "BF16, adapters": ({"weight_format": "bf16"}, {}, "bf16", {"adapters": (3, 16)}),
+    "MXFP4, adapters": ({"weight_format": "mxfp4"}, {}, "fp8_token", {"adapters": (3, 16)}),
     "input of its own": ({"weight_format": "bf16"}, {"input_norm_eps": 1e-6}, "bf16", {"router": ()}),
 }  # fmt: skip
 
@@ -45,6 +47,7 @@ _PROGRAM = """
 import json, sys
 from dataclasses import replace
 import torch
+from adapted import random_adapters
 from launches import layer_on, pretending
 from collegium import LatentWeights, MoESpec, RouterWeights, Routing, RoutingSpec, SharedSpec, SharedWeights
 from collegium.dummy.weights import random_weights
@@ -69,7 +72,10 @@ def built(spec, rule, activations, parts):
     if made.latent_size is not None:
         down, up = torch.zeros(made.latent_size, HIDDEN), torch.zeros(HIDDEN, made.latent_size)
         given["latent"] = LatentWeights(down=down, up=up)
-    return layer_on(made, activations, limit=LIMIT, **given)
+    layer = layer_on(made, activations, limit=LIMIT, **given)
+    if "adapters" in parts:
+        layer.set_adapters(random_adapters(parts["adapters"], EXPERTS, 128, HIDDEN, gated=True))
+    return layer
 
 
 def asked(layer, tokens):
@@ -83,6 +89,9 @@ def asked(layer, tokens):
         for kind in (torch.float32, dtype):
             yield f"{whole} {kind}", x, {"routing": Routing(topk_ids=ids.to(whole), topk_weights=weights.to(kind))}
     usual = {"routing": Routing(topk_ids=ids, topk_weights=weights)}
+    if layer.adapters is not None:
+        for whole in (torch.int64, torch.int32):
+            yield f"adapters {whole}", x, {**usual, "adapter_ids": torch.zeros(tokens, dtype=whole)}
     wide = torch.zeros(tokens, EXPERTS, dtype=torch.int64)[:, 1 : TOP_K + 1]
     apart = Routing(topk_ids=wide, topk_weights=torch.zeros(tokens, EXPERTS)[:, 1 : TOP_K + 1])
     yield "columns of wider ids and weights", x, {"routing": apart}

@@ -19,6 +19,7 @@ from collegium.experts.triton.grouped import tile_list
 from collegium.experts.triton.packing import pack_w4a8
 from collegium.experts.triton.table import TritonW4A8
 from collegium.experts.triton.tiles.choice import prefill_tile
+from collegium.experts.triton.tiles.fitted import LARGE
 from collegium.experts.triton.tiles.problem import TileChoice
 from collegium.experts.triton.w4_prefill import w4_prefill_gemm
 from collegium.formats import MxFp4
@@ -184,13 +185,13 @@ def test_which_batches_are_large() -> None:
     def tile(rows: int, layout: Any = first.layout, *, groups: bool = False, machine: Machine = hopper) -> Any:
         return prefill_tile(replace(layout, shape=(256, *layout.shape[1:])).problem(rows, 8, groups), machine)
 
-    found = tile(256 * 16)
+    found = tile(256 * LARGE.four_bits)
     assert found is not None
     assert (found.block_t, found.programs) == (160, 132)
-    assert tile(256 * 16 - 1) is None
-    assert tile(256 * 16, groups=True) is None, "scales of groups of columns"
-    assert tile(256 * 16, machine=machine_of((9, 0), 132, nvrtc=False)) is None
-    assert tile(256 * 16, machine=machine_of((10, 0), 132)) is None
+    assert tile(256 * LARGE.four_bits - 1) is None
+    assert tile(256 * LARGE.four_bits, groups=True) is None, "scales of groups of columns"
+    assert tile(256 * LARGE.four_bits, machine=machine_of((9, 0), 132, nvrtc=False)) is None
+    assert tile(256 * LARGE.four_bits, machine=machine_of((10, 0), 132)) is None
     problem = replace(first.layout, shape=(256, *first.layout.shape[1:])).problem(8, 8, False)
     assert prefill_tile(problem, hopper, always=True) == found
     assert first.layout.runs_large

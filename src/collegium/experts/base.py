@@ -45,6 +45,10 @@ class Tiling:
         """Return keys of the kernel variants that a batch of ``rows`` rows needs; equal keys are compiled once."""
         return frozenset()
 
+    def variants_with_adapters(self, rows: int) -> frozenset[Hashable]:
+        """Return the ``variants`` that a sorted batch of ``rows`` rows with adapters needs."""
+        return self.variants(rows, unsorted=False)
+
 
 NO_TILES = Tiling()
 

@@ -134,7 +134,13 @@ class ProductTiling(Tiling):
     def variants(self, rows: int, *, unsorted: bool) -> frozenset[Hashable]:
         """Return the tiles of both products, and the sizes that the kernel that orders rows is compiled for."""
         large = None if unsorted else self.large(rows)
-        tiles = self.pair(rows) if large is None else (large, large)
+        return self._variants_of(self.pair(rows) if large is None else (large, large), rows, unsorted=unsorted)
+
+    def variants_with_adapters(self, rows: int) -> frozenset[Hashable]:
+        """Return the same for a sorted batch with adapters, which has small tiles."""
+        return self._variants_of(self.pair(rows), rows, unsorted=False)
+
+    def _variants_of(self, tiles: TilePair, rows: int, *, unsorted: bool) -> frozenset[Hashable]:
         variants: set[Hashable] = {(index, tile, unsorted) for index, tile in enumerate(tiles)}
         variants.add((unsorted, rows.bit_length(), power_at_least(rows), *self.block_t(rows)))
         return frozenset(variants)
