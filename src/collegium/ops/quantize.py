@@ -59,6 +59,7 @@ __all__ = [
 # How a product reads the codes of a row: K of them; padded to a multiple of 128; padded and in ``reorder_codes`` order.
 AS_IS, PADDED, REORDERED = range(3)
 
+_NVFP4_GROUP = 16  # columns that share an E4M3 scale
 _GLOBAL_FLOOR = 2.0**-117  # times the smallest E4M3 number, 2^-9, this is SMALLEST_SCALE
 
 
@@ -115,6 +116,11 @@ class ActivationFormat:
     def e4m3(self) -> bool:
         """Whether rows are operands of FP8 tensor cores: E4M3 codes, and float32 scales of a row or of groups."""
         return False
+
+    @property
+    def operand_format(self) -> "ActivationFormat | None":
+        """The format of the rows that tensor cores multiply, whose scales are float32; None: no kernel quantises."""
+        return self if self.e4m3 else None
 
     def quantize(self, x: Tensor) -> QuantizedRows:
         """Quantise ``x [R, K]`` (floating, K >= 1); raises ``InputError`` for another shape or dtype."""
@@ -254,7 +260,6 @@ class _Fp8(ActivationFormat):
         launch(e4m3_kernel, grid, args, constants, num_warps=warps_of(block_c * (block_r if self.group else 1)))
 
 
-@final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _NvFp4(ActivationFormat):
     """E2M1 codes, an E4M3 scale for each group of 16, and a float32 global scale for each row.
@@ -267,9 +272,13 @@ class _NvFp4(ActivationFormat):
     max_value: ClassVar[float] = E2M1_MAX * E4M3_MAX
     min_scale: ClassVar[float] = _GLOBAL_FLOOR
 
+    @property
+    def operand_format(self) -> ActivationFormat:
+        return _DecodedNvFp4(name=self.name, bits=16, static=self.static, scale=self.scale)
+
     def quantize(self, x: Tensor) -> QuantizedRows:
         check_rows(self.name, x)
-        groups = in_groups(x.to(torch.float32), self.group)
+        groups = in_groups(x.to(torch.float32), _NVFP4_GROUP)
         rows, columns = x.shape
         amax = groups.abs().amax(dim=2)
         row_amax = amax.amax(dim=1, keepdim=True)
@@ -289,12 +298,12 @@ class _NvFp4(ActivationFormat):
 
     def dequantize(self, rows: QuantizedRows) -> Tensor:
         scales = require_scales(self.name, rows.scales).to(torch.float32) * require_scales(self.name, rows.global_scale)
-        return e2m1_numbers(rows.codes)[:, : rows.shape[1]] * spread(scales, self.group, rows.shape[1])
+        return e2m1_numbers(rows.codes)[:, : rows.shape[1]] * spread(scales, _NVFP4_GROUP, rows.shape[1])
 
     def buffers(self, rows: int, columns: int) -> Buffers:
         return {
             "codes": ((rows, -(-columns // 2)), torch.uint8),
-            "scales": ((rows, -(-columns // self.group)), torch.float8_e4m3fn),
+            "scales": ((rows, -(-columns // _NVFP4_GROUP)), torch.float8_e4m3fn),
             "global_scale": ((rows, 1), torch.float32),
         }
 
@@ -313,6 +322,44 @@ class _NvFp4(ActivationFormat):
         launch(nvfp4_kernel, (rows,), args, constants, num_warps=warps_of(block))
 
 
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _DecodedNvFp4(_NvFp4):
+    """The rows of ``nvfp4`` for 16-bit tensor cores: BF16 ``code * group scale``, and a float32 scale for each row.
+
+    An E2M1 number has 2 significant bits and an E4M3 number 4, so their product has at most 6 and lies between 2^-10
+    and 2688: BF16, with 8 bits, holds it exactly. The global scale multiplies the float32 sum. ``codes`` are those
+    products, ``scales`` the global scales ``[R, 1]``.
+    """
+
+    capability: ClassVar[tuple[int, int]] = (8, 0)
+
+    @property
+    def operand_format(self) -> ActivationFormat:
+        return self
+
+    def quantize(self, x: Tensor) -> QuantizedRows:
+        rows = _NvFp4.quantize(self, x)
+        group_scales = require_scales(self.name, rows.scales).to(torch.float32)
+        numbers = e2m1_numbers(rows.codes)[:, : rows.shape[1]] * spread(group_scales, _NVFP4_GROUP, rows.shape[1])
+        return QuantizedRows(codes=numbers.to(torch.bfloat16), shape=rows.shape, scales=rows.global_scale)
+
+    def dequantize(self, rows: QuantizedRows) -> Tensor:
+        return rows.codes.to(torch.float32) * require_scales(self.name, rows.scales)
+
+    def buffers(self, rows: int, columns: int) -> Buffers:
+        return {"codes": ((rows, columns), torch.bfloat16), "scales": ((rows, 1), torch.float32)}
+
+    def write(self, source: SourceRows, out: QuantizedRows) -> None:
+        from ..kernels.quantize import nvfp4_decoded_kernel
+
+        rows, columns = source.shape
+        block = power_at_least(columns, 32)
+        constants = {"BLOCK_C": block, "PDL": overlaps(source.x)}
+        args = (*source.arguments(out.codes, require_scales(self.name, out.scales)), self.calibrated_scale())
+        launch(nvfp4_decoded_kernel, (rows,), args, constants, num_warps=warps_of(block))
+
+
 _CASTS = (
     _Cast(name="fp32", bits=32, dtype=torch.float32),
     _Cast(name="bf16", bits=16, dtype=torch.bfloat16),
@@ -328,8 +375,8 @@ ACTIVATION_FORMATS: tuple[ActivationFormat, ...] = (
     _Fp8(name="fp8_token", bits=8),
     _Fp8(name="fp8_static", bits=8, static=True),
     _Fp8(name="mxfp8", bits=8, group=32, power=True, e8m0=True),
-    _NvFp4(name="nvfp4", bits=4, group=16),
-    _NvFp4(name="nvfp4_static", bits=4, group=16, static=True),
+    _NvFp4(name="nvfp4", bits=4, group=_NVFP4_GROUP),
+    _NvFp4(name="nvfp4_static", bits=4, group=_NVFP4_GROUP, static=True),
 )
 
 
@@ -340,8 +387,8 @@ def activation_format(name: str | ActivationFormat) -> ActivationFormat:
     return named(ACTIVATION_FORMATS, name, f"activation format: found {name!r}, allowed: ", InputError)
 
 
-def formats_within(name: str, reach: tuple[float, float] | None) -> tuple[ActivationFormat, ActivationFormat]:
-    """Return the formats of the rows of two products: the format ``name``, with the scales of ``reach`` if static.
+def formats_within(name: str | ActivationFormat, reach: tuple[float, float] | None) -> tuple[ActivationFormat, ActivationFormat]:
+    """Return the formats of the rows of two products: the format ``name``, or the one called so, with the scales of ``reach`` if static.
 
     reach: as in ``ExpertWeights``. Raises InputError for a static format without it.
     """

@@ -14,7 +14,7 @@ from ...types import ExpertWeights
 from .matrix import PackedMatrix, RangeReport
 from .packed import PackedExperts
 from .packing import add_projection_dim, column_order
-from .tiling import e4m3_format
+from .tiling import operand_format
 
 __all__ = ["Packer", "pack_both"]
 
@@ -33,7 +33,7 @@ def pack_both(packers: tuple[Packer, Packer], weights: ExpertWeights[Any], probl
 
     gate_up = pack(packers[0], weights.gate_up, weights.gate_up_bias)
     down = pack(packers[1], add_projection_dim(weights.down), weights.down_bias)
-    form = e4m3_format(problem.activation_format)
+    form = operand_format(problem.activation_format)
     return PackedExperts(
         gate_up=gate_up,
         down=replace(down, order=None),

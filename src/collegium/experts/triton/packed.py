@@ -44,8 +44,7 @@ class PackedExperts(PackedWeights):
       ``prefill_gemm`` multiplies.
     - unsorted (``run_unsorted``): few assignments in the order of their ids, each in a separate tile.
 
-    activations: the format whose E4M3 codes are multiplied, or None to multiply in the dtype of x. input_reach: of a
-    static format. tiles, measured: as in ``ProductTiling``. report: what packing rounded, or how it stores weights
+    activations: the format of quantised rows, or None to multiply in the dtype of x. input_reach: of a static format. tiles, measured: as in ``ProductTiling``. report: what packing rounded, or how it stores weights
     whose size a plan cannot tell. forms: the format of each product's rows.
     """
 
@@ -62,8 +61,8 @@ class PackedExperts(PackedWeights):
     forms: tuple[ActivationFormat | None, ...] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        name = self._format_name
-        forms = (None, None) if name is None else formats_within(name, self.input_reach)
+        form = self.activations
+        forms = (None, None) if form is None else formats_within(form, self.input_reach)
         object.__setattr__(self, "forms", forms)
         tiling = ProductTiling(
             gate_up=self.gate_up.layout,
@@ -95,11 +94,9 @@ class PackedExperts(PackedWeights):
     def input_codes(self) -> tuple[str, int] | None:
         """Format and order of the first product's codes; None where it multiplies tokens, or scales are calibrated."""
         form = self.activations
-        return None if form is None or form.static else (form.name, self.gate_up.layout.row_order)
-
-    @property
-    def _format_name(self) -> str | None:
-        return None if self.activations is None else self.activations.name
+        if form is None or form.static or not form.e4m3:
+            return None
+        return form.name, self.gate_up.layout.row_order
 
     def output_spec(self, dtype: torch.dtype) -> tuple[int, torch.dtype]:
         """Return H and the dtype of stored rows: bfloat16 or the multiplied dtype of tokens; float32 for others."""
@@ -115,7 +112,8 @@ class PackedExperts(PackedWeights):
         ``batch.remote`` the second product stores rows at its offsets, and ``remote.rows`` is returned; raises
         InputError where those do not have the width and dtype of ``output_spec``.
         """
-        refuse_codes(batch, "experts in Triton", self._format_name)
+        form = self.activations
+        refuse_codes(batch, "experts in Triton", form.name if form is not None and form.e4m3 else None)
         count = batch.source.numel()
         out = self._output(batch.remote, count, batch.dtype or batch.x.dtype, batch.x.device, memory)
         if count == 0:

@@ -25,16 +25,19 @@ from .tiles.problem import TileChoice, TileProblem, TunedTiles
 
 __all__ = [
     "CODES",
+    "DECODED",
     "ProductTiling",
     "TilePair",
-    "e4m3_format",
     "middle_format",
+    "operand_format",
     "product_regions",
     "reads_transposed_scales",
     "refuse_machine",
 ]
 
 CODES = tuple(form.name for form in ACTIVATION_FORMATS if form.e4m3)  # multiplied as E4M3 codes
+# Multiplied as 16-bit numbers that are codes times the scales of their groups.
+DECODED = tuple(form.name for form in ACTIVATION_FORMATS if form.operand_format is not None and not form.e4m3)
 
 SMALL, LARGE = "small tiles", "large tiles"
 _MAX_UNSORTED = 16  # assignments that may each take a separate tile
@@ -44,10 +47,9 @@ _MIN_BLOCK_T = 16  # tokens of the smallest tile, of which a batch needs the mos
 TilePair = tuple[TileChoice, TileChoice]
 
 
-def e4m3_format(name: str) -> ActivationFormat | None:
-    """Return the activation format whose E4M3 codes are multiplied, or None where rows keep their dtype."""
-    form = activation_format(name)
-    return form if form.e4m3 else None
+def operand_format(name: str) -> ActivationFormat | None:
+    """Return the format of the quantised rows that are multiplied, or None where rows keep their dtype."""
+    return activation_format(name).operand_format
 
 
 def refuse_machine(problem: ExpertsProblem) -> str | None:
@@ -73,7 +75,7 @@ def refuse_machine(problem: ExpertsProblem) -> str | None:
 class ProductTiling(Tiling):
     """Tiles of both products of a batch, decided once for each count of rows.
 
-    activations: the format whose E4M3 codes are multiplied, or None. tiles: two tiles to use instead of the choice made
+    activations: the format of quantised rows, or None. tiles: two tiles to use instead of the choice made
     from the sizes. measured: for each product, tiles measured at some row counts, which replace the choice near those.
     aligned: weights are at multiples of 16 bytes, as the tiles of large batches need them.
     """
@@ -92,7 +94,7 @@ class ProductTiling(Tiling):
     def problem_of(self, layout: Layout, rows: int) -> TileProblem:
         """Return the tile problem of ``rows`` rows of one of the two products."""
         form = self.activations
-        return layout.problem(rows, 8 if form else 16, form is not None and form.group > 0)
+        return layout.problem(rows, form.bits if form else 16, form is not None and form.group > 0)
 
     def large(self, rows: int) -> TileChoice | None:
         """Return the tile of both products of a large batch, or None where the small tiles run."""
@@ -175,13 +177,12 @@ def product_regions(problem: ExpertsProblem, tiling: ProductTiling) -> Regions:
     """Return the memory ``PackedExperts.run`` takes at most: operands, middle rows, result, tile lists."""
     rows, dtype = problem.rows, DTYPES[problem.dtype]
     form = tiling.activations
-    name = None if form is None else form.name
     result = dtype.itemsize if form is None or dtype == torch.bfloat16 else 4
     intermediate, hidden = problem.intermediate, problem.hidden
     large = tiling.large(rows) is not None
     order, second_order = tiling.gate_up.row_order, tiling.down.row_order
     x_rows = rows if problem.weighted else problem.tokens
-    x = operand_regions(x_rows, hidden, name, order=order, gathered=problem.weighted, dtype=dtype)
+    x = operand_regions(x_rows, hidden, form, order=order, gathered=problem.weighted, dtype=dtype)
     h = operand_regions(rows, intermediate, middle_format(form, tiling.down), order=second_order, dtype=dtype)
     if by_name(problem.weight_format).ordered_columns:
         x["ordered"] = rows * hidden * dtype.itemsize
@@ -195,7 +196,7 @@ def product_regions(problem: ExpertsProblem, tiling: ProductTiling) -> Regions:
     regions |= with_prefix("first", lists) | with_prefix("second", lists)
     if large:
         # Rows are put in order first.
-        x = elementwise_max(x, operand_regions(rows, hidden, name, order=AS_IS, gathered=True, dtype=dtype))
+        x = elementwise_max(x, operand_regions(rows, hidden, form, order=AS_IS, gathered=True, dtype=dtype))
         regions["scales"] = 4 * rows * -(-intermediate // LARGE_BLOCK_N)
         regions["expanded"] = max(tiling.gate_up.dequantized_bytes, tiling.down.dequantized_bytes)
     return regions | with_prefix("x", x) | with_prefix("h", h)
