@@ -185,10 +185,24 @@ class Plan:
 
     def _formats_text(self) -> str:
         problem = self.problem
-        text = f"weights {format_names(problem.spec.formats)}, activations {self.activation_format}"
+        text = f"weights {format_names(problem.spec.formats)}, activations {self._activations_text()}"
         if problem.output_dtype != problem.dtype:
             text += f", {problem.dtype} input, {problem.output_dtype} output"
         return text
+
+    def _activations_text(self) -> str:
+        """Return the activation format, whether its scales are calibrated, and how its codes are multiplied."""
+        form = activation_format(self.activation_format)
+        notes: list[str] = []
+        if form.static:
+            largest = self.overrides.unequal_scales == "largest"
+            notes.append("calibrated scales" + (", the larger of unequal ones" if largest else ""))
+        elif form.bits < 8:
+            notes.append("scales of each row")
+        multiplied = kernel_named(self.kernel).multiplied_as(self.activation_format)
+        if multiplied is not None:
+            notes.append(f"multiplied as {multiplied} without rounding")
+        return form.name + (f" ({', '.join(notes)})" if notes else "")
 
     def _dispatch_text(self) -> str:
         text = f"{self.dispatcher}, up to {self.capacity:,} rows"
@@ -306,6 +320,12 @@ def plan(problem: Problem, overrides: Overrides | None = None) -> Plan:
     overrides = overrides or Overrides()
     require(type(overrides) is Overrides, "overrides", overrides, "an Overrides, such as Overrides(kernel=...)")
     activations = activation_format(overrides.activation_format or problem.activation_format or problem.dtype).name
+    if overrides.unequal_scales == "largest" and not activation_format(activations).static:
+        static = ", ".join(form.name for form in ACTIVATION_FORMATS if form.static)
+        raise PlanError(
+            f"unequal_scales='largest' was requested with activation format {activations}, which computes its scales; "
+            f"formats with calibrated scales: {static}. Remove the override, or request one of them"
+        )
     problem = replace(problem, activation_format=activations, combine=overrides.combine or problem.combine)
     refusals: list[Refusal] = []
     kernel = _choose_kernel(problem, overrides, refusals)

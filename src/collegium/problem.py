@@ -9,6 +9,7 @@ from .types import ActivationSpec, MoESpec, RoutingSpec, require
 __all__ = [
     "COMBINES",
     "SHARED_MODES",
+    "UNEQUAL_SCALES",
     "Combine",
     "DeviceFacts",
     "ExpertsProblem",
@@ -17,12 +18,15 @@ __all__ = [
     "Problem",
     "Refusal",
     "SharedMode",
+    "UnequalScales",
 ]
 
 Combine = Literal["exact", "reduced", "reduced_fp8"]
 COMBINES = ("exact", "reduced", "reduced_fp8")
 SharedMode = Literal["sequential", "side_stream", "merged"]
 SHARED_MODES = ("sequential", "side_stream", "merged")
+UnequalScales = Literal["refuse", "largest"]
+UNEQUAL_SCALES = ("refuse", "largest")
 _DTYPES = ("bf16", "fp16", "fp32")
 
 
@@ -217,6 +221,8 @@ class Overrides:
     combine: one of ``COMBINES``, for layers over ranks. shared: one of ``SHARED_MODES``, how the shared expert runs.
     ``sequential``: after the routed experts; ``side_stream``: on a side stream in a CUDA graph, for small batches;
     ``merged``: split into routed experts that receive every token. Ignored for layers without a shared expert.
+    unequal_scales: what to do where a checkpoint has different calibrated activation scales for gate and up of an
+    expert, which read one input: ``refuse`` (None) it or use the ``largest``. For static activation formats only.
     """
 
     kernel: str | None = None
@@ -225,8 +231,11 @@ class Overrides:
     pipeline: str | None = None
     combine: Combine | None = None
     shared: SharedMode | None = None
+    unequal_scales: UnequalScales | None = None
 
     def __post_init__(self) -> None:
+        allowed = ", ".join(UNEQUAL_SCALES)
+        require(self.unequal_scales in (None, *UNEQUAL_SCALES), "unequal_scales", self.unequal_scales, allowed)
         require(self.shared in (None, *SHARED_MODES), "shared", self.shared, ", ".join(SHARED_MODES))
 
 

@@ -7,6 +7,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from .checkpoint.activation_scales import ScaleRequest
 from .checkpoint.layer_parameters import LayerParameters, LoadSummary, Shard, Stored, candidates_of
 from .checkpoint.name_mapping import MappedTensor, NameMapping
 from .checkpoint.parameters import check_plain
@@ -216,7 +217,9 @@ class WeightUpdater:
         built = self._layer.experts.input_reach
         if built is None:
             return
-        largest = self._parameters.largest_inputs(self._layer.plan.activation_format)
+        plan = self._layer.plan
+        unequal = plan.overrides.unequal_scales or "refuse"
+        largest = self._parameters.largest_inputs(ScaleRequest(activations=plan.activation_format, unequal=unequal))
         if largest is not None and any(
             new > old * (1 + _REL_TOLERANCE) for new, old in zip(largest, built, strict=True)
         ):

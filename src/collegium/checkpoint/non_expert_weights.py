@@ -23,7 +23,7 @@ from ..models import declared_format
 from ..models.base import Config
 from ..runtime.devices import probe
 from ..types import ExpertWeights, LatentWeights, RouterWeights, SharedWeights
-from .activation_scales import input_reach
+from .activation_scales import ScaleRequest, input_reach
 from .detect import stored_format
 from .findings import Findings
 from .header import FLOATS, TensorInfo
@@ -400,11 +400,11 @@ def load_latent(layer: CheckpointLayer, *, device: torch.device | str = "cpu") -
 
 
 def load_shared(
-    layer: CheckpointLayer, *, device: torch.device | str = "cpu", activations: str = "fp32"
+    layer: CheckpointLayer, *, device: torch.device | str = "cpu", scales: ScaleRequest | None = None
 ) -> SharedWeights[Payload] | None:
     """Read the shared expert of ``layer`` as one expert in its stored format; None if the layer has none.
 
-    activations: the activation format; the scales of a static format are read too. Raises ConfigError,
+    scales: the activation format; the scales of a static format are read too. Raises ConfigError,
     MissingTensorError, TensorMismatchError, BadScaleError, and the InputError of ``input_reach``.
     """
     device = probe(device).place
@@ -420,5 +420,5 @@ def load_shared(
     gate = _read_tensor(layer, "shared_gate").to(device) if "shared_gate" in _required_tensors(layer) else None
     stored = _stored_formats(layer, module)
     both = stored[module.sources[0].path], stored[module.sources[-1].path]
-    reach = input_reach(layer.checkpoint, module.sources, both, activations)
+    reach = input_reach(layer.checkpoint, module.sources, both, scales or ScaleRequest())
     return SharedWeights(experts=ExpertWeights(gate_up=gate_up, down=down, input_reach=reach), gate=gate)

@@ -24,7 +24,7 @@ from ..encoding import encoded
 from ..errors import InputError
 from ..formats.payload import Payload
 from ..layer import MoELayer
-from ..loading import load_routed, requested_activations
+from ..loading import load_routed, scale_request
 from ..models import moe_layers
 from ..ops.quantize import activation_format
 from ..parallel.ranks import Ranks
@@ -184,7 +184,7 @@ def _check_shared(
     ranks: Ranks | None,
 ) -> list[LayerCheck]:
     """Check the shared expert as a layer with one routed expert, as the kernel sees it; every rank runs all of it."""
-    shared = load_shared(layer, device=facts.place, activations=requested_activations(overrides))
+    shared = load_shared(layer, device=facts.place, scales=scale_request(overrides))
     plain = load_shared(layer)
     if shared is None or plain is None:
         return []

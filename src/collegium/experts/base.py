@@ -291,6 +291,10 @@ class ExpertKernel(Protocol):
         """Return whether packing copies the codes of ``weight_format`` into new tensors."""
         return False
 
+    def multiplied_as(self, activation_format: str) -> str | None:
+        """Return the dtype, by name, in which tensor cores multiply decoded codes of ``activation_format``, or None."""
+        return None
+
     def tiling(self, problem: ExpertsProblem) -> Tiling:
         """Return how batches of ``problem`` will be cut, as far as that follows from the problem."""
         return NO_TILES

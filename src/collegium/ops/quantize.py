@@ -71,11 +71,12 @@ class ActivationFormat:
     powers of two. static: scales are calibrated, not computed from the rows; scale: the one that ``within`` set.
     transposed_scales: the kernel stores scales of groups, or codes of formats without scales, as ``transpose_scales``
     does. max_value, min_scale: the largest number at a scale of 1, and the smallest scale. capability: of the first
-    GPUs with a kernel for the format.
+    GPUs with a kernel for the format. exact_rows: rows between the products stay float32 until they are quantised.
     """
 
     capability: ClassVar[tuple[int, int]] = (8, 9)  # FP8 conversions begin there
     max_value: ClassVar[float] = E4M3_MAX
+    exact_rows: ClassVar[bool] = False
     min_scale: ClassVar[float] = SMALLEST_SCALE
 
     name: str
@@ -330,9 +331,12 @@ class _DecodedNvFp4(_NvFp4):
     An E2M1 number has 2 significant bits and an E4M3 number 4, so their product has at most 6 and lies between 2^-10
     and 2688: BF16, with 8 bits, holds it exactly. The global scale multiplies the float32 sum. ``codes`` are those
     products, ``scales`` the global scales ``[R, 1]``.
+
+    Rounding a row to BF16 first would move numbers across the wide steps of E2M1, so rows between the products are not.
     """
 
     capability: ClassVar[tuple[int, int]] = (8, 0)
+    exact_rows: ClassVar[bool] = True
 
     @property
     def operand_format(self) -> ActivationFormat:
@@ -387,8 +391,10 @@ def activation_format(name: str | ActivationFormat) -> ActivationFormat:
     return named(ACTIVATION_FORMATS, name, f"activation format: found {name!r}, allowed: ", InputError)
 
 
-def formats_within(name: str | ActivationFormat, reach: tuple[float, float] | None) -> tuple[ActivationFormat, ActivationFormat]:
-    """Return the formats of the rows of two products: the format ``name``, or the one called so, with the scales of ``reach`` if static.
+def formats_within(
+    name: str | ActivationFormat, reach: tuple[float, float] | None
+) -> tuple[ActivationFormat, ActivationFormat]:
+    """Return the formats of the rows of two products: ``name``, with the scales of ``reach`` if it is static.
 
     reach: as in ``ExpertWeights``. Raises InputError for a static format without it.
     """

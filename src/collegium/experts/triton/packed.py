@@ -44,7 +44,8 @@ class PackedExperts(PackedWeights):
       ``prefill_gemm`` multiplies.
     - unsorted (``run_unsorted``): few assignments in the order of their ids, each in a separate tile.
 
-    activations: the format of quantised rows, or None to multiply in the dtype of x. input_reach: of a static format. tiles, measured: as in ``ProductTiling``. report: what packing rounded, or how it stores weights
+    activations: the format of quantised rows, or None to multiply in the dtype of x. input_reach: of a static format.
+    tiles, measured: as in ``ProductTiling``. report: what packing rounded, or how it stores weights
     whose size a plan cannot tell. forms: the format of each product's rows.
     """
 
@@ -193,8 +194,10 @@ class PackedExperts(PackedWeights):
         return remote.rows
 
     def _middle(self, count: int, out: Tensor, memory: Memory | None) -> Tensor:
-        """Return the tensor for rows between the products, in the dtype of ``out``."""
-        return alloc(memory, "middle", (count, self.gate_up.layout.shape[2]), out.dtype, out.device)
+        """Return the tensor for rows between the products, in the dtype of ``out`` or float32 (``exact_rows``)."""
+        form = self.activations
+        dtype = torch.float32 if form is not None and form.exact_rows else out.dtype
+        return alloc(memory, "middle", (count, self.gate_up.layout.shape[2]), dtype, out.device)
 
     def _unsorted_tiles(self, count: int) -> TilePair:
         """Return the tiles of ``count`` unsorted assignments, which always overlap the previous kernel."""

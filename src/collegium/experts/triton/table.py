@@ -158,6 +158,10 @@ class TritonKernel:
         """Return whether a kernel decodes the weights, which needs them in another layout."""
         return any(row.layout.decoded for row in TABLE[self.name] if _takes(row, weight_format, activation_format))
 
+    def multiplied_as(self, activation_format: str) -> str | None:
+        """Return ``bf16`` for NVFP4 rows, whose numbers it holds exactly; E4M3 codes are multiplied as they are."""
+        return "bf16" if activation_format in DECODED else None
+
     def tiling(self, problem: ExpertsProblem) -> ProductTiling:
         """Return how batches of ``problem`` will be cut."""
         machine = machine_for(problem.device)

@@ -190,7 +190,8 @@ def product_regions(problem: ExpertsProblem, tiling: ProductTiling) -> Regions:
     h |= _rescaled_regions(tiling.down, rows, intermediate)
     if form is not None and reads_transposed_scales(form, tiling.gate_up):
         x["across/codes"] = 4 * transposed_scale_stride(rows) * -(-hidden // form.group)
-    regions: Regions = {"rows": rows * hidden * result, "middle": rows * intermediate * result}
+    middle = 4 if form is not None and form.exact_rows else result
+    regions: Regions = {"rows": rows * hidden * result, "middle": rows * intermediate * middle}
     count = tile_count(rows, problem.experts, _MIN_BLOCK_T)
     lists = {"expert": 4 * count, "row": 8 * count, "used": 12}
     regions |= with_prefix("first", lists) | with_prefix("second", lists)

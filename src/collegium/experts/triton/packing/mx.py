@@ -59,9 +59,7 @@ def unpack_mx(packed: PackedMatrix, *, half: bool = False) -> Unpacked:
     )
 
 
-def pack_nvfp4(
-    payload: NvFp4, bias: Tensor | None, *, half: bool = False, scaled_rows: bool = False
-) -> PackedMatrix:
+def pack_nvfp4(payload: NvFp4, bias: Tensor | None, *, half: bool = False, scaled_rows: bool = False) -> PackedMatrix:
     """Interleave codes; E4M3 group scales stay as they are, the global scale is applied after the sum.
 
     scaled_rows: rows of activations have scales.
