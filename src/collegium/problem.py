@@ -26,7 +26,7 @@ COMBINES = ("exact", "reduced", "reduced_fp8")
 SharedMode = Literal["sequential", "side_stream", "merged"]
 SHARED_MODES = ("sequential", "side_stream", "merged")
 UnequalScales = Literal["refuse", "largest"]
-UNEQUAL_SCALES = ("refuse", "largest")
+UNEQUAL_SCALES: tuple[UnequalScales, ...] = ("refuse", "largest")
 _DTYPES = ("bf16", "fp16", "fp32")
 
 

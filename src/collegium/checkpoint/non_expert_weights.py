@@ -40,6 +40,7 @@ __all__ = [
     "load_latent",
     "load_router",
     "load_shared",
+    "shared_sources",
 ]
 
 _MATRICES = {"router_weight": "router", "shared_gate": "gate of the shared expert"}
@@ -397,6 +398,18 @@ def load_latent(layer: CheckpointLayer, *, device: torch.device | str = "cpu") -
     down, up = (_read_matrices(layer, module)[0].decode().to(device) for module in modules)
     norm = _read_tensor(layer, "latent_norm").to(device) if "latent_norm" in _required_tensors(layer) else None
     return LatentWeights(down=down, up=up, norm=norm, norm_eps=layer.spec.latent_norm_eps or 0.0)
+
+
+def shared_sources(layer: CheckpointLayer) -> list[tuple[Source, StoredFormat]]:
+    """Return the matrices of the shared expert and their stored formats, gate before up before down; none without one.
+
+    Raises the errors of ``load_shared`` for headers.
+    """
+    module = _shared_module(layer)
+    if module is None:
+        return []
+    stored = _stored_formats(layer, module)
+    return [(source, stored[source.path]) for source in module.sources]
 
 
 def load_shared(

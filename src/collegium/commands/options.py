@@ -30,6 +30,7 @@ __all__ = [
     "ShapeOrModel",
     "Steps",
     "Trace",
+    "UnequalScales",
     "WholeModel",
     "WrittenFormat",
     "ceilings_of",
@@ -47,6 +48,7 @@ ACTIVATIONS = (
     "fp32, bf16, fp16, fp8_group128, fp8_group128_pow2, fp8_group128_e8m0, fp8_token, fp8_static, mxfp8, nvfp4 or "
     "nvfp4_static"
 )
+UNEQUAL_SCALES = "refuse or largest"
 KERNELS = "triton_fp8, triton_w4a8, triton_w4a16, triton_w8a16, triton_bf16, cpu_fused, cpu_grouped or reference"
 
 
@@ -87,6 +89,13 @@ Kernel = Annotated[
 Activations = Annotated[
     str | None,
     typer.Option(autocompletion=_complete(ACTIVATIONS), help=f"Use this activation format, or fail: {ACTIVATIONS}."),
+]
+UnequalScales = Annotated[
+    str | None,
+    typer.Option(
+        autocompletion=_complete(UNEQUAL_SCALES),
+        help="Where gate and up of an expert have different calibrated activation scales: refuse (default) or largest.",
+    ),
 ]
 MODEL_HELP = (
     "Folder with config.json and safetensors files, GGUF file, fables-16m (the bundled model), or Hugging Face Hub id "

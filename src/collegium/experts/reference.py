@@ -14,7 +14,7 @@ One expert's weights are decoded at a time. All other kernels are tested against
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import torch
@@ -28,17 +28,24 @@ from ..runtime.memory import Memory, Regions
 from ..types import ActivationSpec, ContiguousBatch, ExpertWeights
 from .base import ExpertKernel, PackedWeights, map_tensors, refuse_codes, refuse_fast
 
-__all__ = ["Reference", "ReferenceExperts"]
+__all__ = ["Observer", "Reference", "ReferenceExperts"]
+
+Observer = Callable[[int, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReferenceExperts(PackedWeights):
-    """The weights as they are stored."""
+    """The weights as they are stored.
+
+    observer: called with an expert, its input rows ``[R, H]`` and its rows between the products ``[R, I]``, both
+    float32 before they are quantised; for calibration.
+    """
 
     weights: ExpertWeights[Payload]
     activation: ActivationSpec
     activations: tuple[ActivationFormat, ActivationFormat]
     input_reach: tuple[float, float] | None = None
+    observer: Observer | None = field(default=None, compare=False, repr=False)
 
     def run(self, batch: ContiguousBatch, memory: Memory | None = None) -> Tensor:
         """Return ``[R, H]`` float32; rows of dropped assignments are zero. torch allocates the memory."""
@@ -91,6 +98,7 @@ def _one_expert(batch: ContiguousBatch, packed: ReferenceExperts, expert: int, s
     x = batch.x[source]
     if batch.input_weights is not None:
         x = (x.float() * batch.input_weights[span, None]).to(x.dtype)
+    rows = x
     if batch.scale is None:
         x = form.round_trip(x)
     else:
@@ -101,7 +109,10 @@ def _one_expert(batch: ContiguousBatch, packed: ReferenceExperts, expert: int, s
     both = both.view(-1, parts, intermediate)
     if weights.gate_up_bias is not None:
         both = both + weights.gate_up_bias[expert].float()
-    inner = between.round_trip(activate(both, packed.activation))
+    middle = activate(both, packed.activation)
+    if packed.observer is not None:
+        packed.observer(expert, rows.float(), middle)
+    inner = between.round_trip(middle)
     out = inner @ weights.down[expert].decode().T
     if weights.down_bias is not None:
         out = out + weights.down_bias[expert].float()
