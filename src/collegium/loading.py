@@ -282,7 +282,10 @@ def _load_experts(
     """
     placement = placement or linear(layer.spec.num_experts, 0, 1)
     sources = (source for _, source in layer.sources())
-    reach = input_reach(layer.checkpoint, sources, layer.both_stored, scale_request(overrides))
+    request = scale_request(overrides)
+    reach = input_reach(layer.checkpoint, sources, layer.both_stored, request)
     weights = load_experts(layer, placement, device=place, pad=placement.tp_size > 1, convert=weight_format is not None)
-    weights = replace(weights, input_reach=reach)
+    if reach is not None:
+        slots = placement.expert_ids + placement.expert_ids[:1] * placement.spare
+        weights = replace(weights, **reach.fields(slots, request.activations))
     return encoded(weights, weight_format)

@@ -195,8 +195,9 @@ class Plan:
         form = activation_format(self.activation_format)
         notes: list[str] = []
         if form.static:
-            largest = self.overrides.unequal_scales == "largest"
-            notes.append("calibrated scales" + (", the larger of unequal ones" if largest else ""))
+            notes.append("calibrated scales of each expert" if form.by_expert else "calibrated scales")
+            if self.overrides.unequal_scales == "largest":
+                notes.append("the larger of unequal ones")
         elif form.bits < 8:
             notes.append("scales of each row")
         multiplied = kernel_named(self.kernel).multiplied_as(self.activation_format)

@@ -18,6 +18,7 @@ from .formats import by_name
 from .formats.payload import Payload
 from .layer import MoELayer
 from .layer_builder import declared_layer, load_mapped, named_mapping
+from .ops.quantize import activation_format
 from .parallel.placement import linear
 from .planning import kernel_named
 from .problem import ExpertsProblem
@@ -81,6 +82,11 @@ class WeightUpdater:
         self._layer = layer
         self._partial = partial
         layer.experts.slots()  # refuses packings that mix experts
+        if activation_format(layer.plan.activation_format).by_expert:
+            raise InputError(
+                f"WeightUpdater: the layer has activation format {layer.plan.activation_format}, whose scales are "
+                "packed with each expert; build a new layer, or use nvfp4_static or nvfp4"
+            )
         spec = layer.spec
         self._candidates = candidates_of(stored, spec.formats)
         self._shared_candidates = None

@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from by_kernel import by_kernel
+from collegium import LayerBuilder, WeightUpdater, load_layer
+from collegium.checkpoint import Checkpoint, CheckpointLayer, load_experts
 from collegium.encoding import encode_experts
+from collegium.errors import InputError
 from collegium.experts.reference import Reference
 from collegium.experts.triton.packed import PackedExperts
 from collegium.formats.unquantised import DTYPES
+from collegium.layer import MoELayer
+from collegium.loading import load_routed
 from collegium.ops.quantize import activation_format, formats_within, quantize_rows
 from collegium.parallel.local import Local
+from collegium.parallel.placement import linear
+from collegium.placement import Placement
 from collegium.planning import kernel_named, plan
 from collegium.problem import DeviceFacts, Limits, Overrides, Problem
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
 from collegium.types import ContiguousBatch, ExpertWeights, MoESpec, Routing, RoutingSpec
 from memories import Poisoned
 from nvfp4_rows import emulated_experts, quantized
+from raising import raises_with
+from toys import TinySize, write_checkpoint
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():
@@ -209,3 +221,112 @@ def test_plan_names_the_kernel(device: DeviceFacts, activations: str) -> None:
     assert f"weights nvfp4, activations {activations} ({note}, multiplied as bf16 without rounding)" in text
     assert "multiplied" not in plan(problem, Overrides(activation_format=activations, kernel="reference")).explain()
     assert plan(problem).activation_format == "bf16", "W4A4 is not the default"
+
+
+# A scale for each expert.
+
+EXPERT_REACH = torch.tensor([[20.0, 6.0], [2.0, 0.7], [0.4, 30.0], [9.0, 1.0]])
+
+
+def weights_by_expert(sizes: tuple[int, int, int]) -> ExpertWeights[Any]:
+    return replace(weights_of(sizes), expert_reach=EXPERT_REACH[: sizes[0]])
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("sizes", [(4, 64, 64), (3, 130, 66)])
+def test_experts_have_separate_scales(sizes: tuple[int, int, int], dtype: Any) -> None:
+    problem = problem_of(sizes, "nvfp4_expert", dtype=dtype)
+    made = plan(problem)
+    assert made.kernel == "triton_w4a16"
+    assert "calibrated scales of each expert, multiplied as bf16" in made.explain()
+    assert {token_range.pipeline for token_range in made.token_ranges} == {"split"}
+    packed: Any = kernel_named("triton_w4a16").pack(weights_by_expert(sizes), problem.routed)
+    reference = Reference().pack(weights_by_expert(sizes), problem.routed)
+    x = (heavy_tailed(9, sizes[1], seed=5) * torch.logspace(-1, 1.5, 9)[:, None]).to(DTYPES[dtype])
+    found, routing = layer_output(packed, x, sizes[0])
+    weights = weights_of(sizes)
+    scales = EXPERT_REACH[: sizes[0]] / 2688
+    decoded = weights.gate_up.decode(), weights.down.decode()
+    wanted = emulated_experts(x, *decoded, routing, scales=(scales[:, 0], scales[:, 1]))
+    assert relative_error(found, wanted) < (1e-6 if dtype == "fp32" else 5e-3)
+    largest = emulated_experts(x, *decoded, routing, scales=(scales[:, 0].max(), scales[:, 1].max()))
+    assert relative_error(largest, wanted) > 0.05, "the emulation tells scales apart"
+    batch, _ = batch_of(x, sizes[0])
+    assert relative_error(packed.run(batch, Poisoned()), reference.run(batch)) < (1e-6 if dtype == "fp32" else 5e-3)
+    for slot in range(sizes[0]):
+        assert packed.reach_of(slot) == pytest.approx(EXPERT_REACH[slot].tolist())
+        assert reference.reach_of(slot) == pytest.approx(EXPERT_REACH[slot].tolist())
+
+
+def test_scales_move_with_their_experts() -> None:
+    sizes = (4, 64, 64)
+    problem = problem_of(sizes, "nvfp4_expert")
+    for kernel in (kernel_named("triton_w4a16"), Reference()):
+        packed: Any = kernel.pack(weights_by_expert(sizes), problem.routed)
+        target = packed.resized(2)
+        target.put(0, packed.take(2))
+        target.put(1, packed.take(1))
+        assert target.reach_of(0) == pytest.approx((0.4, 30.0))
+        assert target.reach_of(1) == pytest.approx((2.0, 0.7))
+
+
+def test_missing_expert_scales_refused() -> None:
+    sizes = (4, 64, 64)
+    problem = problem_of(sizes, "nvfp4_expert")
+    cpu = replace(problem, device=DeviceFacts(kind="cpu"))
+    for reach in (None, EXPERT_REACH[:3]):
+        weights = replace(weights_of(sizes), expert_reach=reach)
+        for call in (
+            lambda weights=weights: kernel_named("triton_w4a16").pack(weights, problem.routed),
+            lambda weights=weights: Reference().pack(weights, problem.routed),
+            lambda weights=weights: MoELayer(weights, plan(cpu)),
+        ):
+            with raises_with(InputError, "nvfp4_expert", "(4, 2)", "nvfp4_static"):
+                call()
+    with raises_with(InputError, "nvfp4_expert", "calibrated"):
+        quantize_rows(torch.ones(3, 32), "nvfp4_expert")
+    with raises_with(InputError, "9.99", "calibrate"):
+        kernel_named("triton_w4a16").pack(
+            replace(weights_of(sizes), expert_reach=torch.full((4, 2), 1e-40 * 2688)), problem.routed
+        )
+
+
+def test_checkpoint_scales_of_each_expert(tmp_path: Path) -> None:
+    """Two layers on disk: scales of each expert, also where an engine passes tensors and where ranks hold some."""
+    size = TinySize(hidden=64, intermediate=48, experts=4, top_k=2, layers=2)
+    tiny = write_checkpoint(tmp_path, "mixtral", "nvfp4", "modelopt", size=size)
+    reach = {0: EXPERT_REACH, 1: EXPERT_REACH.flip(0)}
+    names = {"w1": 0, "w3": 0, "w2": 1}
+    for layer, expert, which in product(range(2), range(4), names):
+        base = f"model.layers.{layer}.block_sparse_moe.experts.{expert}.{which}"
+        tiny.tensors[f"{base}.input_scale"] = reach[layer][expert, names[which]] / 2688
+    save_file({n: t.contiguous().clone() for n, t in tiny.tensors.items()}, tmp_path / "model.safetensors")
+    force = Overrides(activation_format="nvfp4_expert")
+    x = heavy_tailed(11, 64, seed=2)
+    routing = Routing(topk_ids=uneven_ids(11, 2, 4, seed=3), topk_weights=torch.rand(11, 2) + 0.1)
+    for number in range(2):
+        layer = load_layer(tmp_path, number, device="cpu", dtype="fp32", overrides=force)
+        assert "each expert has separate ones" in str(layer)
+        weights = load_experts(CheckpointLayer.open(Checkpoint.open(tmp_path), number), linear(4))
+        scales = reach[number] / 2688
+        decoded = weights.gate_up.decode(), weights.down.decode()
+        wanted = emulated_experts(x, *decoded, routing, scales=(scales[:, 0], scales[:, 1]))
+        assert relative_error(layer(x, routing=routing), wanted) < 1e-6
+        builder = LayerBuilder.from_config(tiny.config, number, device="cpu", dtype="fp32", overrides=force)
+        builder.load_all(tiny.tensors.items())
+        built = builder.finish()
+        assert torch.equal(built(x, routing=routing), layer(x, routing=routing))
+        with raises_with(InputError, "WeightUpdater", "nvfp4_expert"):
+            WeightUpdater(built)
+        opened = CheckpointLayer.open(Checkpoint.open(tmp_path), number)
+        parts = [
+            load_routed(
+                opened,
+                device="cpu",
+                dtype="fp32",
+                overrides=replace(force, dispatcher="partial"),
+                placement=Placement(expert_ids=ids),
+            )
+            for ids in ((2, 0), (3, 1))
+        ]
+        assert relative_error(sum(part(x, routing=routing) for part in parts), wanted) < 1e-6

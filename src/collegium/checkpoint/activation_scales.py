@@ -3,10 +3,12 @@
 Unused scales are reported as findings. Faulty scales are refused only where they are used.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..errors import BadScaleError, CheckpointError, InputError, MissingTensorError, TensorMismatchError
@@ -20,6 +22,7 @@ from .stored_format import ACTIVATION_SCALES, StoredFormat
 
 __all__ = [
     "ActivationScales",
+    "Reach",
     "ScaleRequest",
     "activation_scales",
     "input_reach",
@@ -33,6 +36,18 @@ _ACCEPT = "Overrides(unequal_scales='largest') or --unequal-scales largest accep
 _ALTERNATIVE = "use fp8_token or nvfp4, which compute a scale per row"
 # Weight format to the activation format whose scales its checkpoints store.
 _STATIC_FORMATS = {"fp8_tensor": "fp8_static", "fp8_channel": "fp8_static", "nvfp4": "nvfp4_static"}
+
+
+class Reach(NamedTuple):
+    """``ExpertWeights.input_reach``, and ``expert_reach`` of all experts."""
+
+    largest: tuple[float, float]
+    by_expert: Tensor
+
+    def fields(self, slots: Sequence[int], activations: str) -> dict[str, Any]:
+        """Return the fields of ``ExpertWeights`` for the experts in ``slots`` and an activation format."""
+        by_expert = self.by_expert[list(slots)] if activation_format(activations).by_expert else None
+        return {"input_reach": self.largest, "expert_reach": by_expert}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,8 +162,8 @@ def _read_scale(checkpoint: Checkpoint, source: Source, name: str, cache: dict[s
 
 def input_reach(
     checkpoint: Checkpoint, sources: Iterable[Source], stored: tuple[StoredFormat, StoredFormat], request: ScaleRequest
-) -> tuple[float, float] | None:
-    """Return ``ExpertWeights.input_reach`` of ``sources`` for a static format, None where another is requested.
+) -> Reach | None:
+    """Return the inputs that the scales of ``sources`` represent, None where no static format is requested.
 
     Raises InputError where the weight format has no such scales, MissingTensorError where one is missing, and
     BadScaleError.
@@ -177,10 +192,8 @@ def _static_formats(stored: tuple[StoredFormat, StoredFormat], activations: str,
     return [name for name in names if name is not None]
 
 
-def reach_of(
-    scales: ActivationScales, stored: tuple[StoredFormat, StoredFormat], request: ScaleRequest
-) -> tuple[float, float]:
-    """Return ``ExpertWeights.input_reach`` for the static format of ``request``, of the largest of ``scales``.
+def reach_of(scales: ActivationScales, stored: tuple[StoredFormat, StoredFormat], request: ScaleRequest) -> Reach:
+    """Return the inputs that ``scales`` represent, for the static format of ``request``.
 
     Raises InputError, MissingTensorError and BadScaleError as ``input_reach`` does.
     """
@@ -197,7 +210,13 @@ def reach_of(
         raise BadScaleError(f"{_requested(activations)}: {scales.unequal[0]}{more}; {_ACCEPT}, or {_ALTERNATIVE}")
     gate_up_max = activation_format(gate_up_format).max_value
     down_max = activation_format(down_format).max_value
-    return max(scales.gate_up) * gate_up_max, max(scales.down) * down_max
+    experts = len(scales.down)
+    gate_up = torch.tensor(scales.gate_up, dtype=torch.float64).view(experts, -1).amax(1) * gate_up_max
+    down = torch.tensor(scales.down, dtype=torch.float64) * down_max
+    return Reach(
+        largest=(max(scales.gate_up) * gate_up_max, max(scales.down) * down_max),
+        by_expert=torch.stack((gate_up, down), dim=1).float(),
+    )
 
 
 def _requested(activations: str) -> str:

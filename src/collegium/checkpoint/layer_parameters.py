@@ -13,7 +13,7 @@ from ..formats.payload import Payload
 from ..ops.quantize import activation_format
 from ..placement import Placement
 from ..types import ExpertWeights, LatentWeights, MoESpec, RouterWeights, SharedWeights
-from .activation_scales import ActivationScales, ScaleRequest, is_unequal, reach_of
+from .activation_scales import ActivationScales, Reach, ScaleRequest, is_unequal, reach_of
 from .layout import Cut, local_range
 from .non_expert_weights import check_hash_entries
 from .parameters import MatrixParameters, Piece, Target, check_plain
@@ -200,18 +200,21 @@ class LayerParameters:
         gate_up_bias, down_bias = upper.bias(slots), lower.bias(slots)
         if down_bias is not None and self._tp_rank:  # the sum over slices must contain it once
             down_bias = torch.zeros_like(down_bias)
-        reach = self._reach(self._experts, scales or ScaleRequest(), range(self.spec.num_experts))
-        return ExpertWeights(
-            gate_up=gate_up, down=down, gate_up_bias=gate_up_bias, down_bias=down_bias, input_reach=reach
-        )
+        request = scales or ScaleRequest()
+        reach = self._reach(self._experts, request, range(self.spec.num_experts))
+        expert_of = {slot: expert for expert, owned in self._slots_of.items() for slot in owned}
+        fields = {} if reach is None else reach.fields([expert_of[slot] for slot in slots], request.activations)
+        return ExpertWeights(gate_up=gate_up, down=down, gate_up_bias=gate_up_bias, down_bias=down_bias, **fields)
 
     def shared(self, scales: ScaleRequest | None = None) -> SharedWeights[Payload] | None:
         """Return the shared expert, None where the layer has none; arguments and errors as ``experts``."""
         if self._shared is None:
             return None
         upper, lower = self._shared
-        reach = self._reach(self._shared, scales or ScaleRequest(), [None])
-        experts = ExpertWeights(gate_up=upper.payload([0]), down=lower.payload([0]), input_reach=reach)
+        request = scales or ScaleRequest()
+        reach = self._reach(self._shared, request, [None])
+        fields = {} if reach is None else reach.fields([0], request.activations)
+        experts = ExpertWeights(gate_up=upper.payload([0]), down=lower.payload([0]), **fields)
         return SharedWeights(experts=experts, gate=self._dense.get("shared.gate"))
 
     def router(self) -> RouterWeights | None:
@@ -236,7 +239,8 @@ class LayerParameters:
     def largest_inputs(self, scales: ScaleRequest) -> tuple[float, float] | None:
         """Return the largest inputs that the static scales so far represent, None without any."""
         present = [expert for expert in range(self.spec.num_experts) if (expert, "w2") in self._input_scales]
-        return self._reach(self._experts, scales, present) if present else None
+        reach = self._reach(self._experts, scales, present) if present else None
+        return None if reach is None else reach.largest
 
     def _matrices(
         self, spec: MoESpec, candidates: Candidates, labels: Sequence[str], placement: Placement, *, bias: bool
@@ -355,8 +359,8 @@ class LayerParameters:
         matrices: tuple[MatrixParameters, MatrixParameters],
         request: ScaleRequest,
         experts: Sequence[int | None] | range,
-    ) -> tuple[float, float] | None:
-        """Return the largest inputs that the static scales of ``experts`` represent; None for other formats."""
+    ) -> Reach | None:
+        """Return the inputs that the static scales of ``experts`` represent; None for other formats."""
         if not activation_format(request.activations).static:
             return None
         scales = ActivationScales()

@@ -433,5 +433,7 @@ def load_shared(
     gate = _read_tensor(layer, "shared_gate").to(device) if "shared_gate" in _required_tensors(layer) else None
     stored = _stored_formats(layer, module)
     both = stored[module.sources[0].path], stored[module.sources[-1].path]
-    reach = input_reach(layer.checkpoint, module.sources, both, scales or ScaleRequest())
-    return SharedWeights(experts=ExpertWeights(gate_up=gate_up, down=down, input_reach=reach), gate=gate)
+    request = scales or ScaleRequest()
+    reach = input_reach(layer.checkpoint, module.sources, both, request)
+    fields = {} if reach is None else reach.fields([0], request.activations)
+    return SharedWeights(experts=ExpertWeights(gate_up=gate_up, down=down, **fields), gate=gate)

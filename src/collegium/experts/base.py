@@ -15,12 +15,21 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..ops.quantize import formats_within
+from ..ops.quantize import ActivationFormat, activation_format
 from ..problem import ExpertsProblem
 from ..runtime.memory import Memory, Regions
 from ..types import ContiguousBatch, ExpertWeights
 
-__all__ = ["ExpertKernel", "PackedWeights", "Product", "Tiling", "map_tensors", "refuse_codes", "refuse_fast"]
+__all__ = [
+    "ExpertKernel",
+    "PackedWeights",
+    "Product",
+    "Tiling",
+    "map_tensors",
+    "refuse_codes",
+    "refuse_fast",
+    "require_expert_reach",
+]
 
 
 class Tiling:
@@ -85,8 +94,14 @@ class PackedWeights:
         report = "" if self.report is None else f"\nweights    {self.report}"
         if self.input_reach is None:
             return report
-        first, second = (form.scale for form in formats_within(activations, self.input_reach))
-        return f"\nscales     {first:g} before gate_up, {second:g} before down (maximum over the experts){report}"
+        form = activation_format(activations)
+        first, second = (form.within(reach).scale for reach in self.input_reach)
+        note = "maximum over the experts" + ("; each expert has separate ones" if form.by_expert else "")
+        return f"\nscales     {first:g} before gate_up, {second:g} before down ({note}){report}"
+
+    def reach_of(self, slot: int) -> tuple[float, float] | None:
+        """Return the largest inputs of gate_up and down that do not saturate in ``slot``, None where none do."""
+        return self.input_reach
 
     @property
     def tiling(self) -> Tiling:
@@ -258,6 +273,19 @@ def refuse_codes(batch: ContiguousBatch, kernel: str, format_name: str | None = 
         raise InputError(
             f"{kernel}: the batch is {batch.x.dtype} with scales{weighted}; allowed are E4M3 codes of {format_name}, "
             "weighted before they are quantised"
+        )
+
+
+def require_expert_reach(weights: ExpertWeights[Any], form: ActivationFormat) -> None:
+    """Raise InputError where ``form`` has a scale per expert and ``weights`` have not the reach of each expert."""
+    if not form.by_expert:
+        return
+    experts, reach = weights.down.shape[0], weights.expert_reach
+    if reach is None or reach.shape != (experts, 2):
+        found = "none" if reach is None else f"{tuple(reach.shape)}"
+        raise InputError(
+            f"activation format {form.name}: found expert_reach {found}, allowed: ({experts}, 2); load weights with "
+            "calibrated scales, pass ExpertWeights(expert_reach=...), or take nvfp4_static or nvfp4"
         )
 
 

@@ -216,12 +216,18 @@ def nvfp4_decoded_kernel(
     columns,
     x_stride,
     static_scale,
+    expert_scales,
+    expert_offsets,
+    experts,
     BLOCK_C: tl.constexpr,
+    BLOCK_E: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Write what ``nvfp4_kernel`` quantises, decoded but for the global scale: bfloat16 ``[rows, columns]``, exactly.
 
-    Other arguments as there. Scales of groups are rounded to E4M3 by integer arithmetic, since sm_80 has no conversion.
+    expert_scales ``[experts]``: global scales of the rows of each expert, which end at ``expert_offsets[e + 1]`` int64;
+    None: as ``static_scale`` says. Other arguments as there. Scales of groups are rounded to E4M3 by integer
+    arithmetic, since sm_80 has no conversion.
     """
     pdl_wait(PDL)
     if valid_rows is not None:
@@ -232,6 +238,11 @@ def nvfp4_decoded_kernel(
     source = InputRows(x=x, index=index, weights=weights, rows=rows, columns=columns, stride=x_stride)
     column = tl.arange(0, BLOCK_C)
     value = tl.reshape(load_rows(source, row + tl.arange(0, 1), column), [BLOCK_C // 16, 16])
+    if expert_scales is not None:
+        expert = tl.arange(0, BLOCK_E)
+        end = tl.load(expert_offsets + 1 + expert, mask=expert < experts, other=0x7FFFFFFFFFFFFFFF)
+        owner = tl.minimum(tl.sum((end <= row).to(tl.int32), 0), experts - 1)
+        static_scale = tl.load(expert_scales + owner)
     within, scale, global_scale, finite = _nvfp4_scaled(value, static_scale, tl.float32, True)
     number = _e2m1_number(_to_e2m1(within)) * scale[:, None]
     number = tl.reshape(number, [BLOCK_C]).to(numbers.dtype.element_ty)

@@ -11,6 +11,7 @@ from ...formats.int_affine import Int4Ordered, Int8Ordered
 from ...problem import ExpertsProblem
 from ...runtime.machine import machine_at
 from ...types import ExpertWeights
+from ..base import require_expert_reach
 from .matrix import PackedMatrix, RangeReport
 from .packed import PackedExperts
 from .packing import add_projection_dim, column_order
@@ -34,6 +35,12 @@ def pack_both(packers: tuple[Packer, Packer], weights: ExpertWeights[Any], probl
     gate_up = pack(packers[0], weights.gate_up, weights.gate_up_bias)
     down = pack(packers[1], add_projection_dim(weights.down), weights.down_bias)
     form = operand_format(problem.activation_format)
+    scales = None
+    if form is not None and form.by_expert:
+        require_expert_reach(weights, form)
+        assert weights.expert_reach is not None
+        reach = weights.expert_reach.to(weights.down.device)
+        scales = form.expert_scales(reach[:, 0]), form.expert_scales(reach[:, 1])
     return PackedExperts(
         gate_up=gate_up,
         down=replace(down, order=None),
@@ -41,6 +48,7 @@ def pack_both(packers: tuple[Packer, Packer], weights: ExpertWeights[Any], probl
         machine=machine_at(weights.down.device),
         activations=form,
         input_reach=weights.input_reach if form is not None and form.static else None,
+        expert_scales=scales,
         report=_combine_reports(gate_up.report, down.report),
     )
 

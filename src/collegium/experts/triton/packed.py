@@ -16,6 +16,7 @@ from ...errors import InputError
 from ...ops.columns import ZeroPointCorrection, gather_columns
 from ...ops.operand import Operand, gather_codes, operand, transpose_scales
 from ...ops.quantize import AS_IS, ActivationFormat, formats_within, reorder_codes
+from ...ops.rows import ExpertScales
 from ...runtime.launch import align_rows
 from ...runtime.machine import Machine
 from ...runtime.memory import Memory, alloc, part
@@ -46,7 +47,8 @@ class PackedExperts(PackedWeights):
 
     activations: the format of quantised rows, or None to multiply in the dtype of x. input_reach: of a static format.
     tiles, measured: as in ``ProductTiling``. report: what packing rounded, or how it stores weights
-    whose size a plan cannot tell. forms: the format of each product's rows.
+    whose size a plan cannot tell. forms: the format of each product's rows. expert_scales: where each expert has
+    separate ones, the scales ``[E]`` float32 of both products' rows.
     """
 
     gate_up: PackedMatrix
@@ -58,6 +60,7 @@ class PackedExperts(PackedWeights):
     tiles: TilePair | None = None
     measured: tuple[TunedTiles, TunedTiles] = ((), ())
     report: object | None = None
+    expert_scales: tuple[Tensor, Tensor] | None = None
     _tiling: ProductTiling = field(init=False, compare=False, repr=False)
     forms: tuple[ActivationFormat | None, ...] = field(init=False, compare=False, repr=False)
 
@@ -167,17 +170,38 @@ class PackedExperts(PackedWeights):
             matrix=self.gate_up,
             tiling=self.tiling,
             activation=self.activation,
-            form=self.forms[0],
+            form=_without_scales(self.forms[0]),
             first=True,
         )
-        return gate_up, replace(gate_up, name="down", matrix=self.down, form=self.forms[1], first=False)
+        form = _without_scales(self.forms[1])
+        return gate_up, replace(gate_up, name="down", matrix=self.down, form=form, first=False)
 
     def with_measured(self, tables: Mapping[str, TunedTiles]) -> PackedExperts:
         """Return the same experts with measured tiles."""
         return replace(self, measured=(tables["gate_up"], tables["down"]))
 
     def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> PackedExperts:
-        return replace(self, gate_up=self.gate_up.map_tensors(change), down=self.down.map_tensors(change))
+        scales = self.expert_scales
+        return replace(
+            self,
+            gate_up=self.gate_up.map_tensors(change),
+            down=self.down.map_tensors(change),
+            expert_scales=None if scales is None else (change(scales[0]), change(scales[1])),
+        )
+
+    def reach_of(self, slot: int) -> tuple[float, float] | None:
+        """Return the largest inputs of ``slot`` that do not saturate."""
+        if self.expert_scales is None or self.activations is None:
+            return self.input_reach
+        first, second = (float(scales[slot]) * self.activations.max_value for scales in self.expert_scales)
+        return first, second
+
+    def _form_of(self, product: int, batch: ContiguousBatch) -> ActivationFormat | None:
+        """Return the format of the rows of product 0 or 1, with the scales of their experts if those are separate."""
+        form = self.forms[product]
+        if form is None or self.expert_scales is None:
+            return form
+        return form.with_expert_scales(ExpertScales(self.expert_scales[product], batch.expert_offsets))
 
     def _output(
         self, remote: RemoteOutput | None, count: int, dtype: torch.dtype, device: torch.device, memory: Memory | None
@@ -215,11 +239,11 @@ class PackedExperts(PackedWeights):
         # The tile lists were complete before the first product started.
         second = replace(second, row_offsets=_row_offsets(batch), early=True)
         source: Tensor | None = None
-        if batch.input_weights is None:
+        if batch.input_weights is None and self.expert_scales is None:
             x, x_scale = self._token_operand(batch, memory_x)
             source = batch.source
         else:
-            # A weight belongs to a row, so weighted rows are gathered before the product.
+            # A weight or an expert's scale belongs to a row, so such rows are gathered before the product.
             x, x_scale = self._gathered_operand(batch, self.gate_up.layout.row_order, memory_x)
         if self.gate_up.order is not None:
             x = gather_columns(x, self.gate_up.order, offsets, source, memory=memory_x)
@@ -231,7 +255,7 @@ class PackedExperts(PackedWeights):
         grouped_gemm(
             x, self.gate_up, offsets, first, middle, source=source, x_scale=x_scale, activation=self.activation
         )
-        h, h_scale = self._second_operand(middle, second.tile, _used_rows(batch), memory)
+        h, h_scale = self._second_operand(middle, second.tile, batch, memory)
         return grouped_gemm(h, self.down, offsets, second, out, x_scale=h_scale)
 
     def _run_large(self, batch: ContiguousBatch, tile: TileChoice, out: Tensor, memory: Memory | None) -> Tensor:
@@ -258,7 +282,7 @@ class PackedExperts(PackedWeights):
         for matrix, offsets, tiles in groups(self.gate_up):
             prefill_gemm(x, matrix, offsets, tiles, middle, x_scale=x_scale, activation=self.activation, codes=codes)
         if codes is None:
-            rows = operand(middle, self.forms[1], used=used, memory=part(memory, "h"))
+            rows = operand(middle, self._form_of(1, batch), used=used, memory=part(memory, "h"))
             h, h_scale = rescale(rows, self.down, used, part(memory, "h"))
         else:
             h, h_scale = middle, codes.scale
@@ -287,7 +311,7 @@ class PackedExperts(PackedWeights):
         if batch.scale is None:
             return operand(
                 batch.x,
-                self.forms[0],
+                self._form_of(0, batch),
                 source=batch.source,
                 weights=batch.input_weights,
                 order=order,
@@ -298,13 +322,20 @@ class PackedExperts(PackedWeights):
         return _in_order(codes, batch.order, order), scale
 
     def _second_operand(
-        self, middle: Tensor, tile: TileChoice, used: Tensor | None, memory: Memory | None
+        self, middle: Tensor, tile: TileChoice, batch: ContiguousBatch | None, memory: Memory | None
     ) -> tuple[Tensor, Tensor | ZeroPointCorrection | None]:
-        """Return rows between the products as the second product reads them with ``tile``."""
-        form = middle_format(self.forms[1], self.down.layout, tile)
+        """Return rows between the products as the second product reads them with ``tile``; batch: None if unsorted."""
+        used = None if batch is None else _used_rows(batch)
+        between = self.forms[1] if batch is None else self._form_of(1, batch)
+        form = middle_format(between, self.down.layout, tile)
         memory_h = part(memory, "h")
         rows = operand(middle, form, order=self.down.layout.row_order, used=used, memory=memory_h)
         return rescale(rows, self.down, used, memory_h)
+
+
+def _without_scales(form: ActivationFormat | None) -> ActivationFormat | None:
+    """Return the format for rows of no expert, whose scales are computed: as fast, for measuring products."""
+    return form if form is None or not form.by_expert else replace(form, static=False, by_expert=False)
 
 
 def _in_order(codes: Tensor, order: int, requested: int) -> Tensor:

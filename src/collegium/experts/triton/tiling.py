@@ -123,6 +123,8 @@ class ProductTiling(Tiling):
         experts = self.gate_up.shape[0]
         weight_bytes = self.gate_up.nbytes + self.down.nbytes
         max_tokens = 0
+        if self.activations is not None and self.activations.by_expert:
+            return 0  # rows are quantised in expert order
         for tokens in range(1, _MAX_UNSORTED // top_k + 1):
             active_experts = experts * (1 - (1 - min(1.0, top_k / experts)) ** tokens)
             repeated_bytes = (tokens * top_k - active_experts) * weight_bytes / experts
@@ -181,8 +183,9 @@ def product_regions(problem: ExpertsProblem, tiling: ProductTiling) -> Regions:
     intermediate, hidden = problem.intermediate, problem.hidden
     large = tiling.large(rows) is not None
     order, second_order = tiling.gate_up.row_order, tiling.down.row_order
-    x_rows = rows if problem.weighted else problem.tokens
-    x = operand_regions(x_rows, hidden, form, order=order, gathered=problem.weighted, dtype=dtype)
+    gathered = problem.weighted or (form is not None and form.by_expert)
+    x_rows = rows if gathered else problem.tokens
+    x = operand_regions(x_rows, hidden, form, order=order, gathered=gathered, dtype=dtype)
     h = operand_regions(rows, intermediate, middle_format(form, tiling.down), order=second_order, dtype=dtype)
     if by_name(problem.weight_format).ordered_columns:
         x["ordered"] = rows * hidden * dtype.itemsize
