@@ -259,6 +259,8 @@ _WHOLE_ROW = {"FORMAT": {"CodeFormat": _CODES | {"group": 8192}}, "BLOCK_C": 819
 _MXFP8 = {"FORMAT": {"CodeFormat": _CODES | {"group": 32, "power_of_two": True, "e8m0": True}}}
 _E8M0 = {"FORMAT": {"CodeFormat": _CODES | {"power_of_two": True, "e8m0": True}}}
 _NVFP4 = {"BLOCK_C": 8192, "index": None, "weights": None, "valid_rows": None, "SOFTWARE_ROUNDING": False}
+_DECODED = {"BLOCK_C": 8192, "index": None, "weights": None, "valid_rows": None}
+_OF_ROW = {"expert_scales": None, "expert_offsets": None, "BLOCK_E": 16}
 # Small kernels: (file, kernel, types that are not the rule, constants, warps, most registers); FP8 from sm_90 on.
 _HALVES = {"halves": "fp16", "scales": "fp32", "sums": "fp16"}
 SMALL: tuple[tuple[str, str, dict[str, str], dict[str, Any], int, int], ...] = (
@@ -289,6 +291,10 @@ SMALL: tuple[tuple[str, str, dict[str, str], dict[str, Any], int, int], ...] = (
     ("quantize", "e4m3_kernel", {"codes": "fp8e4nv"}, _STATIC | _ALL_ROWS | _WHOLE_ROW, 16, 80),
     ("quantize", "nvfp4_kernel", {"codes": "u8", "scales": "fp8e4nv"}, _NVFP4 | {"static_scale": None}, 16, 96),
     ("quantize", "nvfp4_kernel", {"codes": "u8", "scales": "fp8e4nv"}, _NVFP4, 16, 96),
+    ("quantize", "nvfp4_decoded_kernel", {"numbers": "bf16"}, _DECODED | _OF_ROW | {"static_scale": None}, 16, 96),
+    ("quantize", "nvfp4_decoded_kernel", {"numbers": "bf16"}, _DECODED | _OF_ROW, 16, 96),
+    ("quantize", "nvfp4_decoded_kernel", {"numbers": "bf16"}, _DECODED | {"static_scale": None, "BLOCK_E": 256}, 16,
+     96),
 )  # fmt: skip
 _POINTERS = {
     **dict.fromkeys(("source", "slots", "expert_offsets", "tile_row_a", "tile_row_b", "ids"), "i64"),
@@ -297,6 +303,7 @@ _POINTERS = {
     **dict.fromkeys(("tile_expert_a", "tile_expert_b", "histograms", "order"), "i32"),
     **dict.fromkeys(("weights", "weights_by_row", "scales", "global_scales", "logits", "bias"), "fp32"),
     "expert_scale": "fp32",
+    "expert_scales": "fp32",
     **dict.fromkeys(("x", "rows", "shared", "out"), "bf16"),
 }
 

@@ -106,6 +106,8 @@ class Reference(ExpertKernel):
         forms = formats_within(problem.activation_format, weights.input_reach)
         reach = weights.input_reach if forms[0].static else None
         require_expert_reach(weights, forms[0])
+        by_expert = weights.expert_reach if forms[0].by_expert else None
+        weights = replace(weights, expert_reach=None if by_expert is None else by_expert.to(weights.down.device))
         return ReferenceExperts(weights=weights, activation=problem.activation, activations=forms, input_reach=reach)
 
 
