@@ -129,6 +129,7 @@ def calibrate_model(
     copies. Raises InputError for formats without static activation scales and for a text that leaves a layer without
     an input, and the errors of ``load_model`` and of writing.
     """
+    place = probe(device).place
     checkpoint = check_writable(model)
     if not checkpoint.path.is_dir() or checkpoint.is_gguf:
         raise ConfigError(f"{model}: calibrate needs a model's folder with config.json and safetensors files")
@@ -142,7 +143,7 @@ def calibrate_model(
         raise InputError(f"{folder} exists; nothing is overwritten, name another folder or remove it")
     loaded = load_model(
         checkpoint,
-        device=probe(device).place,
+        device=place,
         limits=Limits(max_tokens=tokens),
         overrides=Overrides(kernel="reference"),
     )
