@@ -1484,7 +1484,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "input left in 32 bits", "experts/reference.py",
-        (Edit("_one_expert", "$form.round_trip($x)", "$x.float()"),), ("tests/cpu/test_proofs.py",),
+        (Edit("_one_expert", "form.round_trip(x)", "x.float()", text=True),), ("tests/cpu/test_proofs.py",),
     ),
     Mutant(
         "scales across of the first K block", "kernels/w4a8.py",
@@ -1554,7 +1554,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the first row of an expert with the scale before it", "kernels/quantize.py",
-        (Edit("nvfp4_decoded_kernel", "$end <= $row", "$end < $row"),), (f"{_NVFP4}::test_experts_have_separate_scales",),
+        (Edit("nvfp4_decoded_kernel", "$end <= $row", "$end < $row"),), (f"{_NVFP4}::test_kernel_finds_the_scale_of_the_expert",),
     ),
     Mutant(
         "the scale of NVFP4 rows forgotten", "ops/quantize.py",

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from collegium.formats.unquantised import DTYPES
 from collegium.layer import MoELayer
 from collegium.loading import load_routed
 from collegium.ops.quantize import activation_format, formats_within, quantize_rows
+from collegium.ops.rows import ExpertScales
 from collegium.parallel.local import Local
 from collegium.parallel.placement import linear
 from collegium.placement import Placement
@@ -232,6 +234,26 @@ def weights_by_expert(sizes: tuple[int, int, int]) -> ExpertWeights[Any]:
     return replace(weights_of(sizes), expert_reach=EXPERT_REACH[: sizes[0]])
 
 
+@pytest.mark.parametrize("experts", [1, 5, 40])
+def test_kernel_finds_the_scale_of_the_expert(experts: int) -> None:
+    """Bit for bit, next to experts without rows, and rows of dropped assignments after the last expert."""
+    counts = torch.randint(0, 4, (experts,))
+    counts[0] = 3
+    offsets = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)))
+    values = torch.logspace(-3, 1, experts) / 2688
+    rows = int(offsets[-1])
+    x = heavy_tailed(rows + 4, 50, seed=9)
+    form: Any = activation_format("nvfp4_expert").operand_format
+    bound = form.with_expert_scales(ExpertScales(values, offsets))
+    found, reference = quantize_on_device(x, bound, memory=Poisoned()), bound.quantize(x)
+    numbers, scales = quantized(x[:rows], values.repeat_interleave(counts))
+    for made in (found, reference):
+        assert torch.equal(made.codes[:rows].float(), numbers)
+        assert made.scales is not None
+        assert torch.equal(made.scales[:rows], scales)
+        assert made.scales.isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("sizes", [(4, 64, 64), (3, 130, 66)])
 def test_experts_have_separate_scales(sizes: tuple[int, int, int], dtype: Any) -> None:
@@ -256,6 +278,26 @@ def test_experts_have_separate_scales(sizes: tuple[int, int, int], dtype: Any) -
     for slot in range(sizes[0]):
         assert packed.reach_of(slot) == pytest.approx(EXPERT_REACH[slot].tolist())
         assert reference.reach_of(slot) == pytest.approx(EXPERT_REACH[slot].tolist())
+
+
+@pytest.mark.parametrize("activations", [*FORMATS, "nvfp4_expert"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_experts_with_the_quantising_kernel(activations: str, weighted: bool) -> None:
+    """What runs on a GPU: the kernel instead of its torch reference, with the same bits."""
+    sizes = (4, 112, 80)
+    problem = problem_of(sizes, activations, dtype="fp32")
+    packed: Any = kernel_named("triton_w4a16").pack(weights_by_expert(sizes), problem.routed)
+    x = heavy_tailed(9, sizes[1], seed=5)
+    batch, _ = batch_of(x, sizes[0])
+    if weighted:
+        batch = replace(batch, input_weights=torch.rand(batch.source.numel()) + 0.5)
+    wanted = packed.run(batch)
+    assert torch.equal(by_kernel_run(packed, batch), wanted)
+
+
+def by_kernel_run(packed: PackedExperts, batch: ContiguousBatch) -> torch.Tensor:
+    with patch("collegium.ops.quantize.on_device", lambda *_: True):
+        return packed.run(batch, Poisoned())
 
 
 def test_scales_move_with_their_experts() -> None:
