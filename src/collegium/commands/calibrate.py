@@ -8,7 +8,7 @@ of ModelOpt or compressed-tensors, whichever stored the weights.
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -180,7 +180,7 @@ def _require_static(view: CheckpointLayer) -> list[str]:
 
 
 @contextmanager
-def _recording(layers: dict[CheckpointLayer, MoELayer]) -> Iterator[list[_Recorder]]:
+def _recording(layers: dict[CheckpointLayer, MoELayer]) -> Generator[list[_Recorder]]:
     """Record the inputs of every layer while the block runs. The layers have the kernel ``reference``."""
     recorders: list[_Recorder] = []
     removers: list[Any] = []
