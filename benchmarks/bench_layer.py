@@ -40,7 +40,7 @@ RESULTS = Path(__file__).parent / "results" / "layers_h200.csv"
 PLACE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 _PLAIN = dict(ENCODERS)
 KINDS = {"Q4_K": q4_k, "Q8_0": q8_0}
-TILE = ("block_n", "block_t", "warps", "stages", "group_t", "stacked", "overlap")
+TILE = ("block_n", "block_t", "warps", "stages", "group_t", "interleave_gate_up", "overlap")
 
 
 def encoded_as(weights: str) -> str:

@@ -79,7 +79,7 @@ def text_of(constants: Mapping[str, int], left_out: tuple[tuple[str, str], ...])
 def multiplying(left_out: tuple[tuple[str, str], ...]) -> Generator[None]:
     """Multiply every batch by large tiles inside the block, without pieces of their kernel's text."""
     before = tiling.prefill_tile, prefill.KERNEL
-    tiling.prefill_tile = lambda _, machine: tiles.prefill_tile(_LARGE, machine)
+    tiling.prefill_tile = lambda _, machine, **__: tiles.prefill_tile(_LARGE, machine)
     if left_out:
         prefill.KERNEL = CudaKernel("prefill", partial(text_of, left_out=left_out), before[1].shared)
     try:

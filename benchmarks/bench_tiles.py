@@ -2,8 +2,8 @@
 
 ``collegium tune`` times each product by itself; here the whole layer runs, with the kernels between the products. A
 pair is the tile of gate and up, and that of down, as ``BLOCK_N x BLOCK_T``, then ``w`` warps, ``s`` stages, and where
-they are wanted ``d`` K blocks of a step, ``g`` token tiles that share a pass, ``r`` most registers, ``st`` stacked,
-``j`` joined:
+they are wanted ``d`` K blocks of a step, ``g`` token tiles that share a pass, ``r`` most registers, ``st``
+gate and up interleaved, ``j`` a fused K block:
 
     python benchmarks/bench_tiles.py v4_flash mxfp4 fp8_group128 --pair 128x64,w4,s3,d2 128x64,w4,s4
 
@@ -45,7 +45,7 @@ def tile_of(text: str, like: TileChoice) -> TileChoice:
     """Return the tile that ``text`` says, which starts as early as ``like``; ValueError for what it cannot say."""
     sizes, *more = text.split(",")
     block_n, _, block_t = sizes.partition("x")
-    given: dict[str, Any] = {"stacked": "st" in more, "joined": "j" in more}
+    given: dict[str, Any] = {"interleave_gate_up": "st" in more, "fuse_k_block": "j" in more}
     given |= {_LETTERS[part[0]]: int(part[1:]) for part in more if part not in ("st", "j")}
     tall = int(block_t) >= 64
     return TileChoice(block_n=int(block_n), block_t=int(block_t), narrow=tall, overlap=like.overlap, **given)
@@ -61,7 +61,7 @@ def said(tile: TileChoice) -> str:
         f"g{tile.group_t}",
     ]
     parts += [f"r{tile.registers}"] if tile.registers else []
-    return ",".join([*parts, *(["st"] if tile.stacked else []), *(["j"] if tile.joined else [])])
+    return ",".join([*parts, *(["st"] if tile.interleave_gate_up else []), *(["j"] if tile.fuse_k_block else [])])
 
 
 def measured(args: argparse.Namespace, tokens: int) -> dict[tuple[str, str], float]:

@@ -61,9 +61,14 @@ _GPU_CLOSE = ("tests/gpu/test_direct.py",)
 _SMALL = ("tests/cpu/test_small_kernels.py",)
 _FOUR = ("tests/cpu/test_w4a8.py",)
 _DIRECT = ("tests/cpu/test_direct.py",)
+_ADAPTED = ("tests/cpu/test_low_rank.py::test_mixed_adapters_match_merged_weights[bf16-None-bf16-0.015]",)
+_ADAPTED_FOUR = ("tests/cpu/test_low_rank.py::test_mixed_adapters_match_merged_weights[mxfp4-fp8_token-bf16-0.06]",)
+_ADAPTERS = ("tests/cpu/test_expert_adapters.py",)
 _FUSED = ("tests/cpu/test_cpu_fused.py",)
 _NAN = ("tests/cpu/test_nan.py",)
 _RANKS = ("tests/cpu/test_all_to_all.py",)
+_MICROBATCHES = ("tests/cpu/test_microbatches.py",)
+_LAYER_CHECK = ("tests/cpu/test_layer_check.py",)
 _MEGA = ("tests/cpu/test_mega.py::test_passes_equal_one_rank_bitwise",)
 _MEGA_FULL = ("tests/cpu/test_mega.py::test_full_passes_equal_one_rank",)
 _MEGA_LOST = ("tests/cpu/test_mega.py::test_absent_ranks_are_named",)
@@ -146,10 +151,38 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "rows come back in the order of experts", "parallel/all_to_all.py",
         (Edit(
-            "AllToAll.combine",
+            "AllToAll.send_back",
             "$found.index_select(0, $order)",
             "$found.index_select(0, $order).sort().values",
         ),), _RANKS,
+    ),
+    Mutant(
+        "other copies of an expert accepted", "parallel/layer_check.py",
+        (Edit("_check_copies", "len(set(values.values())) == 1", "True"),), _LAYER_CHECK,
+    ),
+    Mutant(
+        "a sample of a copy is all of it", "execution/layer_comparison.py",
+        (Edit("_copied_slots", "counts[expert] > 1", "False"),), _LAYER_CHECK,
+    ),
+    Mutant(
+        "other plans of ranks accepted", "parallel/layer_check.py",
+        (Edit("_check_settings", "not differing", "True"),), _LAYER_CHECK,
+    ),
+    Mutant(
+        "the shared expert waits for the rows", "pipelines/split.py",
+        (Edit(
+            "Split.__call__",
+            "overlap = shared is not None and self.parts.overlap_shared",
+            "overlap = False",
+        ),), ("tests/cpu/test_shared_overlap.py",),
+    ),
+    Mutant(
+        "the shared expert of the other half", "pipelines/half_batches.py",
+        (Edit("HalfBatches._combine", "shared[half]", "shared.flip(0)[half]"),), _MICROBATCHES,
+    ),
+    Mutant(
+        "half batches of any size", "pipelines/half_batches.py",
+        (Edit("no_half_batches", "rows < MIN_ROWS", "False"),), _MICROBATCHES,
     ),
     Mutant(
         "scales of another token", "parallel/message_format.py",
@@ -864,7 +897,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the first K block's scale for the second of a step", "kernels/grouped_gemm.py",
-        (Edit("_sum_in_steps_of_depth", "_Block($w, $w, $scale_ptr + $index * $scale_step, $n_out, $x, $x_scale, $pointers.sums)", "_Block($w, $w, $scale_ptr, $n_out, $x, $x_scale, $pointers.sums)"),), _MEGA,
+        (Edit("_sum_in_steps_of_depth", "_Block($w, $w, $scale_ptr + $index * $scale_step, $n_out, $x, $x_scale, $pointers.sums, $pointers.sums)", "_Block($w, $w, $scale_ptr, $n_out, $x, $x_scale, $pointers.sums, $pointers.sums)"),), _MEGA,
     ),
     Mutant(
         "tokens' scales of the first K block for the second of a step", "kernels/grouped_gemm.py",
@@ -1011,6 +1044,89 @@ MUTANTS: tuple[Mutant, ...] = (
         "norm of the latent output skipped", "stages/latent.py",
         (Edit("Latent.leave", "self.norm is not None", "False"),), _HOST[1:],
     ),
+    # Unmerged adapters.
+    Mutant(
+        "an adapter's change of gate added to up", "kernels/grouped_gemm.py",
+        (Edit("grouped_tile", "add_low_rank($gate, $a, $b, $c, $d, $e, $f, 0, PROJ, ASM)", "add_low_rank($gate, $a, $b, $c, $d, $e, $f, 1, PROJ, ASM)"),), _ADAPTED,
+    ),
+    Mutant(
+        "an adapter's change of gate added to up", "kernels/w4a8.py",
+        (Edit("_finish_sums", "add_low_rank($up, $a, $b, $c, $d, $e, $f, 1, PROJ, ASM)", "add_low_rank($up, $a, $b, $c, $d, $e, $f, 0, PROJ, ASM)"),), _ADAPTED_FOUR,
+    ),
+    Mutant(
+        "the change of one adapter added to every row of a tile", "kernels/low_rank.py",
+        (
+            Edit("add_low_rank", "tl.load($inner + $r[:, None], mask=$selected[None, :] & ($r < $rank)[:, None], other=0.0)", "tl.load($inner + $r[:, None], mask=($r < $rank)[:, None], other=0.0)"),
+            Edit("add_low_rank", "tl.where($selected[None, :], $acc + $change, $acc)", "$acc + $change"),
+        ), _ADAPTED,
+    ),
+    Mutant(
+        "one adapter for all rows of a tile", "kernels/low_rank.py",
+        (Edit("add_low_rank", "$current = _next_adapter($adapter, $current)", "$current = NO_MORE"),), _ADAPTED,
+    ),
+    Mutant(
+        "ranks that an adapter lacks are read", "kernels/low_rank.py",
+        (Edit("add_low_rank", "tl.load($inner + $r[:, None], mask=$selected[None, :] & ($r < $rank)[:, None], other=0.0)", "tl.load($inner + $r[:, None], mask=$selected[None, :], other=0.0)"),), _ADAPTED,
+    ),
+    Mutant(
+        "the adapter of another token, unsorted", "kernels/low_rank.py",
+        (Edit("adapter_at", "$row // TOP_K", "$row % TOP_K"),), _ADAPTED,
+    ),
+    Mutant(
+        "an id that is no adapter changes nothing", "kernels/low_rank.py",
+        (Edit("adapter_at", "tl.where($id == -1, NO_ADAPTER, UNKNOWN_ADAPTER)", "tl.where($id == -1, NO_ADAPTER, NO_ADAPTER)"),),
+        ("tests/cpu/test_low_rank.py::test_unknown_adapters_make_their_rows_nan",),
+    ),
+    Mutant(
+        "the scale of an adapter's first expert for all", "kernels/low_rank.py",
+        (Edit("low_rank_kernel", "$scale + ($s * $count + $p).to(tl.int64) * $adapters.experts + $expert", "$scale + ($s * $count + $p).to(tl.int64) * $adapters.experts"),), _ADAPTED,
+    ),
+    Mutant(
+        "input weight not applied before an adapter", "kernels/low_rank.py",
+        (Edit("low_rank_kernel", "$acc *= $factor[None, :]", ""),), ("tests/cpu/test_low_rank.py::test_router_weight_on_the_input",),
+    ),
+    Mutant(
+        "merged shared experts have adapters", "kernels/low_rank.py",
+        (Edit("add_low_rank", "$expert < $adapters.experts", "$expert < $expert + 1"),), ("tests/cpu/test_low_rank.py::test_experts_without_matrices_are_unchanged",),
+    ),
+    Mutant(
+        "adapters dropped in large batches", "experts/triton/packed.py",
+        (Edit("PackedExperts.run", "self.tiling.large($rows) if $batch.adapters is None else None", "self.tiling.large($rows)"),),
+        ("tests/cpu/test_low_rank.py::test_adapters_never_take_the_large_flow",),
+    ),
+    Mutant(
+        "scale of an adapter dropped", "adapters.py",
+        (Edit("AdapterMatrices._change", "($x.float() @ $a.T) * self.scale[$s, $p, $e] @ $b", "($x.float() @ $a.T) @ $b"),), _ADAPTERS,
+    ),
+    Mutant(
+        "adapters of gate and up swapped", "adapters.py",
+        (Edit("PackedAdapters.pack", "('gate', 'up') if $gated else ('up',)", "('up', 'gate') if $gated else ('up',)"),), _ADAPTERS,
+    ),
+    Mutant(
+        "an id that is no adapter changes nothing", "adapters.py",
+        (Edit("AdapterMatrices.add_to", "$out[$span].masked_fill_($wrong[$span, None], torch.nan)", ""),), (f"{_ADAPTERS[0]}::test_unknown_ids",),
+    ),
+    Mutant(
+        "adapters accepted over ranks", "planning.py",
+        (Edit("Plan.with_adapters", "$adapters is not None and self.dispatcher != 'local'", "False"),), (f"{_ADAPTERS[0]}::test_plan_refuses",),
+    ),
+    Mutant(
+        "adapter ids of the first tokens in every chunk", "stages/call.py",
+        (Edit("Call.chunk", "self.adapter_ids[$rows]", "self.adapter_ids[: $rows.stop - $rows.start]"),),
+        (f"{_ADAPTERS[0]}::test_chunks_copies_pickles_and_swaps",),
+    ),
+    Mutant(
+        "what an adapter changes outside experts left out", "checkpoint/expert_adapters.py",
+        (Edit("_refuse_others", "not experts_only", "False"),), (f"{_ADAPTERS[0]}::test_other_modules_and_layers",),
+    ),
+    Mutant(
+        "one scale for all experts of an adapter", "checkpoint/expert_adapters.py",
+        (Edit("_stack", "$scales[$expert] = $scale", "$scales[:] = $scale"),), (f"{_ADAPTERS[0]}::test_ranks_and_scales_by_pattern",),
+    ),
+    Mutant(
+        "a batch of other sequences than were chosen for", "integrations/transformers/adapters.py",
+        (Edit("_check_batch", "$choice.check($inputs.shape[0])", "pass"),), (f"{_ADAPTERS[0]}::test_two_layers_of_a_whole_model",),
+    ),
     # The kernels around the products.
     Mutant(
         "router weight dropped", "kernels/weighted_sum.py",
@@ -1110,8 +1226,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "halves of a quarter swapped (INT4, E4M3 rows)", "experts/triton/packing/w4a8.py",
         (Edit(
             "_int4_rows",
-            "$codes.unflatten(-1, ($words.shape[-2], 4, 2, 4, 4)).permute(0, 1, 2, 5, 3, 4, 6)",
-            "$codes.unflatten(-1, ($words.shape[-2], 4, 2, 4, 4)).permute(0, 1, 2, 5, 3, 4, 6).flip(5)",
+            "$codes.unflatten(-1, ($words.shape[-2], 4, 2, 4, 4)).permute(0, 1, 2, 3, 6, 4, 5, 7)",
+            "$codes.unflatten(-1, ($words.shape[-2], 4, 2, 4, 4)).permute(0, 1, 2, 3, 6, 4, 5, 7).flip(6)",
         ),), _FOUR,
     ),
     # Activation order.
@@ -1267,7 +1383,7 @@ MUTANTS: tuple[Mutant, ...] = (
     # The shared expert.
     Mutant(
         "shared expert dropped", "execution/executor.py",
-        (Edit("Executor.run_chunk", "self._shared is not None", "False"),), _HOST[1:],
+        (Edit("Executor.run_pass", "self._shared is not None", "False"),), _HOST[1:],
     ),
     Mutant(
         "merged: routed scaling factor on the shared expert", "ops/route_wide.py",
@@ -1477,14 +1593,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "activations left in 32 bits", "experts/reference.py",
         (Edit(
             "_one_expert",
-            "between.round_trip(middle)",
-            "middle",
-            text=True,
+            "between.round_trip(hidden)",
+            "hidden",
         ),), ("tests/cpu/test_proofs.py",),
     ),
     Mutant(
         "input left in 32 bits", "experts/reference.py",
-        (Edit("_one_expert", "form.round_trip(x)", "x.float()", text=True),), ("tests/cpu/test_proofs.py",),
+        (Edit("_one_expert", "form.round_trip(x)", "$x.float()"),), ("tests/cpu/test_proofs.py",),
     ),
     Mutant(
         "scales across of the first K block", "kernels/w4a8.py",

@@ -20,14 +20,15 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .adapters import ExpertAdapter as ExpertAdapter, ExpertAdapters as ExpertAdapters, LowRankPair as LowRankPair
     from .encoding import encode_experts as encode_experts, expert_weights as expert_weights
     from .errors import *  # noqa: F403 -- every error is public
     from .formats import FORMATS as FORMATS
-    from .functional import MoEOptions as MoEOptions, moe as moe
+    from .functional import MoEOptions as MoEOptions, moe as moe, moe_batched as moe_batched
     from .integrations.transformers import load_model as load_model
     from .layer import MoELayer as MoELayer
     from .layer_builder import LayerBuilder as LayerBuilder
-    from .loading import load_layer as load_layer
+    from .loading import load_adapters as load_adapters, load_layer as load_layer
     from .models import describe as describe
     from .parallel.ranks import Ranks as Ranks
     from .placement import Placement as Placement
@@ -42,12 +43,13 @@ if TYPE_CHECKING:
     from .runtime.checksum import weights_checksum as weights_checksum
     from .runtime.devices import probe as probe
     from .runtime.warm_up import warm_up as warm_up
-    from .stages.shared import merge_shared as merge_shared
+    from .stages.shared import merge_shared as merge_shared, slice_shared as slice_shared
     from .types import (
         ActivationSpec as ActivationSpec,
         ExpertWeights as ExpertWeights,
         LatentWeights as LatentWeights,
         MoESpec as MoESpec,
+        RouterModule as RouterModule,
         RouterWeights as RouterWeights,
         Routing as Routing,
         RoutingSpec as RoutingSpec,
@@ -60,6 +62,7 @@ __version__ = "0.1.0"
 
 # The public names of each module. They are imported on first access, because importing torch takes a second.
 _EXPORTS: dict[str, tuple[str, ...]] = {
+    "adapters": ("ExpertAdapter", "ExpertAdapters", "LowRankPair"),
     "encoding": ("encode_experts", "expert_weights"),
     "errors": (
         "BadScaleError",
@@ -81,11 +84,11 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "UnknownTensorError",
     ),
     "formats": ("FORMATS",),
-    "functional": ("MoEOptions", "moe"),
+    "functional": ("MoEOptions", "moe", "moe_batched"),
     "integrations.transformers": ("load_model",),
     "layer": ("MoELayer",),
     "layer_builder": ("LayerBuilder",),
-    "loading": ("load_layer",),
+    "loading": ("load_adapters", "load_layer"),
     "models": ("describe",),
     "parallel.ranks": ("Ranks",),
     "planning": ("Plan", "plan"),
@@ -94,12 +97,13 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "runtime.checksum": ("weights_checksum",),
     "runtime.devices": ("probe",),
     "runtime.warm_up": ("warm_up",),
-    "stages.shared": ("merge_shared",),
+    "stages.shared": ("merge_shared", "slice_shared"),
     "types": (
         "ActivationSpec",
         "ExpertWeights",
         "LatentWeights",
         "MoESpec",
+        "RouterModule",
         "RouterWeights",
         "Routing",
         "RoutingSpec",

@@ -19,13 +19,16 @@ import typer
 from . import __version__
 from .commands import printing
 from .commands.options import (
+    DEFAULT_PROMPT,
     HELP,
     Activations,
+    Adapters,
     Device,
     Download,
     Format,
     Kernel,
     Model,
+    Prompts,
     ShapeOrModel,
     Steps,
     Trace,
@@ -100,22 +103,17 @@ def demo(
 
 
 @app.command()
-@prints(printing.print_text, on_ranks=True)
+@prints(printing.print_texts, on_ranks=True)
 def generate(
     model: Model,
-    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "Once upon a time",
+    prompt: Prompts = None,
     tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")] = 100,
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Random seed for sampling.")] = 0,
     penalty: Annotated[
         float, typer.Option(min=1.0, help="Repetition penalty, applied to logits of earlier tokens; 1 is off.")
     ] = 1.0,
-    adapter: Annotated[
-        str | None,
-        typer.Option(
-            autocompletion=complete_model, help="Folder or Hub id of a PEFT LoRA adapter to merge while loading."
-        ),
-    ] = None,
+    adapter: Adapters = None,
     weight_format: Format = None,
     kernel: Kernel = None,
     activations: Activations = None,
@@ -131,7 +129,7 @@ def generate(
 
     if "RANK" not in os.environ:  # under torchrun each rank chooses its device later
         start_context(device)  # in parallel with the import of transformers
-    from .commands.generate import Writer, check_writable, prompt_limits
+    from .commands.generate import Writer, check_writable, prompt_limits, prompts_of
     from .integrations.transformers import layers_of, load_model
     from .parallel.torchrun import process_group
     from .runtime.warm_up import warm_up
@@ -139,10 +137,9 @@ def generate(
     if not -(1 << 63) <= seed < 1 << 63:
         raise InputError(f"--seed: {seed} is not a 64-bit integer")
     checkpoint = check_writable(find_model(model, download))
-    adapter_path = None if adapter is None else find_model(adapter, download)
-    # Bytes that are invalid in the locale's encoding are decoded as UTF-8; other bytes become replacement characters.
-    text = prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-    limits = prompt_limits(checkpoint.path, text)
+    adapters = [find_model(path, download) for path in adapter or ()]
+    texts = prompts_of(prompt or [DEFAULT_PROMPT], adapters)
+    limits = prompt_limits(checkpoint.path, texts)
     overrides = Overrides(kernel=kernel, activation_format=activations, unequal_scales=cast("Any", unequal_scales))
     with process_group(os.environ, device, same_tokens=True) as place:
         with progress_bar("loading") as progress:
@@ -152,15 +149,19 @@ def generate(
                 overrides=overrides,
                 device=place,
                 limits=limits,
-                adapter=adapter_path,
+                adapter=adapters[0] if len(adapters) == 1 else None,
+                adapters=adapters if len(adapters) > 1 else (),
                 progress=progress,
             )
         writer = Writer(loaded, checkpoint.path)
         with progress_bar("compiling") as progress:
             warm_up(layers_of(loaded), progress)
             progress(1, 1, "the rest of the model")
-            writer.write(text, min(tokens, 4), penalty=penalty)
-        return writer.write(text, tokens, temperature=temperature, seed=seed, penalty=penalty)
+            writer.write(texts[0], min(tokens, 4), penalty=penalty)
+        options: Any = {"temperature": temperature, "seed": seed, "penalty": penalty}
+        if len(adapters) > 1:
+            return writer.write_with_adapters(texts, tokens, adapters, **options)
+        return writer.write(texts[0], tokens, **options)
 
 
 @app.command()

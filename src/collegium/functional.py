@@ -1,7 +1,7 @@
-"""moe(): run routed experts once, on plain tensors, on raw codes with scales, or on payloads.
+"""moe() and moe_batched(): run experts once, on plain tensors, on raw codes with scales, or on payloads.
 
-Shape letters: T tokens, K experts per token, E local experts, G experts of all ranks, P parts (2: gate and up; 1), I
-intermediate size, H hidden size.
+Shape letters: T tokens, K experts per token, E local experts, M rows of room for each, G experts of all ranks, P parts
+(2: gate and up; 1), I intermediate size, H hidden size.
 """
 
 from dataclasses import dataclass, field
@@ -22,24 +22,26 @@ from .runtime.devices import probe
 from .runtime.packed_module import check_tensors, refuse_gradient
 from .types import ActivationSpec, ExpertWeights, MoESpec, Routing, RoutingSpec
 
-__all__ = ["MoEOptions", "moe"]
+__all__ = ["MoEOptions", "moe", "moe_batched"]
 
 Scale = Tensor | float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoEOptions:
-    """Options of ``moe``, by the names that serving engines use.
+    """Options of ``moe`` and ``moe_batched``, by the names that serving engines use.
 
     w1_scale, w2_scale: scales of ``gate_up`` and ``down`` where these are raw FP8 or FP4 codes; their dtypes and shapes
         tell the format (``collegium.formats.payload_from_scales``). w1_global_scale, w2_global_scale: of NVFP4, as
         ModelOpt's ``weight_scale_2``. block_shape: rows and columns of an FP8 block, None: (128, 128).
-    a1_scale: of x, where it is float8_e4m3fn: one number, ``[T]``, ``[T, 1]``, or ``[T, ceil(H / 128)]``. With
-        unquantised x, one number: x is quantised with it. a2_scale: one number, for the rows between the products;
-        None: these rows are quantised with scales of their values.
+    a1_scale: of x, where it is float8_e4m3fn: one number, ``[T]``, ``[T, 1]``, or ``[T, ceil(H / 128)]``; for x
+        ``[E, M, H]`` also ``[E, 1, 1]``, and ``[E, M]`` in place of ``[T]``. With unquantised x, one number: x is
+        quantised with it. a2_scale: one number, for the rows between the products; None: these rows are quantised with
+        scales of their values.
     expert_map: ``[G]`` integers, the local expert of each expert of all ranks, -1 for an expert of another rank; ids
         are then global. global_num_experts: G; None or -1: as many as ``expert_map`` has, or E.
-    apply_router_weight_on_input: the router weight multiplies the experts' input instead of their output.
+    apply_router_weight_on_input: the router weight multiplies the experts' input instead of their output. These three
+        are refused by ``moe_batched``, whose rows are routed already.
     inplace: write the result to x and return it. out: write it there. out_dtype: of the result, None: that of x, or
         bfloat16 for float8_e4m3fn.
     overrides: as in ``plan``.
@@ -82,20 +84,71 @@ def moe(
     required, and PlanError.
     """
     options = options or MoEOptions()
-    _check_types(x=x, gate_up=gate_up, down=down, topk_ids=topk_ids, topk_weights=topk_weights)
-    _check(x, topk_ids, topk_weights, biases)
+    _check_types("moe", x=x, gate_up=gate_up, down=down, topk_ids=topk_ids, topk_weights=topk_weights)
+    _check("moe", x, 2)
+    _check_routing(x, topk_ids, topk_weights)
     activation = activation or ActivationSpec()
-    gate_up, down = _payloads(gate_up, down, 2 if activation.gated else 1, options)
+    matrices = _payloads(gate_up, down, 2 if activation.gated else 1, options)
+    routing = Routing(topk_ids=_local_ids(topk_ids, matrices[0].shape[0], options), topk_weights=topk_weights)
+    layer, scale = _layer_of(x, matrices, activation, biases, options, top_k=topk_ids.shape[1])
+    out = _output(x, options)
+    if scale is not None:
+        return layer.run_quantized(x, scale, routing, out=out)
+    return layer(x, routing=routing, out=out)
+
+
+def moe_batched(
+    x: Tensor,
+    gate_up: Payload | Tensor,
+    down: Payload | Tensor,
+    counts: Tensor,
+    *,
+    activation: ActivationSpec | None = None,
+    biases: tuple[Tensor, Tensor] | None = None,
+    options: MoEOptions | None = None,
+    expected: int | None = None,
+) -> Tensor:
+    """Run experts once on rows that are packed by expert, as low-latency dispatchers send them: ``[E, M, H]``.
+
+    x: ``[E, M, H]``, unquantised or float8_e4m3fn with ``options.a1_scale``. counts: ``[E]`` integers, the number of
+    valid rows of each expert. expected: see ``MoELayer.run_batched``. Other arguments, and errors, as for ``moe``.
+    Returns ``[E, M, H]``, which no router weight multiplies; rows past ``counts`` are not written.
+    """
+    options = options or MoEOptions()
+    _check_types("moe_batched", x=x, gate_up=gate_up, down=down, counts=counts)
+    _check("moe_batched", x, 3)
+    if options.expert_map is not None or options.global_num_experts is not None or options.apply_router_weight_on_input:
+        raise InputError(
+            f"moe_batched: expert_map was {'missing' if options.expert_map is None else 'passed'}, global_num_experts "
+            f"is {options.global_num_experts}, apply_router_weight_on_input {options.apply_router_weight_on_input}; "
+            "allowed: none of them, since the rows are routed already"
+        )
+    activation = activation or ActivationSpec()
+    matrices = _payloads(gate_up, down, 2 if activation.gated else 1, options)
+    layer, scale = _layer_of(x, matrices, activation, biases, options, top_k=1)
+    return layer.run_batched(x, counts, scale=scale, out=_output(x, options), expected=expected)
+
+
+def _layer_of(
+    x: Tensor,
+    matrices: tuple[Payload, Payload],
+    activation: ActivationSpec,
+    biases: tuple[Tensor, Tensor] | None,
+    options: MoEOptions,
+    *,
+    top_k: int,
+) -> tuple[MoELayer, Tensor | None]:
+    """Return a layer for one call, and the scales of x where x is codes. top_k: number of ids for each row of x."""
+    gate_up, down = matrices
     experts, parts, intermediate, hidden = gate_up.shape
-    routing = Routing(topk_ids=_local_ids(topk_ids, experts, options), topk_weights=topk_weights)
+    gate_up_bias, down_bias = biases or (None, None)
+    refuse_gradient(gate_up_bias=gate_up_bias, down_bias=down_bias)
     quantization = _input_quantization(x, options)
     spec = MoESpec(
         hidden_size=hidden,
         intermediate_size=intermediate,
         num_experts=experts,
-        routing=RoutingSpec(
-            top_k=min(topk_ids.shape[-1], experts), weight_on_input=options.apply_router_weight_on_input
-        ),
+        routing=RoutingSpec(top_k=min(top_k, experts), weight_on_input=options.apply_router_weight_on_input),
         activation=activation,
         weight_format=gate_up.name,
         down_format=None if down.name == gate_up.name else down.name,
@@ -108,11 +161,8 @@ def moe(
         down_bias=None if biases is None else biases[1],
         input_reach=quantization.reach,
     )
-    layer = MoELayer(weights, plan(_problem(x, topk_ids.shape[-1], spec, quantization, options), options.overrides))
-    out = _output(x, options)
-    if quantization.scale is not None:
-        return layer.run_quantized(x, quantization.scale, routing, out=out)
-    return layer(x, routing=routing, out=out)
+    layer = MoELayer(weights, plan(_problem(x, top_k, spec, quantization, options), options.overrides))
+    return layer, quantization.scale
 
 
 class _InputQuantization(NamedTuple):
@@ -128,9 +178,9 @@ class _InputQuantization(NamedTuple):
 
 
 def _problem(x: Tensor, top_k: int, spec: MoESpec, quantization: _InputQuantization, options: MoEOptions) -> Problem:
-    """Return the problem of one call with ``top_k`` ids for each token of x, of which a spec has at most E."""
+    """Return the problem of one call with ``top_k`` ids for each row of x, of which a spec has at most E."""
     dtype = _name_of(options.out_dtype or torch.bfloat16) if x.dtype == torch.float8_e4m3fn else _name_of(x.dtype)
-    assignments = max(1, x.shape[0] * top_k)
+    assignments = max(1, x.shape[:-1].numel() * top_k)
     return Problem(
         spec=spec,
         device=probe(x.device),
@@ -147,23 +197,29 @@ def _name_of(dtype: torch.dtype) -> Any:
     return FLOAT_FORMATS[dtype].name
 
 
-def _check_types(**inputs: object) -> None:
+def _check_types(caller: str, **inputs: object) -> None:
     for name, value in inputs.items():
         if not isinstance(value, Tensor | Payload):
-            raise InputError(f"moe: {name} is a {type(value).__name__}; allowed: a tensor, for weights a payload too")
+            raise InputError(
+                f"{caller}: {name} is a {type(value).__name__}; allowed: a tensor, for weights a payload too"
+            )
 
 
-def _check(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, biases: tuple[Tensor, Tensor] | None) -> None:
-    if x.dim() != 2 or x.dtype not in (*FLOAT_FORMATS, torch.float8_e4m3fn):
+def _check(caller: str, x: Tensor, dimensions: int) -> None:
+    if x.dim() != dimensions or x.dtype not in (*FLOAT_FORMATS, torch.float8_e4m3fn):
         allowed = ", ".join(map(str, FLOAT_FORMATS))
+        shape = "[T, H]" if dimensions == 2 else "[E, M, H]"
         raise InputError(
-            f"moe: x is {tuple(x.shape)} {x.dtype}; allowed: [T, H] of {allowed}, or float8_e4m3fn with a1_scale"
+            f"{caller}: x is {tuple(x.shape)} {x.dtype}; allowed: {shape} of {allowed}, or float8_e4m3fn with a1_scale"
         )
+    refuse_gradient(x=x)
+
+
+def _check_routing(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
     for name, tensor in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
         if tensor.dim() != 2 or tensor.shape[0] != x.shape[0] or tensor.shape[1] < 1:
             raise InputError(f"moe: {name} is {tuple(tensor.shape)}; allowed: [{x.shape[0]}, K], as many rows as x")
-    gate_up_bias, down_bias = biases or (None, None)
-    refuse_gradient(x=x, topk_weights=topk_weights, gate_up_bias=gate_up_bias, down_bias=down_bias)
+    refuse_gradient(topk_weights=topk_weights)
 
 
 def _input_quantization(x: Tensor, options: MoEOptions) -> _InputQuantization:
@@ -184,7 +240,7 @@ def _input_quantization(x: Tensor, options: MoEOptions) -> _InputQuantization:
     if first is None:
         raise InputError("moe: x is float8_e4m3fn and a1_scale is missing; pass its scales")
     scale = first if isinstance(first, Tensor) else torch.tensor(first, dtype=torch.float32, device=x.device)
-    grouped = scale.dim() == 2 and scale.shape[1] > 1
+    grouped = scale.dim() == x.dim() and scale.shape[-1] > 1
     if middle is None:
         return _InputQuantization("fp8_group128" if grouped else "fp8_token", scale)
     if grouped:

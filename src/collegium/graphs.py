@@ -46,10 +46,13 @@ class _Sizes:
     routing_input: RoutingInput
     has_token_ids: bool
     has_router_input: bool
+    has_adapter_ids: bool
     max_tokens: int
 
     @staticmethod
-    def of(layer: MoELayer, routing_input: RoutingInput, *, router_input: bool, max_tokens: int) -> _Sizes:
+    def of(
+        layer: MoELayer, routing_input: RoutingInput, *, router_input: bool, adapter_ids: bool, max_tokens: int
+    ) -> _Sizes:
         problem = layer.plan.problem
         rule = layer.spec.routing
         return _Sizes(
@@ -62,6 +65,7 @@ class _Sizes:
             routing_input=routing_input,
             has_token_ids=rule.hash_routing and routing_input != "routing",
             has_router_input=router_input,
+            has_adapter_ids=adapter_ids,
             max_tokens=max_tokens,
         )
 
@@ -81,6 +85,7 @@ class _Buffers:
     topk_weights: Tensor | None = None
     token_ids: Tensor | None = None
     router_input: Tensor | None = None
+    adapter_ids: Tensor | None = None
     live: Tensor
     index: Tensor
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -100,6 +105,7 @@ class _Buffers:
             topk_weights=zeros(rows, sizes.top_k, dtype=torch.float32) if passes_routing else None,
             token_ids=zeros(rows, dtype=_ID_DTYPE) if sizes.has_token_ids else None,
             router_input=zeros(rows, sizes.hidden_size, dtype=sizes.dtype) if sizes.has_router_input else None,
+            adapter_ids=zeros(rows, dtype=_ID_DTYPE) if sizes.has_adapter_ids else None,
             live=zeros((), dtype=torch.int64),
             index=torch.arange(rows, device=device)[:, None],
             idle=torch.cuda.Event() if device.type == "cuda" else None,
@@ -157,6 +163,7 @@ class GraphRunner:
         routing: Routing | None = None,
         token_ids: Tensor | None = None,
         router_input: Tensor | None = None,
+        adapter_ids: Tensor | None = None,
         out: Tensor | None = None,
         budget: int | None = None,
     ) -> Tensor:
@@ -178,6 +185,7 @@ class GraphRunner:
             buffers.write("topk_weights", None if routing is None else routing.topk_weights)
             buffers.write("token_ids", token_ids)
             buffers.write("router_input", router_input)
+            buffers.write("adapter_ids", adapter_ids)
             if buffers.topk_ids is None:
                 buffers.live.fill_(tokens)
             elif tokens < budget:
@@ -227,7 +235,8 @@ class GraphRunner:
             ids = torch.where(buffers.index[:budget] < buffers.live, chosen.topk_ids, -1)
             routing = Routing(topk_ids=ids, topk_weights=chosen.topk_weights)
         # Not layer(...): inside ``installed`` that would call this runner again.
-        MoELayer.forward(self.layer, x, routing=routing, out=buffers.out[:budget])
+        adapter_ids = _rows(buffers.adapter_ids, budget)
+        MoELayer.forward(self.layer, x, routing=routing, adapter_ids=adapter_ids, out=buffers.out[:budget])
 
     def record(self, budget: int, pool: Any) -> None:
         """Capture the graph of ``budget`` tokens in ``pool``."""
@@ -247,9 +256,12 @@ def capture(
     *,
     routing_input: RoutingInput | None = None,
     router_input: bool = False,
+    adapter_ids: bool = False,
 ) -> GraphRunner:
     """Capture ``layer`` for each of ``budgets``, numbers of tokens; see ``capture_all``."""
-    return capture_all([layer], budgets, routing_input=routing_input, router_input=router_input)[0]
+    return capture_all(
+        [layer], budgets, routing_input=routing_input, router_input=router_input, adapter_ids=adapter_ids
+    )[0]
 
 
 def capture_all(
@@ -258,11 +270,13 @@ def capture_all(
     *,
     routing_input: RoutingInput | None = None,
     router_input: bool = False,
+    adapter_ids: bool = False,
 ) -> list[GraphRunner]:
     """Capture every layer for each of ``budgets`` in one memory pool, and return a runner for each layer.
 
     routing_input: what determines the experts: "router" (the layer's own), "router_logits" or "routing", which calls
     then pass; None: the layer's router where it has one, otherwise a routing. router_input: whether calls pass one.
+    adapter_ids: whether calls pass them, for layers with adapters.
 
     Every budget runs once before the capture, so that nothing is compiled or allocated lazily inside it. Graphs are
     valid as long as the layers keep their experts (``MoELayer.swap`` refuses afterwards). Ranks that share the experts
@@ -272,9 +286,9 @@ def capture_all(
     shared_buffers: dict[_Sizes, _Buffers] = {}
     runners: list[GraphRunner] = []
     for layer in layers:
-        resolved: RoutingInput = routing_input or ("router" if layer.router is not None else "routing")
+        resolved: RoutingInput = routing_input or ("router" if layer.has_router else "routing")
         _check(layer, budgets, resolved)
-        sizes = _Sizes.of(layer, resolved, router_input=router_input, max_tokens=max(budgets))
+        sizes = _Sizes.of(layer, resolved, router_input=router_input, adapter_ids=adapter_ids, max_tokens=max(budgets))
         if sizes not in shared_buffers:
             shared_buffers[sizes] = _Buffers.allocate(sizes)
         runners.append(GraphRunner(layer, budgets, sizes, shared_buffers[sizes]))
@@ -310,6 +324,11 @@ def _check(layer: MoELayer, budgets: Sequence[int], routing_input: RoutingInput)
             f"graphs: budgets {tuple(budgets)}; allowed: from 1 to {limit:,}, the max_tokens of the layer's plan. "
             "Leave the others out, or plan with Limits(max_tokens=...)"
         )
+    if layer.routed_size != layer.spec.hidden_size:
+        raise InputError(
+            f"graphs: the caller's latent function leaves sums of width {layer.routed_size}, x has "
+            f"{layer.spec.hidden_size}; capture calls of shared_and_routed in a graph of your own"
+        )
     if layer.checked:
         raise InputError(
             "graphs: the layer is checked, which reads ids on the host in every call, as no CUDA graph can; set "
@@ -320,7 +339,7 @@ def _check(layer: MoELayer, budgets: Sequence[int], routing_input: RoutingInput)
             f"graphs: kernel {layer.plan.kernel} with dispatcher {layer.plan.dispatcher} cannot be captured; plan with "
             "graph=True, which chooses only what can"
         )
-    if routing_input == "router" and layer.router is None and layer.choose is None:
+    if routing_input == "router" and not layer.has_router and layer.choose is None:
         raise InputError(
             "graphs: routing_input='router', but the layer has no router; capture with 'router_logits' or 'routing'"
         )
@@ -375,6 +394,7 @@ def capture_model(
     *,
     routing_input: RoutingInput = "routing",
     router_input: bool = False,
+    adapter_ids: bool = False,
 ) -> ModelGraphs:
     """Capture every layer inside ``model``, a model of transformers or any module with ``MoELayer`` inside.
 
@@ -388,7 +408,9 @@ def capture_model(
             f"graphs: {type(model).__name__} has no layers of Collegium; load it with collegium.load_model, or run one "
             "forward pass first"
         )
-    return ModelGraphs(capture_all(layers, budgets, routing_input=routing_input, router_input=router_input))
+    return ModelGraphs(
+        capture_all(layers, budgets, routing_input=routing_input, router_input=router_input, adapter_ids=adapter_ids)
+    )
 
 
 def _layers_of(model: nn.Module) -> list[MoELayer]:

@@ -4,44 +4,60 @@ A call is checked here (``stages/call.py``) and run by ``execution/executor.py``
 combine), shared expert. Every choice is in the plan, which is made before the weights are packed.
 """
 
+import copy
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from .adapters import ExpertAdapters, PackedAdapters
 from .encoding import as_payloads
 from .errors import InputError
+from .execution.layer_comparison import refusal_reported
 from .execution.planned_module import PlannedModule
 from .experts.measured import with_measured_tiles
 from .formats.payload import Payload
 from .formats.unquantised import DTYPES
 from .ops.route_wide import append_shared_experts
 from .parallel import Local, Partial
+from .parallel.collectives import sum_over_ranks
 from .parallel.rendezvous import rendezvous_of
 from .pipelines.batched import check_batched, run_batched
 from .pipelines.quantized import check_quantized, run_quantized
-from .planning import Plan, kernel_named, plan_swap
+from .planning import Plan, kernel_named, plan as plan_layer, plan_swap
 from .problem import Overrides
 from .runtime.custom_op import uncompiled_call
 from .runtime.devices import plain_torch
 from .runtime.packed_module import check_tensors, stored_bytes
 from .runtime.warm_up import compile_batches, run_all_paths, sizes_for
-from .stages.call import Call, checked_call
-from .stages.checks import check_after_expert, check_extras, check_input, check_weights, output_for
+from .stages.call import Call, checked_adapter_ids, checked_call
+from .stages.checks import check_after_expert, check_input, check_weights, output_for
 from .stages.latent import latent_of
+from .stages.modules import InputTransform, RowFunction, module_names, refuse_gradients
 from .stages.quantized_input import code_scales, dequantized
-from .stages.router import Choose, autocast_disabled, in_float32
-from .stages.shared import check_shared, check_shared_unchanged, pack_shared
-from .types import ExpertWeights, LatentWeights, RouterWeights, Routing, SharedWeights
+from .stages.router import Choose, autocast_disabled, router_of
+from .stages.shared import SharedExpert, check_apart, check_shared_unchanged, shared_of
+from .types import ActivationSpec, ExpertWeights, LatentWeights, RouterModule, RouterWeights, Routing, SharedWeights
 
 __all__ = ["MoELayer"]
 
 
 class MoELayer(PlannedModule):
     """One Mixture-of-Experts layer: router, routed experts, shared expert.
+
+    A forward pass of T tokens ``x [T, D]`` with E experts, of which each token takes K:
+
+    1. Route: logits ``[T, E]`` give ``topk_ids [T, K]`` and ``topk_weights [T, K]``.
+    2. Dispatch: sort the T * K assignments by expert; over several ranks, send tokens to the ranks of their experts.
+       R assignments are this rank's, with input rows ``[R, H]``.
+    3. Experts: gate and up ``[R, I]`` each, activation ``[R, I]``, down ``[R, H]``.
+    4. Combine: multiply the rows of a token by its weights and add them, ``[T, H]``; over several ranks, return them.
+    5. Shared: add the shared expert's rows ``[T, D]``, and round once to the output dtype.
+
+    H is D, or the latent size, where the layer projects tokens before step 2 and sums after step 4.
 
     The layer owns packed weights on one device and makes every decision when it is built; ``forward`` only computes.
     ``print(layer)`` shows the plan. Inference only. Any number of threads may call a layer, on any streams. It can be
@@ -54,9 +70,9 @@ class MoELayer(PlannedModule):
         weights: ExpertWeights[Payload] | ExpertWeights[Tensor],
         plan: Plan,
         *,
-        router: RouterWeights | None = None,
-        shared: SharedWeights[Payload] | SharedWeights[Tensor] | None = None,
-        latent: LatentWeights | None = None,
+        router: RouterWeights | RouterModule | RowFunction | None = None,
+        shared: SharedWeights[Payload] | SharedWeights[Tensor] | RowFunction | None = None,
+        latent: LatentWeights | RowFunction | None = None,
         choose: Choose | None = None,
         after_expert: Callable[[Tensor], Tensor] | None = None,
         checked: bool = False,
@@ -67,6 +83,11 @@ class MoELayer(PlannedModule):
         router: needed unless every call passes logits or a routing; computed in float32, a weight and a bias of another
         dtype are copied. shared, latent: where the spec has them; a merged shared expert is part of ``weights``
         (``collegium.merge_shared``).
+        Each may be a function or module of the caller: router is then the gate of engines, from ``[T, D]`` to logits
+        ``[T, E]``; shared their ``shared_experts``, from ``[T, D]`` to ``[T, D]``, for a spec without shared expert;
+        latent their ``routed_input_transform``, from ``[T, D]`` to the experts' input ``[T, H]``, whose sums are not
+        projected back. A tuple of results stands for its first entry. All ranks pass them; where the output is this
+        rank's part of a sum, shared is called on rank 0 alone, or on every rank with ``Overrides(shared='sliced')``.
         choose: a custom routing rule, ``choose(x [T, D], logits [T, E], top_k) -> (topk_ids, topk_weights)``, integers
         and floating numbers ``[T, K]``, or a ``Routing``. It replaces the spec's rule; its result is checked like any
         other routing. logits are None where the layer has no router and the call passes none.
@@ -74,25 +95,27 @@ class MoELayer(PlannedModule):
         checked: raise RoutingError on NaN logits, biases or weights and on out-of-range or repeated ids, instead of
         writing NaN rows; waits for the device once a call. Ranks also compare the inputs of every pass
         (``parallel/input_check.py``), and all raise RankError where one cannot run it; the same on all ranks.
-        Raises InputError where weights and plan disagree.
+        Raises InputError where weights and plan disagree. Ranks that share the layer build it together and compare
+        plans, options and weights: all raise InputError for different plans, and RankError for different weights or
+        where one of them cannot build it.
         """
         super().__init__()
         problem = plan.problem
-        weights = as_payloads(weights)
-        shared = None if shared is None else SharedWeights(experts=as_payloads(shared.experts), gate=shared.gate)
-        check_shared(plan, weights, shared, after_expert)
-        check_weights(weights, plan.routed_problem.routed)
-        check_extras(problem.spec, router, latent)
-        check_after_expert(problem, after_expert)
         self.checked = checked
         self.choose = choose
-        self.router = None if router is None else in_float32(router)
         self.after_expert = after_expert
-        packed = kernel_named(plan.kernel).pack(weights, plan.routed_problem.routed)
-        self.experts = with_measured_tiles(packed, problem)
-        self.shared = None if shared is None else pack_shared(shared, problem, kernel_named(str(plan.shared_kernel)))
-        self.latent = None if latent is None else latent_of(latent, DTYPES[problem.dtype])
-        self._device = weights.down.device
+        with refusal_reported(plan, checked=checked):
+            weights = as_payloads(weights)
+            self.shared = shared_of(plan, weights, shared, after_expert)
+            check_weights(weights, plan.routed_problem.routed)
+            check_after_expert(problem, after_expert)
+            self.router, self.gate = router_of(problem.spec, router)
+            self.latent = latent_of(problem, latent)
+            self.caller_modules = module_names(self.gate, shared, self.latent)
+            packed = kernel_named(plan.kernel).pack(weights, plan.routed_problem.routed)
+            self.experts = with_measured_tiles(packed, problem)
+            self._device = weights.down.device
+        self.adapters = None
         self._build(plan)
         self.identify(self._device, DTYPES[problem.dtype])
 
@@ -121,6 +144,67 @@ class MoELayer(PlannedModule):
         check_shared_unchanged(self.plan, plan)
         self._continue_with(plan, kernel_named(plan.kernel).pack(weights, plan.problem.routed))
 
+    @plain_torch()
+    def set_adapters(self, adapters: ExpertAdapters | None) -> None:
+        """Let calls choose among ``adapters`` for each token (``adapter_ids``), instead of those set before.
+
+        The weights stay as they are, in any format; matrices of adapters are rounded to the layer's input dtype. None:
+        no adapters. Recorded launches are forgotten. No other thread may be in the layer.
+        Raises InputError for matrices of other sizes and where a CUDA graph has captured the layer, BadScaleError for
+        numbers that are not finite, and PlanError where the experts are split over ranks. The layer is then unchanged.
+        """
+        if self._executor.captured:
+            raise InputError(
+                "set_adapters: a CUDA graph has captured the layer, and would read the memory of the old adapters; set "
+                "the adapters first, or load another layer"
+            )
+        packed = None
+        if adapters is not None:
+            problem = self.plan.problem
+            packed = PackedAdapters.pack(
+                adapters,
+                experts=self.spec.num_experts,
+                gated=self.spec.activation.gated,
+                intermediate=self.spec.intermediate_size,
+                hidden=self.spec.expert_hidden_size,
+                dtype=DTYPES[problem.dtype],
+                device=self._device,
+            )
+        plan = self.plan.with_adapters(None if packed is None else packed.sizes)
+        self.__dict__["adapters"] = packed
+        self._build(plan)
+
+    def with_activation(self, activation: ActivationSpec) -> Self:
+        """Return a layer with the same packed weights and another clamp, alpha or kind of activation.
+
+        A copy of the layer, without a copy of its weights; so an engine can hold one for each clamp that calls need. A
+        shared expert follows where the spec gives it no activation. Ranks that share the layer call it together. Raises
+        InputError for a merged shared expert and between activations with and without a gate, and PlanError where the
+        kernel has no such activation.
+        """
+        old = self.plan
+        gated = old.problem.spec.activation.gated
+        if old.merged_shared_experts or activation.gated != gated:
+            raise InputError(
+                f"with_activation: found {activation.kind} for a layer {'with' if gated else 'without'} a gate and "
+                f"{old.merged_shared_experts} merged shared experts; allowed: activations of the same matrices, "
+                "without merged shared experts"
+            )
+        forced = replace(old.overrides, kernel=old.kernel, dispatcher=old.dispatcher)
+        spec = replace(old.problem.spec, activation=activation)
+        layer_plan = plan_layer(replace(old.problem, spec=spec), forced)
+        packed, needed = (old.down_kernel, old.shared_kernel), (layer_plan.down_kernel, layer_plan.shared_kernel)
+        if packed != needed:
+            raise InputError(
+                f"with_activation: with {activation} down and the shared expert need the kernels {needed}, they are "
+                f"packed for {packed}; load another layer with that activation"
+            )
+        layer = copy.copy(self)
+        if isinstance(self.shared, SharedExpert):
+            layer.__dict__["shared"] = self.shared.with_activation(layer_plan.problem.shared().activation)
+        layer._continue_with(layer_plan, self.experts.with_activation(activation))
+        return layer
+
     @property
     def device(self) -> torch.device:
         """The device of the layer's weights, inputs and outputs."""
@@ -132,9 +216,38 @@ class MoELayer(PlannedModule):
         return DTYPES[self.plan.problem.output_dtype]
 
     @property
+    def output_is_reduced(self) -> bool:
+        """Whether the output is complete; False: the caller adds the outputs of all ranks (dispatcher ``partial``)."""
+        return self.plan.output_is_reduced
+
+    def reduce(self, output: Tensor) -> Tensor:
+        """Return the complete output, where ``output`` is what this layer returned.
+
+        A complete output is returned unchanged. A part of a sum is replaced by the sum over all ranks that share the
+        experts, in its dtype; every rank calls this. Raises RankError where a rank does not respond, and InputError
+        without their process groups.
+        """
+        placement = self.plan.problem.placement
+        if placement is not None and not self.output_is_reduced:
+            for group in placement.groups:
+                sum_over_ranks(output, group=group, phase="reduce")
+        return output
+
+    @property
+    def routed_size(self) -> int:
+        """The width of the routed experts' sums: D, or H where ``latent`` is a function of the caller."""
+        latent = self.latent
+        return latent.width if isinstance(latent, InputTransform) else self.spec.hidden_size
+
+    @property
+    def has_router(self) -> bool:
+        """Whether the layer computes logits itself, with ``router`` or the caller's gate."""
+        return self.router is not None or self.gate is not None
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of the packed experts, the shared expert, the router and the latent projections on this rank."""
-        return stored_bytes(self.experts, self.shared, self.router, self.latent)
+        """Bytes of the packed experts, shared expert, router, latent projections and adapters on this rank."""
+        return stored_bytes(self.experts, self.shared, self.router, self.gate, self.latent, self.adapters)
 
     def extra_repr(self) -> str:
         """Return the plan, and what packing rounded, as text."""
@@ -148,6 +261,7 @@ class MoELayer(PlannedModule):
         routing: Routing | None = None,
         token_ids: Tensor | None = None,
         router_input: Tensor | None = None,
+        adapter_ids: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """Return the layer's output for ``x [..., D]`` (bf16, fp16 or float32), same shape, in the output dtype.
@@ -155,6 +269,8 @@ class MoELayer(PlannedModule):
         router_logits: ``[T, E]`` from an external router. routing: chosen experts and weights, used unchanged. Without
         both, the layer's router chooses. token_ids: ``[T]`` integers, needed for hash routing only.
         router_input: the input of the layer's router, like ``x``, where the model gives it another one (Gemma-4).
+        adapter_ids: ``[T]`` int32 or int64, which of the layer's adapters (``set_adapters``) changes the experts for
+        each token; -1: none, the token has the bits of a call without adapters. Any other id makes the token NaN.
         T is the product of the leading dimensions and may be 0. out: contiguous, shaped like x, in the output dtype;
         written and returned instead of fresh memory. Raises InputError on shapes, dtypes, devices and where a gradient
         is required, RoutingError in checked mode, and RankError on every rank where ranks that need the same inputs
@@ -162,6 +278,7 @@ class MoELayer(PlannedModule):
         """
         try:
             check_input(x, routing, self.plan.problem, self._device)
+            self._check_width()
             result = output_for(x, out, self.plan.problem)
             call = checked_call(
                 self.spec,
@@ -173,14 +290,81 @@ class MoELayer(PlannedModule):
                 router_input=router_input,
                 out=result,
             )
+            if adapter_ids is not None:
+                checked_ids = checked_adapter_ids(adapter_ids, call.x.shape[0], self.adapters, self._device)
+                call = call._replace(adapter_ids=checked_ids)
         except Exception as error:
             self._executor.report_refusal(x, (router_logits, routing, token_ids, router_input), error)
             raise
-        if torch.compiler.is_compiling():
-            torch.ops.collegium.moe_layer(*call[:-1], self.handle, call.out)
-        else:
-            uncompiled_call()(self._executor.run, call)
+        self._run(call)
         return result
+
+    def shared_and_routed(
+        self,
+        x: Tensor,
+        *,
+        router_logits: Tensor | None = None,
+        routing: Routing | None = None,
+        token_ids: Tensor | None = None,
+        router_input: Tensor | None = None,
+        adapter_ids: Tensor | None = None,
+    ) -> tuple[Tensor | None, Tensor]:
+        """Return the shared expert's output for ``x [..., D]`` and the routed experts' sums ``[..., D]``, not added.
+
+        The sums are ``[..., H]`` where ``latent`` is a function of the caller. Both have the output dtype, and each is
+        rounded once. The first is None for a layer without shared expert, and zero on ranks of a partial sum that leave
+        it to rank 0. Arguments and errors as ``forward``; InputError also for a merged shared expert.
+        """
+        try:
+            check_input(x, routing, self.plan.problem, self._device)
+            check_apart(self.plan)
+            routed = x.new_empty(*x.shape[:-1], self.routed_size, dtype=self.output_dtype)
+            shared = (
+                None
+                if self.shared is None
+                else torch.empty_like(x, dtype=self.output_dtype, memory_format=torch.contiguous_format)
+            )
+            call = checked_call(
+                self.spec,
+                self._device,
+                x,
+                router_logits=router_logits,
+                routing=routing,
+                token_ids=token_ids,
+                router_input=router_input,
+                out=routed,
+            )
+            if adapter_ids is not None:
+                checked_ids = checked_adapter_ids(adapter_ids, call.x.shape[0], self.adapters, self._device)
+                call = call._replace(adapter_ids=checked_ids)
+            if shared is not None:
+                call = call._replace(shared_out=shared.view(-1, self.spec.hidden_size))
+        except Exception as error:
+            self._executor.report_refusal(x, (router_logits, routing, token_ids, router_input), error)
+            raise
+        self._run(call)
+        if shared is None and self.has_shared:
+            shared = torch.zeros_like(x, dtype=self.output_dtype, memory_format=torch.contiguous_format)
+        return shared, routed
+
+    def _run(self, call: Call) -> None:
+        """Write the outputs of ``call``, as one operation where torch compiles."""
+        if not torch.compiler.is_compiling():
+            uncompiled_call()(self._executor.run, call)
+            return
+        refuse_gradients(self.gate, self.shared, self.latent)
+        if call.shared_out is None:
+            torch.ops.collegium.moe_layer(*call[:-2], self.handle, call.out)
+        else:
+            torch.ops.collegium.moe_layer_apart(*call[:-2], self.handle, [call.out, call.shared_out])
+
+    def _check_width(self) -> None:
+        """Raise InputError where the routed sums have another width than x, so that nothing can be added."""
+        if self.routed_size != self.spec.hidden_size:
+            raise InputError(
+                f"forward: latent is a function, so the routed sums have width {self.routed_size}, and x has "
+                f"{self.spec.hidden_size}; call shared_and_routed and project the sums, or pass LatentWeights"
+            )
 
     def route(
         self,
@@ -278,10 +462,10 @@ class MoELayer(PlannedModule):
         ``counts[e]`` rows of ``x[e]`` are for expert e. Counts are clamped to 0..M; a checked layer raises RoutingError
         for others. Rows past ``counts`` are ignored, and the matching rows of ``out`` are left untouched. expected: the
         likely total number of rows, which decides tiles and no bit; None: E * M. scale: of rows that the caller has
-        quantised, x is then float8_e4m3fn: one number, ``[E, M]``, ``[E, M, 1]`` or ``[E, M, G]``, as in
-        ``run_quantized``. Nothing is routed, weighted or sent,
-        and neither shared expert nor latent projection takes part. The memory is fresh; only the kernel ``reference``
-        waits for the device. Raises InputError as ``forward`` does.
+        quantised, x is then float8_e4m3fn: one number, ``[E, 1, 1]``, ``[E, M]``, ``[E, M, 1]`` or ``[E, M, G]``, as in
+        ``run_quantized``. Nothing is routed, weighted or sent, and neither shared expert nor latent projection takes
+        part. The memory is fresh; only the kernel ``reference`` waits for the device. Raises InputError as ``forward``
+        does.
         """
         problem = self.plan.problem
         check_batched(x, counts, problem.routed, self._device, quantized=scale is not None, checked=self.checked)
@@ -312,8 +496,9 @@ class MoELayer(PlannedModule):
             # A rank with fewer experts may need other batches; all ranks run the batches of all ranks.
             rank_sizes = rendezvous_of(group).exchange(sizes, "warm_up")
             sizes = sorted(set().union(*rank_sizes))
-        # One thread where ranks wait for each other: several would call in a different order on each rank.
-        threads = 1 if self.plan.groups else 8
+        # One thread where ranks wait for each other, since several would call in a different order on each rank, and
+        # for modules of the caller, which may not be made for more.
+        threads = 1 if self.plan.groups or self.caller_modules else 8
         return compile_batches(partial(run_all_paths, self), sizes, self._device, progress, threads=threads)
 
     def check(self) -> None:

@@ -23,9 +23,18 @@ from .problem import Limits, Overrides
 from .runtime.arguments import Dtype, dtype_name
 from .runtime.checksum import tensor_checksum
 from .runtime.devices import plain_torch, probe
-from .types import MoESpec
+from .stages.modules import RowFunction
+from .types import MoESpec, RouterModule
 
-__all__ = ["DeclaredLayer", "LayerBuilder", "LayerOptions", "declared_layer", "load_mapped", "named_mapping"]
+__all__ = [
+    "BuilderOptions",
+    "DeclaredLayer",
+    "LayerBuilder",
+    "LayerOptions",
+    "declared_layer",
+    "load_mapped",
+    "named_mapping",
+]
 
 _MAX_LISTED = 20
 
@@ -38,6 +47,13 @@ class LayerOptions(TypedDict, total=False):
     limits: Limits | None
     overrides: Overrides | None
     checked: bool
+
+
+class BuilderOptions(LayerOptions, total=False):
+    """Further options of ``LayerBuilder``: functions or modules of the caller, as ``MoELayer`` takes them."""
+
+    shared: RowFunction | None
+    latent: RowFunction | None
 
 
 class LayerBuilder:
@@ -55,8 +71,8 @@ class LayerBuilder:
         placement: Placement | None = None,
         stored: Stored | None = None,
         shared_stored: Stored | None = None,
-        router: bool = True,
-        **options: Unpack[LayerOptions],
+        router: bool | RouterModule | RowFunction = True,
+        **options: Unpack[BuilderOptions],
     ) -> None:
         """Prepare for the tensors of ``spec``, in its weight format; no model type is needed.
 
@@ -65,21 +81,13 @@ class LayerBuilder:
         stored: how the experts are stored: the name of a format, whose storages are told apart by the names of the
         parameters; a ``checkpoint.StoredFormat``, needed for integers, FP8 blocks of other sizes than 128 x 128, and
         where storages share names; or a pair for gate and up, and for down. None: the formats of ``spec``.
-        shared_stored: likewise for the shared expert. router: False for a layer whose callers pass logits or a routing.
-        options: weight_format, dtype, limits, overrides and checked, as ``load_layer``.
+        shared_stored: likewise for the shared expert. router: False for a layer whose callers pass logits or a routing,
+        or a function or module of the caller, as ``MoELayer`` takes it.
+        options: weight_format, dtype, limits, overrides and checked, as ``load_layer``; shared and latent: functions or
+        modules of the caller, as ``MoELayer`` takes them. Nothing is loaded for what the caller computes.
         Raises InputError, SpecError and, with Ranks, RankError.
         """
-        if placement is not None and isinstance(device, Ranks):
-            raise InputError(
-                f"LayerBuilder: Ranks and the placement {placement} were given, and each determines the experts of "
-                "this rank; give one of them"
-            )
-        unknown = sorted(options.keys() - LayerOptions.__annotations__.keys())
-        if unknown:
-            raise InputError(
-                f"LayerBuilder: unknown arguments {unknown}; allowed: spec, device, placement, stored, shared_stored, "
-                f"router, {', '.join(LayerOptions.__annotations__)}"
-            )
+        _check_arguments(spec, device, placement, options)
         self._weight_format = options.get("weight_format")
         if self._weight_format is not None:
             by_name(self._weight_format)
@@ -95,11 +103,12 @@ class LayerBuilder:
         self._limits = options.get("limits") or Limits()
         self._overrides = options.get("overrides")
         self._checked = options.get("checked", False)
+        self._router, self._shared, self._latent = router, options.get("shared"), options.get("latent")
         self._mapping: NameMapping | None = None
         shared = None
         if spec.shared is not None:
             shared = candidates_of(shared_stored, spec.shared_alone().formats)
-        self._parameters: LayerParameters | None = self._collect(candidates_of(stored, spec.formats), shared, router)
+        self._parameters: LayerParameters | None = self._collect(candidates_of(stored, spec.formats), shared)
         self._summary = self._parameters.summary
 
     @classmethod
@@ -116,7 +125,7 @@ class LayerBuilder:
         if declared.shared is not None:
             exact["shared_stored"] = declared.shared[0][0], declared.shared[1][0]
         builder = cls(declared.spec, **exact, **options)
-        builder._parameters = builder._collect(declared.routed, declared.shared, options.get("router", True))
+        builder._parameters = builder._collect(declared.routed, declared.shared)
         builder._summary = builder._parameters.summary
         builder._mapping = declared.mapping
         return builder
@@ -203,7 +212,13 @@ class LayerBuilder:
             self._spec, experts, shared, self._facts, self._placement, limits=self._limits, dtype=self._dtype
         )
         return assemble(
-            problem, self._overrides, experts, router=router, shared=shared, latent=latent, checked=self._checked
+            problem,
+            self._overrides,
+            experts,
+            router=router if isinstance(self._router, bool) else self._router,
+            shared=shared if self._shared is None else self._shared,
+            latent=latent if self._latent is None else self._latent,
+            checked=self._checked,
         )
 
     def _finish_dummy(self, parameters: LayerParameters) -> MoELayer:
@@ -216,7 +231,9 @@ class LayerBuilder:
             with_weight_format(self._spec, self._weight_format),
             self._ranks or self._facts.place,
             None if self._ranks is not None else self._placement,
-            router="router.weight" in parameters.names,
+            router=self._router,
+            shared=self._shared,
+            latent=self._latent,
             overrides=self._overrides,
             limits=self._limits,
             dtype=self._dtype,
@@ -232,7 +249,10 @@ class LayerBuilder:
         ids = self._placement.expert_ids
         return [*ids, *ids[:1] * self._placement.spare]
 
-    def _collect(self, candidates: Candidates, shared: Candidates | None, router: bool) -> LayerParameters:
+    def _collect(self, candidates: Candidates, shared: Candidates | None) -> LayerParameters:
+        absent = [] if self._router is True else ["router"]
+        if self._latent is not None:
+            absent.append("latent")
         return LayerParameters(
             self._spec,
             candidates,
@@ -240,7 +260,7 @@ class LayerBuilder:
             slots=self._slots(),
             placement=self._placement or linear(self._spec.num_experts),
             device=self._facts.place,
-            router=router,
+            absent=absent,
         )
 
     def _open(self, call: str) -> LayerParameters:
@@ -289,6 +309,27 @@ class LayerBuilder:
                     f"LayerBuilder.finish: ranks {sorted(by_rank)} hold expert {expert} and loaded different weights "
                     "for it; send the same tensors to all ranks"
                 )
+
+
+def _check_arguments(spec: MoESpec, device: object, placement: Placement | None, options: Mapping[str, object]) -> None:
+    """Raise InputError for arguments of ``LayerBuilder`` that contradict each other, and for unknown ones."""
+    if placement is not None and isinstance(device, Ranks):
+        raise InputError(
+            f"LayerBuilder: Ranks and the placement {placement} were given, and each determines the experts of "
+            "this rank; give one of them"
+        )
+    known = [*LayerOptions.__annotations__, "shared", "latent"]
+    unknown = sorted(options.keys() - set(known))
+    if unknown:
+        raise InputError(
+            f"LayerBuilder: unknown arguments {unknown}; allowed: spec, device, placement, stored, shared_stored, "
+            f"router, {', '.join(known)}"
+        )
+    if options.get("shared") is not None and spec.shared is not None:
+        raise InputError(
+            f"LayerBuilder: a function was passed as shared, and the spec has {spec.shared}; allowed: one of them, "
+            "so use replace(spec, shared=None)"
+        )
 
 
 def named_mapping(mapping: Iterable[Sequence[Any]] | None, spec: MoESpec, default: NameMapping | None) -> NameMapping:

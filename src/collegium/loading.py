@@ -1,14 +1,16 @@
 """From a checkpoint to layers that run, in one call: read, audit, plan, pack."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Never
 
 import torch
 
+from .adapters import ExpertAdapters
 from .checkpoint.activation_scales import ScaleRequest, input_reach
 from .checkpoint.audit import check_dense_layers
+from .checkpoint.expert_adapters import read_expert_adapters
 from .checkpoint.layer_view import CheckpointLayer
 from .checkpoint.layout import local_range
 from .checkpoint.loader import load_experts
@@ -19,6 +21,7 @@ from .checkpoint.stored_format import StoredFormat
 from .dummy.weights import random_latent, random_router, random_shared, random_weights
 from .encoding import encoded
 from .errors import ConfigError, InputError
+from .execution.layer_comparison import experts_may_repeat
 from .formats import by_name
 from .formats.payload import Payload
 from .layer import MoELayer
@@ -32,12 +35,14 @@ from .planning import plan
 from .problem import DeviceFacts, Limits, Overrides, Problem
 from .runtime.arguments import Dtype, dtype_name, refuse_others
 from .runtime.devices import plain_torch, probe
-from .stages.shared import merge_shared
-from .types import ExpertWeights, LatentWeights, MoESpec, RouterWeights, SharedWeights
+from .stages.modules import RowFunction
+from .stages.shared import merge_shared, slice_shared
+from .types import ExpertWeights, LatentWeights, MoESpec, RouterModule, RouterWeights, SharedWeights
 
 __all__ = [
     "assemble",
     "dummy_layer",
+    "load_adapters",
     "load_layer",
     "load_routed",
     "problem_of",
@@ -103,21 +108,48 @@ def load_layer(  # noqa: PLR0913  flat: calls pass few of these, and an options 
     return assemble(problem, overrides, experts, router=router, shared=shared, latent=latent, checked=checked)
 
 
+@plain_torch()
+def load_adapters(
+    path: str | os.PathLike[str] | Checkpoint,
+    layer: int,
+    adapters: Sequence[str | os.PathLike[str]],
+    *,
+    experts_only: bool = False,
+    download: bool = False,
+) -> ExpertAdapters:
+    """Read LoRA adapters of PEFT for layer ``layer`` of the checkpoint at ``path``, for ``MoELayer.set_adapters``.
+
+    path: as ``load_layer``; its weights may be quantised. adapters: folders or Hub ids, in the order of adapter ids.
+    Ranks and scales may differ between adapters, experts and projections (``rank_pattern``, ``alpha_pattern``).
+    experts_only: leave out what adapters change outside the routed experts, with a warning in the log. download: fetch
+    what the cache lacks. Raises ConfigError for options that are not implemented, for modules outside the experts and
+    where no adapter changes this layer, and the errors of ``checkpoint.with_adapter``.
+    """
+    checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path, download=download)
+    by_layer = read_expert_adapters(checkpoint, adapters, layer=layer, experts_only=experts_only, download=download)
+    if layer not in by_layer:
+        names = ", ".join(map(str, adapters)) or "none"
+        raise ConfigError(f"{checkpoint.path}: no adapter changes the experts of layer {layer}; found {names}")
+    return by_layer[layer]
+
+
 def assemble(
     problem: Problem,
     overrides: Overrides | None,
     weights: ExpertWeights[Payload],
     *,
-    router: RouterWeights | None,
-    shared: SharedWeights[Payload] | None,
-    latent: LatentWeights | None,
+    router: RouterWeights | RouterModule | RowFunction | None,
+    shared: SharedWeights[Payload] | RowFunction | None,
+    latent: LatentWeights | RowFunction | None,
     checked: bool,
 ) -> MoELayer:
-    """Plan ``problem`` and return its layer; the shared expert is merged where the plan does that."""
+    """Plan ``problem`` and return its layer; the shared expert is merged or sliced where the plan does that."""
     layer_plan = plan(problem, overrides)
-    if shared is not None and layer_plan.merged_shared_experts:
+    if isinstance(shared, SharedWeights) and layer_plan.merged_shared_experts:
         weights = merge_shared(layer_plan, weights, shared)
         shared = None
+    elif isinstance(shared, SharedWeights) and layer_plan.problem.shared_slices > 1:
+        shared = slice_shared(layer_plan, shared)
     return MoELayer(weights, layer_plan, router=router, shared=shared, latent=latent, checked=checked)
 
 
@@ -126,15 +158,17 @@ def dummy_layer(
     device: torch.device | str | Ranks | None,
     placement: Placement | None = None,
     *,
-    router: bool = True,
+    router: bool | RouterWeights | RouterModule | RowFunction | None = True,
     vocabulary: int = 0,
     **options: Any,
 ) -> MoELayer:
     """Return a layer of ``spec`` with random weights in its formats.
 
-    placement: this rank's, instead of that of Ranks as ``device``. vocabulary: rows of a hash table. options:
-    overrides, limits, dtype and checked, as ``load_layer`` takes them.
+    placement: this rank's, instead of that of Ranks as ``device``. router: whether the layer has one, or the caller's.
+    vocabulary: rows of a hash table. options: overrides, limits, dtype and checked, as ``load_layer`` takes them;
+    shared, latent: functions of the caller, as ``MoELayer`` takes them.
     """
+    functions = {name: options.pop(name, None) for name in ("shared", "latent")}
     if isinstance(device, Ranks):
         facts = probe(device.device)
         device.agree({"spec": spec, **{name: str(value) for name, value in options.items()}}, "building a dummy layer")
@@ -151,18 +185,21 @@ def dummy_layer(
     weights = random_weights(spec, place, local.tp_rank, experts=slots, width=width)
     if weights.down_bias is not None and local.tp_rank:
         weights = replace(weights, down_bias=torch.zeros_like(weights.down_bias))
+    if isinstance(router, bool):
+        router = random_router(spec, place, vocabulary=vocabulary) if router else None
     shared = random_shared(spec, place)
     limits = options.get("limits") or Limits()
     problem = problem_of(spec, weights, shared, facts, placement, limits=limits, dtype=options["dtype"])
-    return assemble(
-        problem,
-        options["overrides"],
-        weights,
-        router=random_router(spec, place, vocabulary=vocabulary) if router else None,
-        shared=shared,
-        latent=random_latent(spec, place),
-        checked=options["checked"],
-    )
+    with experts_may_repeat():
+        return assemble(
+            problem,
+            options["overrides"],
+            weights,
+            router=router,
+            shared=shared if functions["shared"] is None else functions["shared"],
+            latent=random_latent(spec, place) if functions["latent"] is None else functions["latent"],
+            checked=options["checked"],
+        )
 
 
 def with_weight_format(spec: MoESpec, weight_format: str | None) -> MoESpec:

@@ -63,6 +63,11 @@ class Placement:
         return (self.group,) * (self.world_size > 1) + (self.slice_group,) * (self.tp_size > 1)
 
     @property
+    def first(self) -> bool:
+        """Whether this is rank 0, and has the first slice."""
+        return self.rank == 0 and self.tp_rank == 0
+
+    @property
     def width(self) -> int:
         """Slots of the rank with the most; of this rank where the others are unknown."""
         return max(map(len, self.ranks or (self.expert_ids,))) + self.spare

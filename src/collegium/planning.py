@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from . import experts, parallel, pipelines
+from .adapters import AdapterSizes
 from .errors import PlanError
 from .experts import ExpertKernel, Tiling
 from .formats import by_name
@@ -20,13 +21,13 @@ from .ops import linear
 from .ops.quantize import ACTIVATION_FORMATS, activation_format
 from .ops.route import route_regions
 from .ops.route_wide import append_shared_experts_regions
-from .parallel import DispatcherKind
+from .parallel import EXCHANGES, DispatcherKind
 from .parallel.input_check import compared_words
 from .parallel.traffic import OutgoingTokens, Traffic
 from .pipelines import PipelineKind, PipelineQuery
 from .problem import DeviceFacts, ExpertsProblem, Overrides, Problem, Refusal
 from .runtime.memory import Region, Regions, elementwise_max, memory_map, with_prefix
-from .sharing import SharedPlan, plan_shared
+from .sharing import SharedPlan, adds_shared, forced_shared_error, no_overlap, plan_shared, shared_slice
 from .types import MoESpec, format_names, named, require
 
 __all__ = [
@@ -39,6 +40,10 @@ __all__ = [
     "plan_swap",
     "token_ranges",
 ]
+
+
+# Inner rows of the adapters, in the experts' part of a pass.
+_ADAPTER_REGIONS = ("experts/gate_up_adapters/inner", "experts/down_adapters/inner")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,8 +66,11 @@ class Plan:
     this rank's slots in one layer. regions: temporary memory of a pass. capturable: whether a CUDA graph can capture
     the forward pass. refusals: the other candidates, and why they were not chosen. merged_shared_experts: number of
     routed experts that the shared expert is split into; 0: it runs separately, or there is none. side_stream_tokens: up
-    to how many tokens the shared expert runs on a side stream in a CUDA graph. overrides: what the caller forced.
+    to how many tokens the shared expert runs on a side stream in a CUDA graph. shared_overlap: the exchange with other
+    ranks during which it runs, of ``parallel.EXCHANGES``; empty: none. overrides: what the caller forced.
     ranges_from_packing: the token ranges are not those that ``plan`` returned; see ``with_token_ranges``.
+    caller_modules: pairs of gate, shared_experts or routed_input_transform and the name of the caller's function for
+    it; set by the layer. adapters: see ``with_adapters``.
     """
 
     problem: Problem
@@ -80,8 +88,11 @@ class Plan:
     refusals: tuple[Refusal, ...]
     merged_shared_experts: int = 0
     side_stream_tokens: int = 0
+    shared_overlap: str = ""
     overrides: Overrides = field(default_factory=Overrides, compare=False)
     ranges_from_packing: bool = False
+    adapters: AdapterSizes | None = None
+    caller_modules: tuple[tuple[str, str], ...] = ()
 
     @property
     def routed_problem(self) -> Problem:
@@ -105,6 +116,26 @@ class Plan:
         return () if placement is None or dispatcher_named(self.dispatcher).partial_sums else placement.groups
 
     @property
+    def output_is_reduced(self) -> bool:
+        """Whether the layer returns whole sums; False: this rank's part, and the caller adds the parts of all ranks."""
+        return not dispatcher_named(self.dispatcher).partial_sums or self.problem.alone
+
+    @property
+    def adds_shared(self) -> bool:
+        """Whether this rank adds the shared expert, or its slice of it; of partial sums, rank 0 may add it alone."""
+        return adds_shared(self.problem, self.overrides, partial_sums=not self.output_is_reduced)
+
+    @property
+    def shared_slice(self) -> tuple[int, int]:
+        """The slice of the shared expert's width on this rank, and their number."""
+        return shared_slice(self.problem, self.overrides, partial_sums=not self.output_is_reduced)
+
+    @property
+    def microbatches(self) -> int:
+        """Into how many parts a batch is split, of which one is exchanged while the experts run the other."""
+        return self.overrides.microbatches or 1
+
+    @property
     def pipelines(self) -> tuple[str, ...]:
         """Names of the pipelines, without repetition, in the order of token counts."""
         return tuple(dict.fromkeys(token_range.pipeline for token_range in self.token_ranges))
@@ -117,6 +148,41 @@ class Plan:
         """
         changed = self.ranges_from_packing or ranges != self.token_ranges
         return replace(self, token_ranges=ranges, ranges_from_packing=changed)
+
+    def with_caller_modules(self, names: Mapping[str, str]) -> "Plan":
+        """Return the plan of a layer with functions or modules of the caller. names: as ``caller_modules``, a mapping.
+
+        A shared expert of the caller runs during the same exchange as one of the spec. Raises PlanError where
+        ``overlapped`` was forced and there is none.
+        """
+        changed = replace(self, caller_modules=tuple(names.items()))
+        if "shared_experts" not in names or not self.adds_shared:
+            return changed
+        dispatcher = parallel.wrapped_for(dispatcher_named(self.dispatcher), self.problem)
+        overlap = _choose_overlap(self.problem, dispatcher, self._pipeline_kinds(), self.overrides)
+        return replace(changed, shared_overlap=overlap)
+
+    def with_adapters(self, adapters: AdapterSizes | None) -> "Plan":
+        """Return the plan of the same layer with ``adapters`` to choose from, and the memory that their rows take.
+
+        Raises PlanError where experts are split over ranks, which have no adapter ids of each other's tokens, and for
+        weights whose kernel cannot add the changes.
+        """
+        if adapters is not None and self.dispatcher != "local":
+            raise PlanError(
+                f"adapters: the dispatcher is {self.dispatcher}, {self.problem.placement}; allowed: local, all experts "
+                f"on one rank. Merge the {len(adapters.ranks)} adapters into copies of the checkpoint, or plan for one "
+                "rank"
+            )
+        reason = kernel_named(self.kernel).refuse_adapters(self.problem.routed) if adapters is not None else None
+        if reason is not None:
+            raise PlanError(f"adapters: kernel {self.kernel}: {reason}. Merge the adapter, or convert the weights")
+        regions = tuple(region for region in self.regions if region.name not in _ADAPTER_REGIONS)
+        if adapters is not None and self.problem.device.kind == "cuda":
+            projections = self.problem.spec.gate_up_parts, 1
+            for name, count, rank in zip(_ADAPTER_REGIONS, projections, adapters.inner_ranks, strict=True):
+                regions += (Region(name, 4 * self.capacity * count * rank),)
+        return replace(self, adapters=adapters, regions=regions)
 
     def traffic(self, away: OutgoingTokens) -> Traffic:
         """Return the bytes that a rank exchanges with the others for its outgoing tokens ``away``.
@@ -134,11 +200,18 @@ class Plan:
             f"machine    {_device_text(self.problem.device)}",
             f"kernel     {self._kernel_text()}",
         ]
-        if spec.shared is not None:
+        if spec.shared is not None or "shared_experts" in dict(self.caller_modules):
             lines.append(f"shared     {self._shared_text()}")
+        if self.caller_modules:
+            modules = ", ".join(f"{name} {function}" for name, function in self.caller_modules)
+            lines.append(f"modules    {modules}, of the caller")
         lines += [f"batches    {self.batches()}", f"dispatch   {self._dispatch_text()}"]
+        if self.microbatches > 1:
+            lines.append("halves     every batch runs as 2 halves: one travels while the experts run the other")
         if compared is not None:
             lines.append(f"inputs     {compared}")
+        if self.adapters is not None:
+            lines.append(f"adapters   {self._adapters_text()}")
         lines += [
             f"formats    {self._formats_text()}",
             f"bytes      {self.expert_bytes:,} per expert, {self.weight_bytes:,} per layer, "
@@ -179,9 +252,31 @@ class Plan:
         count = self.merged_shared_experts
         if count:
             return f"merged into {count} routed expert{'s' * (count > 1)} that receive{'s' * (count == 1)} every token"
+        if not self.adds_shared:
+            return "added by rank 0 alone"
+        text = self._order()
         if self.side_stream_tokens:
-            return f"side_stream for up to {self.side_stream_tokens} tokens in a CUDA graph, otherwise sequential"
-        return "sequential"
+            text = f"side_stream for up to {self.side_stream_tokens} tokens in a CUDA graph, otherwise {text}"
+        number, slices = self.shared_slice
+        if slices > 1:
+            text += f"; slice {number} of {slices}"
+        elif not self.output_is_reduced:
+            text += "; added by this rank alone"
+        return text
+
+    def _order(self) -> str:
+        """Return as text when the shared expert runs on the stream of the routed experts."""
+        if self.shared_overlap:
+            return f"overlapped: runs {EXCHANGES[self.shared_overlap]}"
+        if self.problem.placement is None:
+            return "sequential"
+        kinds = self._pipeline_kinds()
+        dispatcher = parallel.wrapped_for(dispatcher_named(self.dispatcher), self.problem)
+        when = "before the kernel" if any(kind.fills_gpu for kind in kinds) else "after the routed experts"
+        return f"sequential, {when}: {no_overlap(self.problem, dispatcher, kinds, self.overrides)}"
+
+    def _pipeline_kinds(self) -> list[PipelineKind]:
+        return [kind for kind in pipelines.PIPELINES if kind.name in self.pipelines]
 
     def _formats_text(self) -> str:
         problem = self.problem
@@ -205,12 +300,18 @@ class Plan:
             notes.append(f"multiplied as {multiplied} without rounding")
         return form.name + (f" ({', '.join(notes)})" if notes else "")
 
+    def _adapters_text(self) -> str:
+        large = any(token_range.tiles == "large tiles" for token_range in self.token_ranges)
+        return f"{self.adapters}" + ("; batches with adapters run in small tiles" if large else "")
+
     def _dispatch_text(self) -> str:
         text = f"{self.dispatcher}, up to {self.capacity:,} rows"
         if self.problem.placement is not None:
             text += f"; {self.problem.placement}"
         if self.wire_format != "none":
             text += f"; between ranks: {self.wire_format}"
+        if not self.output_is_reduced:
+            text += "; the output is not reduced: the caller adds the parts of all ranks"
         return text
 
     def to_json(self) -> dict[str, object]:
@@ -221,6 +322,10 @@ class Plan:
             "shared_kernel": self.shared_kernel,
             "merged_shared_experts": self.merged_shared_experts,
             "side_stream_tokens": self.side_stream_tokens,
+            "shared_overlap": self.shared_overlap,
+            "microbatches": self.microbatches,
+            "shared_slices": self.problem.shared_slices,
+            "output_is_reduced": self.output_is_reduced,
             "dispatcher": self.dispatcher,
             "token_ranges": [asdict(token_range) for token_range in self.token_ranges],
             "device": self.problem.device.kind,
@@ -239,6 +344,7 @@ class Plan:
             "expert_bytes": self.expert_bytes,
             "weight_bytes": self.weight_bytes,
             "workspace_bytes": self.workspace_bytes,
+            "adapters": None if self.adapters is None else self.adapters._asdict(),
             "regions": {region.name: region.nbytes for region in self.regions},
             "capturable": self.capturable,
             "refusals": [asdict(refusal) for refusal in self.refusals],
@@ -321,20 +427,22 @@ def plan(problem: Problem, overrides: Overrides | None = None) -> Plan:
     overrides = overrides or Overrides()
     require(type(overrides) is Overrides, "overrides", overrides, "an Overrides, such as Overrides(kernel=...)")
     activations = activation_format(overrides.activation_format or problem.activation_format or problem.dtype).name
-    if overrides.unequal_scales == "largest" and not activation_format(activations).static:
-        static = ", ".join(form.name for form in ACTIVATION_FORMATS if form.static)
-        raise PlanError(
-            f"unequal_scales='largest' was requested with activation format {activations}, which computes its scales; "
-            f"formats with calibrated scales: {static}. Remove the override, or request one of them"
-        )
-    problem = replace(problem, activation_format=activations, combine=overrides.combine or problem.combine)
+    problem = replace(
+        problem,
+        activation_format=activations,
+        combine=overrides.combine or problem.combine,
+        tiles=overrides.tiles or problem.tiles,
+    )
     refusals: list[Refusal] = []
     kernel = _choose_kernel(problem, overrides, refusals)
     problem = _with_wire_format(problem, kernel)
+    _check_half_batches(problem, overrides)
     dispatcher = _choose_dispatcher(problem, overrides, refusals)
     wrapped = parallel.wrapped_for(dispatcher, problem)
     capturable = kernel.capturable and wrapped.capturable
-    shared = plan_shared(problem, kernel, dispatcher.name, overrides, capturable=capturable)
+    partial_sums = dispatcher.partial_sums and not problem.alone
+    problem = replace(problem, shared_slices=shared_slice(problem, overrides, partial_sums=partial_sums)[1])
+    shared = plan_shared(problem, kernel, dispatcher.name, overrides, capturable=capturable, partial_sums=partial_sums)
     if shared.kernel is not None:
         capturable = capturable and shared.kernel.capturable
     routed_problem = problem.with_merged_experts(shared.merged_experts)
@@ -350,6 +458,8 @@ def plan(problem: Problem, overrides: Overrides | None = None) -> Plan:
         pipeline=overrides.pipeline,
     )
     kinds = _choose_pipelines(query, refusals)
+    apart = shared.kernel is not None and not shared.merged_experts
+    shared_overlap = _choose_overlap(problem, wrapped, kinds, overrides) if apart else ""
     regions = _layer_regions(problem, routed_problem, shared) | _pipeline_regions(kinds, query)
     bytes_per_expert = expert_bytes(problem.spec, problem.routed.intermediate)
     return Plan(
@@ -368,7 +478,19 @@ def plan(problem: Problem, overrides: Overrides | None = None) -> Plan:
         refusals=tuple(refusals),
         merged_shared_experts=shared.merged_experts,
         side_stream_tokens=shared.side_stream_tokens,
+        shared_overlap=shared_overlap,
         overrides=overrides,
+    )
+
+
+def _refuse_unequal_scales(overrides: Overrides, activations: str) -> None:
+    """Raise PlanError where unequal calibrated scales were accepted for a format that has none."""
+    if overrides.unequal_scales != "largest" or activation_format(activations).static:
+        return
+    static = ", ".join(form.name for form in ACTIVATION_FORMATS if form.static)
+    raise PlanError(
+        f"unequal_scales='largest' was requested with activation format {activations}, which computes its scales; "
+        f"formats with calibrated scales: {static}. Remove the override, or request one of them"
     )
 
 
@@ -384,15 +506,20 @@ def plan_swap(old: Plan, formats: Mapping[str, Any], overrides: Overrides | None
         spec = replace(spec, shared=shared)
     if overrides is None:
         overrides = Overrides(dispatcher=old.dispatcher)
-    overrides = replace(overrides, shared=overrides.shared or old.overrides.shared)
+    overrides = replace(
+        overrides,
+        shared=overrides.shared or old.overrides.shared,
+        microbatches=overrides.microbatches or old.overrides.microbatches,
+    )
     return plan(replace(old.problem, spec=spec), overrides)
 
 
 def _choose_kernel(problem: Problem, overrides: Overrides, refusals: list[Refusal]) -> ExpertKernel:
     """Return the kernel of the routed experts; raises PlanError."""
+    _refuse_unequal_scales(overrides, problem.activation_format or problem.dtype)
 
     def refuse(kernel: ExpertKernel) -> str | None:
-        return _cannot_capture(kernel, problem) or kernel.refuse(problem.routed)
+        return _cannot_capture(kernel, problem) or kernel.refuse(problem.routed) or _refuse_tiles(kernel, problem)
 
     kernel = _first_accepting("kernel", experts.KERNELS, overrides.kernel, refuse, refusals)
     if kernel is None:
@@ -405,12 +532,27 @@ def _choose_kernel(problem: Problem, overrides: Overrides, refusals: list[Refusa
     return kernel
 
 
+def _refuse_tiles(kernel: ExpertKernel, problem: Problem) -> str | None:
+    """Return why ``kernel`` cannot run the tiles that were forced, or None."""
+    routed = problem.routed
+    if routed.tiles is None:
+        return None
+    family = kernel.tiling(routed).family(routed.rows)
+    if family == f"{routed.tiles} tiles":
+        return None
+    return f"{routed.tiles} tiles were forced; on this device these weights have {family or 'no tiles'}"
+
+
 def _choose_dispatcher(problem: Problem, overrides: Overrides, refusals: list[Refusal]) -> DispatcherKind:
     """Return the row of the dispatcher, without the wrappers that the placement requires; raises PlanError."""
 
     def refuse(kind: DispatcherKind) -> str | None:
         wrapped = parallel.wrapped_for(kind, problem)
-        return _cannot_capture(wrapped, problem) or wrapped.refuse(problem, requested=overrides.dispatcher == kind.name)
+        reason = _cannot_capture(wrapped, problem)
+        reason = reason or wrapped.refuse(problem, requested=overrides.dispatcher == kind.name)
+        if reason is None and overrides.microbatches == 2 and kind.no_half_batches:
+            reason = f"microbatches=2 was forced; {kind.no_half_batches}"
+        return reason
 
     kind = _first_accepting("dispatcher", parallel.DISPATCHERS, overrides.dispatcher, refuse, refusals)
     if kind is None:
@@ -419,6 +561,26 @@ def _choose_dispatcher(problem: Problem, overrides: Overrides, refusals: list[Re
             f"no dispatcher serves {problem.placement or 'one rank'}:\n{reasons}\nChange the override or the placement."
         )
     return kind
+
+
+def _check_half_batches(problem: Problem, overrides: Overrides) -> None:
+    """Raise PlanError where half batches were forced and ``problem`` does not run as two halves."""
+    reason = pipelines.no_half_batches(problem, overrides) if overrides.microbatches == 2 else None
+    if reason is not None:
+        raise PlanError(f"microbatches=2 was forced and is not possible: {reason}. Use Overrides(microbatches=1)")
+
+
+def _choose_overlap(
+    problem: Problem,
+    dispatcher: DispatcherKind,
+    kinds: Sequence[PipelineKind],
+    overrides: Overrides,
+) -> str:
+    """Return the exchange during which the shared expert runs; empty: none. Raises PlanError where one was forced."""
+    reason = no_overlap(problem, dispatcher, kinds, overrides)
+    if reason is not None and overrides.shared == "overlapped":
+        raise forced_shared_error("overlapped", reason)
+    return dispatcher.overlaps if reason is None else ""
 
 
 def _layer_regions(problem: Problem, routed_problem: Problem, shared: SharedPlan) -> Regions:

@@ -9,6 +9,7 @@ from .types import ActivationSpec, MoESpec, RoutingSpec, require
 __all__ = [
     "COMBINES",
     "SHARED_MODES",
+    "TILES",
     "UNEQUAL_SCALES",
     "Combine",
     "DeviceFacts",
@@ -18,13 +19,16 @@ __all__ = [
     "Problem",
     "Refusal",
     "SharedMode",
+    "Tiles",
     "UnequalScales",
 ]
 
 Combine = Literal["exact", "reduced", "reduced_fp8"]
 COMBINES = ("exact", "reduced", "reduced_fp8")
-SharedMode = Literal["sequential", "side_stream", "merged"]
-SHARED_MODES = ("sequential", "side_stream", "merged")
+SharedMode = Literal["sequential", "side_stream", "overlapped", "merged", "sliced"]
+SHARED_MODES = ("sequential", "side_stream", "overlapped", "merged", "sliced")
+Tiles = Literal["small", "large"]
+TILES = ("small", "large")
 UnequalScales = Literal["refuse", "largest"]
 UNEQUAL_SCALES: tuple[UnequalScales, ...] = ("refuse", "largest")
 _DTYPES = ("bf16", "fp16", "fp32")
@@ -84,7 +88,7 @@ class ExpertsProblem:
     ``[experts, hidden, intermediate]``. weighted: rows are multiplied by a weight before they are quantised.
     tokens, rows: maximum of one batch; a row is one token at one of its experts.
     weight_format: of gate_up, and of down unless ``down_format`` names another.
-    activation_format: of rows before each product. dtype: of the tokens.
+    activation_format: of rows before each product. dtype: of the tokens. tiles: see ``Overrides``.
     """
 
     experts: int
@@ -101,6 +105,7 @@ class ExpertsProblem:
     activation_format: str
     device: DeviceFacts
     down_format: str | None = None
+    tiles: Tiles | None = None
 
     @property
     def formats(self) -> tuple[str, str]:
@@ -122,7 +127,8 @@ class Problem:
     placement: the experts of this rank; None: all experts, whole. graph: a CUDA graph must be able to capture the
         layer.
     combine: how rows return from other ranks, one of ``COMBINES``. sent_as: activation format of the codes that travel
-        to other ranks, None for unquantised tokens; set by the plan.
+        to other ranks, None for unquantised tokens; set by the plan. shared_slices: number of ranks that have a slice
+        of the shared expert; set by the plan. tiles: see ``Overrides``; set by the plan.
     """
 
     spec: MoESpec
@@ -135,6 +141,8 @@ class Problem:
     combine: Combine = "exact"
     sent_as: str | None = None
     out_dtype: Literal["bf16", "fp16", "fp32"] | None = None
+    shared_slices: int = 1
+    tiles: Tiles | None = None
 
     def __post_init__(self) -> None:
         require(self.device.kind in ("cpu", "cuda"), "device kind", self.device.kind, "cpu, cuda")
@@ -199,6 +207,7 @@ class Problem:
             dtype=self.dtype,
             activation_format=self.activation_format or self.dtype,
             device=self.device,
+            tiles=self.tiles,
         )
 
     def with_merged_experts(self, count: int) -> "Problem":
@@ -210,8 +219,9 @@ class Problem:
         return replace(self, spec=spec, placement=None)
 
     def shared(self) -> ExpertsProblem:
-        """Return the shared expert for a kernel; raises SpecError when there is none."""
-        return replace(self, spec=self.spec.shared_alone(), placement=None).routed
+        """Return the shared expert, or this rank's slice of it, for a kernel; raises SpecError when there is none."""
+        whole = replace(self, spec=self.spec.shared_alone(), placement=None).routed
+        return replace(whole, intermediate=whole.intermediate // self.shared_slices)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -220,7 +230,11 @@ class Overrides:
 
     combine: one of ``COMBINES``, for layers over ranks. shared: one of ``SHARED_MODES``, how the shared expert runs.
     ``sequential``: after the routed experts; ``side_stream``: on a side stream in a CUDA graph, for small batches;
-    ``merged``: split into routed experts that receive every token. Ignored for layers without a shared expert.
+    ``overlapped``: during an exchange with other ranks; ``merged``: split into routed experts that receive every token;
+    ``sliced``: every rank has a slice of its width, for the dispatcher ``partial``. Ignored for layers without a
+    shared expert. microbatches: 2: a batch runs as two halves, and one half's tokens travel between ranks while the
+    experts run the other half; None: 1. tiles: one of ``TILES``: whether sorted batches of any size run in small tiles
+    or in those of large batches, which have the same bits; None: those that are faster for the number of rows.
     unequal_scales: what to do where a checkpoint has different calibrated activation scales for gate and up of an
     expert, which read one input: ``refuse`` (None) it or use the ``largest``. For static activation formats only.
     """
@@ -231,12 +245,17 @@ class Overrides:
     pipeline: str | None = None
     combine: Combine | None = None
     shared: SharedMode | None = None
+    microbatches: int | None = None
+    tiles: Tiles | None = None
     unequal_scales: UnequalScales | None = None
 
     def __post_init__(self) -> None:
         allowed = ", ".join(UNEQUAL_SCALES)
         require(self.unequal_scales in (None, *UNEQUAL_SCALES), "unequal_scales", self.unequal_scales, allowed)
         require(self.shared in (None, *SHARED_MODES), "shared", self.shared, ", ".join(SHARED_MODES))
+        count = self.microbatches
+        require(count is None or (type(count) is int and count in (1, 2)), "microbatches", count, "None, 1 or 2")
+        require(self.tiles in (None, *TILES), "tiles", self.tiles, ", ".join(TILES))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

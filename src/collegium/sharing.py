@@ -1,16 +1,20 @@
-"""How the shared expert runs: merged with the routed experts, on a side stream, or after them."""
+"""How the shared expert runs: merged with the routed experts, on a side stream, during an exchange, or after them."""
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from . import experts
 from .errors import PlanError
 from .experts import ExpertKernel
 from .formats import by_name
+from .parallel import DispatcherKind
+from .pipelines import PipelineKind
 from .problem import Overrides, Problem
 from .types import format_names
 
-__all__ = ["SharedPlan", "forced_shared_error", "plan_shared"]
+__all__ = ["SharedPlan", "adds_shared", "forced_shared_error", "no_overlap", "plan_shared", "shared_slice"]
 
 # With more tokens the routed experts keep the whole GPU busy: benchmarks/results/shared_h200.csv.
 _SIDE_STREAM_TOKENS = 512
@@ -30,20 +34,31 @@ class SharedPlan(NamedTuple):
 
 
 def plan_shared(
-    problem: Problem, kernel: ExpertKernel, dispatcher: str, overrides: Overrides, *, capturable: bool
+    problem: Problem,
+    kernel: ExpertKernel,
+    dispatcher: str,
+    overrides: Overrides,
+    *,
+    capturable: bool,
+    partial_sums: bool = False,
 ) -> SharedPlan:
     """Return how the shared expert runs, given the ``kernel`` and ``dispatcher`` of the routed experts.
 
-    capturable: whether a CUDA graph can capture those. Raises PlanError where no kernel runs the shared expert, and
-    where it cannot run in the way that ``overrides`` forces.
+    capturable: whether a CUDA graph can capture those. partial_sums: the output is this rank's part of a sum. Raises
+    PlanError where no kernel runs the shared expert, and where it cannot run in the way that ``overrides`` forces.
     """
     if problem.spec.shared is None:
         return SharedPlan(None)
+    if overrides.shared == "sliced" and not partial_sums:
+        reason = f"the dispatcher is {dispatcher}, which returns whole sums; slices are parts of a sum"
+        raise forced_shared_error("sliced", f"{reason}, for Overrides(dispatcher='partial')")
     if overrides.shared == "merged":
         reason = _cannot_merge(problem, dispatcher)
         if reason is not None:
             raise forced_shared_error("merged", reason)
         return SharedPlan(kernel, merged_experts=problem.shared().intermediate // problem.spec.intermediate_size)
+    if not adds_shared(problem, overrides, partial_sums=partial_sums):
+        return SharedPlan(None)
     reason = _no_side_stream(problem, dispatcher, overrides, capturable=capturable)
     if reason is not None and overrides.shared == "side_stream":
         raise forced_shared_error("side_stream", reason)
@@ -54,21 +69,74 @@ def plan_shared(
     return SharedPlan(shared_kernel, side_stream_tokens=_SIDE_STREAM_TOKENS if on_side_stream else 0)
 
 
+def adds_shared(problem: Problem, overrides: Overrides, *, partial_sums: bool) -> bool:
+    """Return whether this rank adds a shared expert, or a slice of it, to its output.
+
+    partial_sums: the output is this rank's part of a sum. Then rank 0 adds the whole shared expert and the other ranks
+    add nothing, or every rank adds its slice (``shared='sliced'``).
+    """
+    placement = problem.placement
+    return not partial_sums or placement is None or placement.first or overrides.shared == "sliced"
+
+
+def shared_slice(problem: Problem, overrides: Overrides, *, partial_sums: bool) -> tuple[int, int]:
+    """Return which slice of the shared expert's width this rank has, and how many there are; (0, 1) for the whole.
+
+    Raises PlanError where the width, or the placement, cannot be split.
+    """
+    placement = problem.placement
+    if not partial_sums or overrides.shared != "sliced" or placement is None:
+        return 0, 1
+    if placement.world_size > 1 and placement.tp_size > 1:
+        raise forced_shared_error(
+            "sliced",
+            f"the placement is {placement}; its ranks split experts or their width, for slices only one of both",
+        )
+    number = max(placement.rank, placement.tp_rank)
+    count = max(placement.world_size, placement.tp_size)
+    if problem.spec.shared is None:
+        return number, count
+    shared = replace(problem, shared_slices=1).shared()
+    group = _group_of(shared.formats)
+    if shared.intermediate % (count * group):
+        raise forced_shared_error(
+            "sliced",
+            f"its width of {shared.intermediate:,} cannot be split over {count} ranks in whole groups of {group}",
+        )
+    return number, count
+
+
 def forced_shared_error(mode: str, reason: str) -> PlanError:
     """Return the error for a shared expert that cannot run in the forced ``mode`` for ``reason``."""
     return PlanError(f"shared={mode!r} was forced and is not possible: {reason}. Use Overrides(shared='sequential')")
+
+
+def no_overlap(
+    problem: Problem, dispatcher: DispatcherKind, pipelines: Sequence[PipelineKind], overrides: Overrides
+) -> str | None:
+    """Return why the shared expert does not run during an exchange of ``dispatcher``, with its wrappers, or None."""
+    if overrides.shared == "sequential":
+        return "shared='sequential' was forced"
+    if not dispatcher.overlaps:
+        return f"the dispatcher {dispatcher.name} exchanges nothing"
+    filling = [kind.name for kind in pipelines if kind.fills_gpu]
+    if filling:
+        return f"the kernel of {filling[0]} does the exchange and occupies the whole GPU"
+    if problem.spec.latent_size is not None:
+        return "the layer has latent projections, and it is added behind the second one"
+    return None
 
 
 def _no_side_stream(problem: Problem, dispatcher: str, overrides: Overrides, *, capturable: bool) -> str | None:
     """Return why the shared expert cannot run on a side stream, or None."""
     if problem.device.kind != "cuda":
         return f"the device is a {problem.device.kind}, which has no streams"
-    if dispatcher != "local":
-        return f"the dispatcher {dispatcher} already overlaps it with the exchange of tokens"
+    if dispatcher not in ("local", "partial"):
+        return f"the dispatcher is {dispatcher}; over ranks, shared='overlapped' runs it during the exchange"
     if not capturable:
         return "a CUDA graph cannot capture the layer"
-    if overrides.shared == "sequential":
-        return "shared='sequential' was forced"
+    if overrides.shared in ("sequential", "overlapped"):
+        return f"shared={overrides.shared!r} was forced"
     return None
 
 
@@ -117,9 +185,8 @@ def _cannot_merge(problem: Problem, dispatcher: str) -> str | None:
     ):
         if shared_value != routed_value:
             return f"{name}: found {shared_value}, the routed experts have {routed_value}"
-    layouts = [by_name(name) for name in shared.formats]
     columns = routed.intermediate
-    group = math.lcm(*(size for layout in layouts for size in (layout.row_block, layout.group or 1)))
+    group = _group_of(shared.formats)
     if shared.intermediate % columns:
         return f"its width is {shared.intermediate:,}; it must be a multiple of the routed experts' {columns:,}"
     if shared.intermediate > columns and columns % group:
@@ -127,3 +194,9 @@ def _cannot_merge(problem: Problem, dispatcher: str) -> str | None:
             f"its width of {shared.intermediate:,} would be split every {columns:,} columns, inside groups of {group}"
         )
     return None
+
+
+def _group_of(names: tuple[str, str]) -> int:
+    """Return the rows of gate_up and columns of down that a cut of weights in the formats ``names`` must not divide."""
+    layouts = [by_name(name) for name in names]
+    return math.lcm(*(size for layout in layouts for size in (layout.row_block, layout.group or 1)))

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 from .errors import CollegiumError, SpecError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     import torch
     from torch import Tensor
+
+    from .adapters import TokenAdapters
 
 __all__ = [
     "ActivationSpec",
@@ -25,6 +27,7 @@ __all__ = [
     "LatentWeights",
     "MoESpec",
     "RemoteOutput",
+    "RouterModule",
     "RouterWeights",
     "Routing",
     "RoutingSpec",
@@ -350,6 +353,20 @@ class RouterWeights:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RouterModule:
+    """A router of the caller: a function or module ``gate`` from the router's input ``[T, D]`` to logits ``[T, E]``.
+
+    A tuple of results stands for its first entry. The spec's rule chooses experts from the logits, with
+    correction_bias, hash_table and expert_scale as in ``RouterWeights``.
+    """
+
+    gate: Callable[[Tensor], Any]
+    correction_bias: Tensor | None = None
+    hash_table: Tensor | None = None
+    expert_scale: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SharedWeights(Generic[F_co]):
     """The shared expert as ``ExpertWeights`` of one expert, and its sigmoid gate ``[1, D]`` or None."""
 
@@ -406,7 +423,8 @@ class ContiguousBatch:
     contain. dtype: of the tokens and the result, None: that of x. order: column order of codes, numbered as in
     ``ops/quantize.py``. x_ready: whether no launch since x was written touches x or the buffers allocated next, so that
     a kernel that reads only x may overlap the sort. remote: where ``run`` writes the rows; it then returns
-    ``remote.rows``. Only for experts with an ``output_spec``.
+    ``remote.rows``. Only for experts with an ``output_spec``. adapters: those of the layer, and which one each token
+    has; None: none has one.
     """
 
     x: Tensor
@@ -420,3 +438,4 @@ class ContiguousBatch:
     order: int = 0
     x_ready: bool = False
     remote: RemoteOutput | None = None
+    adapters: TokenAdapters | None = None

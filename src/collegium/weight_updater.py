@@ -24,8 +24,9 @@ from .planning import kernel_named
 from .problem import ExpertsProblem
 from .runtime.checksum import Key, combined_checksum, tensor_checksum
 from .runtime.devices import plain_torch
-from .stages.shared import split_shared
-from .types import ExpertWeights
+from .stages.modules import InputTransform
+from .stages.shared import SharedExpert, slice_shared, split_shared
+from .types import ExpertWeights, SharedWeights
 
 __all__ = ["UpdateSummary", "WeightUpdater", "experts_between"]
 
@@ -116,6 +117,8 @@ class WeightUpdater:
         layer = self._layer
         self._slots = _experts_by_slot(layer)
         self._device = layer.experts.slots()[0].device
+        dense = {"router": layer.router, "latent": layer.latent}
+        absent = [name for name, owner in dense.items() if owner is None or isinstance(owner, InputTransform)]
         self._parameters = LayerParameters(
             layer.spec,
             self._candidates,
@@ -123,7 +126,7 @@ class WeightUpdater:
             slots=self._slots,
             placement=layer.plan.problem.placement or linear(layer.spec.num_experts),
             device=str(self._device),
-            router=layer.router is not None,
+            absent=absent,
         )
         self._sums: dict[Key, Tensor] = {}
 
@@ -269,7 +272,9 @@ class WeightUpdater:
             first = plan.problem.slots
             packed = _pack(kernel_named(plan.kernel), split_shared(weights, count), plan.routed_problem.routed)
             layer.experts.put_all(range(first, first + count), packed)
-        elif layer.shared is not None:
+        elif isinstance(layer.shared, SharedExpert):
+            if plan.problem.shared_slices > 1:
+                weights = slice_shared(plan, SharedWeights(experts=weights)).experts
             weights = replace(weights, input_reach=layer.shared.experts.input_reach)
             packed = _pack(kernel_named(str(plan.shared_kernel)), weights, plan.problem.shared())
             layer.shared.experts.put_all([0], packed)

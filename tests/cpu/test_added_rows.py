@@ -66,7 +66,7 @@ class Tile:
 class Sixteens(Tiling):
     """Tiles of 16 rows up to 40 rows, then of 64; one token runs unsorted."""
 
-    def family(self, rows: int) -> str:
+    def family(self, rows: int, *, unsorted: bool = False) -> str:
         return "sixteens" if rows <= 40 else "sixty-fours"
 
     def block_t(self, rows: int) -> tuple[int, ...]:

@@ -143,7 +143,7 @@ def _planned(rank: int) -> list[str]:
         for tokens in (9, 4, 0):
             x = heavy_tailed(tokens, HIDDEN, seed=tokens + rank).to(layer.input_dtype)
             out = torch.empty_like(x)
-            layer.compute((x, None, None, None, None, None, out), memory)
+            layer.compute((x, None, None, None, None, None, None, out), memory)
             if not torch.equal(out, layer(x)) or bool(out.isnan().any()):
                 faults.append(f"{combine} {recipe} {tokens}")
         # What is declared is what is taken: a message less and it raises.
@@ -151,7 +151,7 @@ def _planned(rank: int) -> list[str]:
             Region(n, size - 1 if n in ("sent", "received", "returned") else size) for n, size in layer.plan.regions
         )
         try:
-            layer.compute((x, None, None, None, None, None, out), space.memory(memory_map(short)))
+            layer.compute((x, None, None, None, None, None, None, out), space.memory(memory_map(short)))
             faults.append(f"{combine} {recipe}: more was declared than taken")
         except AssertionError:
             pass

@@ -198,7 +198,7 @@ def test_moves_that_pay_off():
 
 @EVERY
 @pytest.mark.parametrize("slots", [((0, 0, 1), (2, 2, 3)), ((1, 1, 1), (0, 2, 3)), ((0, 1, 2, 3), (0, 0, 0, 0))])
-def test_policies_end_with_one_slot_on_a_rank(policy, slots):
+def test_policies_end_with_one_slot(policy, slots):
     """From a map with an expert twice on a rank: every expert is still somewhere, and no load is worse."""
     load = [9, 3, 2, 1]
     placed = policy.place(load, slots)

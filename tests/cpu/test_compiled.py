@@ -75,7 +75,7 @@ def test_the_operation_passes_opcheck(monkeypatch: pytest.MonkeyPatch) -> None:
     made = layer()
     x = heavy_tailed(4, 40, seed=6)
     chosen = routing(4)
-    arguments = (x, None, chosen.topk_ids, chosen.topk_weights, None, None, made.handle, torch.empty_like(x))
+    arguments = (x, None, chosen.topk_ids, chosen.topk_weights, None, None, None, made.handle, torch.empty_like(x))
     # The check copies all inputs, and a copied handle names no layer.
     monkeypatch.setattr(custom_op, "_layer_of", lambda _: made)
     torch.library.opcheck(torch.ops.collegium.moe_layer, arguments)
@@ -88,14 +88,14 @@ def test_a_handle_dies_with_its_layer() -> None:
     gc.collect()
     x = torch.zeros(1, 40)
     with pytest.raises(InputError, match="no layer"):
-        torch.ops.collegium.moe_layer(x, None, None, None, None, None, handle, torch.empty_like(x))
+        torch.ops.collegium.moe_layer(x, None, None, None, None, None, None, handle, torch.empty_like(x))
 
 
 def test_copied_handle_names_no_layer() -> None:
     made = layer()
     x = torch.zeros(1, 40)
     with pytest.raises(InputError, match="no layer"):
-        torch.ops.collegium.moe_layer(x, None, None, None, None, None, made.handle.clone(), torch.empty_like(x))
+        torch.ops.collegium.moe_layer(x, None, None, None, None, None, None, made.handle.clone(), torch.empty_like(x))
 
 
 def test_out_argument_is_written_and_returned() -> None:

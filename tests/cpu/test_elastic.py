@@ -23,14 +23,13 @@ from tracked import ROOT
 @pytest.mark.parametrize(
     ("ranks", "kill", "more"),
     [
-        (2, 1, ()),
         (4, 0, ()),
         (2, 0, ("--dispatcher", "symm_mem")),
         (4, 1, ("--dispatcher", "symm_mem", "--same-tokens")),
         *(
             pytest.param(ranks, kill, more, marks=pytest.mark.exhaustive)
             for more, kills in {
-                (): ((2, 0), (4, 1), (4, 2), (4, 3)),
+                (): ((2, 0), (2, 1), (4, 1), (4, 2), (4, 3)),
                 ("--dispatcher", "symm_mem"): ((2, 1), (4, 0), (4, 2)),
             }.items()
             for ranks, kill in kills
@@ -39,7 +38,7 @@ from tracked import ROOT
 )
 def test_survivors_of_a_killed_rank(tmp_path: Path, ranks: int, kill: int, more: tuple[str, ...]) -> None:
     table = tmp_path / "killed.csv"
-    said = ["--ranks", str(ranks), "--kill", str(kill), "--csv", str(table), "--commit", "none", *more]
+    said = ["--ranks", str(ranks), "--kill", str(kill), "--after", "1", "--csv", str(table), "--commit", "none", *more]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "kill_rank.py"), *said],

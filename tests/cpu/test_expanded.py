@@ -135,7 +135,7 @@ def test_which_batches_are_decoded_first() -> None:
     assert prefill_tile(asked(4096), machine_of((8, 0), 108)) is None
     assert prefill_tile(asked(4096, k_in=4100), hopper) is None
     assert prefill_tile(asked(4096, k_in=256), hopper) is None
-    assert prefill_tile(asked(4096, x_bits=8), hopper) is None, "E4M3 operands are decoded by another kernel"
+    assert prefill_tile(asked(4096, x_bits=8, promoted=True), hopper) is None, "scales of groups of E4M3 rows"
     assert prefill_tile(asked(56), hopper) is None
     # Eight bits gain sooner.
     assert prefill_tile(asked(512), hopper) is None

@@ -26,6 +26,7 @@ from collegium import (
     SharedWeights,
     encode_experts,
     moe,
+    moe_batched,
     plan,
     probe,
 )
@@ -144,7 +145,7 @@ def test_scales_that_fit_no_layout(arguments: str, changes: dict[str, Any], text
         moe(heavy_tailed(T, H, seed=5), first, second, ids, weights, options=MoEOptions(**{**given, **changes}))
 
 
-def test_a_map_of_experts_gives_the_part_of_a_rank() -> None:
+def test_expert_map_gives_partial_sum() -> None:
     total = 9
     made = random_experts(total, 2, INNER, H, seed=1)
     ids, weights = routing_of(total)
@@ -198,7 +199,7 @@ def test_options_that_contradict_each_other(options: MoEOptions, text: str) -> N
         moe(heavy_tailed(T, H, seed=5), made.gate_up.decode(), made.down.decode(), ids, weights, options=options)
 
 
-def test_router_weights_on_the_input_results_in_place_and_clamps() -> None:
+def test_input_weights_out_and_clamp() -> None:
     made = random_experts(E, 2, INNER, H, seed=1)
     first, second = made.gate_up.decode(), made.down.decode()
     ids, weights = routing_of()
@@ -258,7 +259,7 @@ def test_quantised_tokens(name: str, scales: str, middle: float | None) -> None:
     assert moe(codes, first, second, ids, weights, options=replace(options, out_dtype=None)).dtype == torch.bfloat16
 
 
-def test_quantised_tokens_have_the_bits_of_tokens_that_the_layer_quantises() -> None:
+def test_prequantised_tokens_match_bitwise() -> None:
     _, made = raw("fp8_block")
     ids, weights = routing_of()
     x = heavy_tailed(T, H, seed=5).bfloat16()
@@ -292,7 +293,7 @@ def layer_of(made: Any, activations: str, **changes: Any) -> MoELayer:
     return MoELayer(made, plan(problem, Overrides(activation_format=activations)), **others)
 
 
-def test_a_layer_takes_quantised_tokens_next_to_a_shared_expert() -> None:
+def test_prequantised_tokens_with_shared_expert() -> None:
     _, made = raw("fp8_block")
     shared = encode_experts(random_experts(1, 2, INNER, H, seed=7), "fp8_block")
     layer = layer_of(
@@ -386,6 +387,103 @@ def test_rows_packed_by_expert_in_fp8(name: str, form: str) -> None:
         layer.run_batched(codes, COUNTS)
 
 
+def batched_truth(
+    tokens: torch.Tensor, made: Any, activation: Any = SWIGLU, biases: Any = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which rows of ``tokens [E * ROOM, H]`` are valid, and the experts' output ``[E, ROOM, H]``."""
+    valid = torch.arange(ROOM) < COUNTS[:, None]
+    ids = torch.where(valid, torch.arange(E)[:, None], -1).view(-1, 1)
+    matrices = made.gate_up.decode(), made.down.decode()
+    return valid, moe_truth(tokens, *matrices, ids, torch.ones(len(ids), 1), activation, biases).view(E, ROOM, H)
+
+
+@pytest.mark.parametrize("name", ["fp8_tensor", "fp8_channel", "fp8_block", "mxfp8", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("scales", [None, "one", "expert", "token", "block"])
+def test_packed_rows_of_an_engine(name: str, scales: str | None) -> None:
+    arguments, made = raw(name)
+    first, second = arguments.pop("w1"), arguments.pop("w2")
+    rows = heavy_tailed(E * ROOM, H, seed=2)
+    limited = ActivationSpec(limit=0.75)
+    options = MoEOptions(**arguments, out=torch.full((E, ROOM, H), 7.0), out_dtype=torch.float32)
+    x, tokens = rows, rows
+    if scales in ("token", "block"):
+        x, scale, tokens = quantised("fp8_group128" if scales == "block" else "fp8_token", rows)
+        options = replace(options, a1_scale=scale.view(E, ROOM, -1))
+    elif scales is not None:
+        factors = torch.tensor(0.25) if scales == "one" else torch.arange(1, 1 + E).float().view(E, 1, 1) / 16
+        x = (rows.view(E, ROOM, H) / factors).to(torch.float8_e4m3fn)
+        tokens = (x.float() * factors).view(-1, H)
+        options = replace(options, a1_scale=factors)
+    found = moe_batched(x.view(E, ROOM, H), first, second, COUNTS, activation=limited, options=options, expected=31)
+    assert found is options.out
+    valid, wanted = batched_truth(tokens, made, limited)
+    # Where x is quantised, the format of the rows between the products rounds them too.
+    assert relative_error(found[valid], wanted[valid]) < (1e-5 if scales is None else 0.05)
+    assert relative_error(found[valid], batched_truth(tokens, made)[1][valid]) > 0.06
+    assert bool((found[~valid] == 7).all())
+
+
+def test_packed_rows_in_place_with_biases_and_static_scales() -> None:
+    made = random_experts(E, 2, INNER, H, seed=1)
+    matrices = made.gate_up.decode().flatten(1, 2), made.down.decode()
+    biases = heavy_tailed(E, 2 * INNER, seed=6), heavy_tailed(E, H, seed=7)
+    rows = heavy_tailed(E * ROOM, H, seed=2)
+    x = rows.view(E, ROOM, H).clone()
+    found = moe_batched(x, *matrices, COUNTS, biases=biases, options=MoEOptions(inplace=True))
+    assert found is x
+    valid, wanted = batched_truth(rows, made, biases=(biases[0].view(E, 2, INNER), biases[1]))
+    assert relative_error(found[valid], wanted[valid]) < 1e-5
+    assert torch.equal(found[~valid], rows.view(E, ROOM, H)[~valid])
+    _, coded = raw("fp8_block")
+    static = MoEOptions(a1_scale=0.25, a2_scale=0.125)
+    found = moe_batched(rows.bfloat16().view(E, ROOM, H), coded.gate_up, coded.down, COUNTS, options=static)
+    tokens = (rows.bfloat16().float() / 0.25).to(torch.float8_e4m3fn)
+    assert relative_error(found[valid], batched_truth(tokens.float() * 0.25, coded)[1][valid]) < 0.05
+    codes = tokens.view(E, ROOM, H)
+    assert torch.equal(
+        moe_batched(codes, coded.gate_up, coded.down, COUNTS, options=static)[valid].view(torch.int16),
+        found[valid].view(torch.int16),
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "x", "counts", "text"),
+    [
+        (MoEOptions(expert_map=torch.arange(E)), None, COUNTS, "expert_map was passed, global_num_experts is None"),
+        (MoEOptions(global_num_experts=9), None, COUNTS, "global_num_experts is 9"),
+        (MoEOptions(apply_router_weight_on_input=True), None, COUNTS, "apply_router_weight_on_input True"),
+        (None, torch.ones(T, H), COUNTS, r"moe_batched: x is \(11, 256\) torch.float32; allowed: \[E, M, H\]"),
+        (None, torch.ones(5, 3, H), COUNTS, r"x is \(5, 3, 256\) torch.float32, allowed: \(6, M, 256\)"),
+        (None, None, COUNTS.float(), r"counts is \(6,\) torch.float32"),
+        (None, None, [1, 2], "moe_batched: counts is a list"),
+        (None, torch.ones(E, 3, H, requires_grad=True), COUNTS, "x requires a gradient"),
+        (
+            MoEOptions(a1_scale=torch.ones(E, 3), a2_scale=1.0),
+            None,
+            COUNTS,
+            r"a1_scale is \(6, 3\); allowed: one number",
+        ),
+        (
+            MoEOptions(a1_scale=torch.ones(E, 3, 5)),
+            torch.ones(E, 3, H).to(torch.float8_e4m3fn),
+            COUNTS,
+            r"the scales are \(6, 3, 5\); with fp8_group128 activations allowed: \(6, 3, 2\)",
+        ),
+        (
+            MoEOptions(a1_scale=torch.ones(E, 4)),
+            torch.ones(E, 3, H).to(torch.float8_e4m3fn),
+            COUNTS,
+            r"the scales are \(6, 4\); with fp8_token activations allowed: one number, \(6, 1, 1\), \(6, 3\) or",
+        ),
+    ],
+)
+def test_packed_rows_that_are_refused(options: Any, x: Any, counts: Any, text: str) -> None:
+    made = random_experts(E, 2, INNER, H, seed=1)
+    x = torch.ones(E, 3, H) if x is None else x
+    with pytest.raises(InputError, match=text):
+        moe_batched(x, made.gate_up, made.down, counts, options=options)
+
+
 @pytest.mark.each_choice
 @pytest.mark.parametrize(
     ("kernel", "weights", "form"),
@@ -397,7 +495,7 @@ def test_rows_packed_by_expert_in_fp8(name: str, form: str) -> None:
     ],
     ids=["fp8", "fp8 rows", "mxfp4", "nvfp4"],
 )
-def test_triton_kernels_multiply_the_codes_as_they_are(kernel: Any, weights: str, form: str) -> None:
+def test_triton_uses_codes_unchanged(kernel: Any, weights: str, form: str) -> None:
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("tests/gpu runs them on the device")
@@ -429,7 +527,7 @@ def test_triton_kernels_multiply_the_codes_as_they_are(kernel: Any, weights: str
     assert torch.equal(outs[0][~valid], outs[1][~valid])
 
 
-def test_ranks_that_return_parts_take_quantised_tokens() -> None:
+def test_partial_ranks_take_prequantised_tokens() -> None:
     _, made = raw("fp8_block")
     ids, weights = routing_of()
     routing = Routing(topk_ids=ids, topk_weights=weights)
@@ -450,3 +548,41 @@ def test_ranks_that_return_parts_take_quantised_tokens() -> None:
         part = replace(made, gate_up=made.gate_up[half], down=made.down[half])
         total += MoELayer(part, plan(problem, overrides)).run_quantized(codes, scale, routing)
     assert relative_error(total, truth_of(tokens, made, ids, weights)) < 0.05
+
+
+@pytest.mark.parametrize("kernel", ["reference", "cpu_grouped"])
+def test_another_clamp_without_packing_again(kernel: str) -> None:
+    made = random_experts(E, 2, INNER, H, seed=1)
+    shared = random_experts(1, 2, INNER, H, seed=7)
+    spec = MoESpec(
+        hidden_size=H,
+        intermediate_size=INNER,
+        num_experts=E,
+        routing=RoutingSpec(top_k=K),
+        weight_format="fp32",
+        shared=SharedSpec(intermediate_size=INNER),
+    )
+    problem = Problem(spec=spec, device=probe("cpu"), limits=Limits(max_tokens=16), dtype="fp32")
+    layer = MoELayer(made, plan(problem, Overrides(kernel=kernel)), shared=SharedWeights(experts=shared))
+    ids, weights = routing_of()
+    routing = Routing(topk_ids=ids, topk_weights=weights)
+    x = heavy_tailed(T, H, seed=5)
+    before = layer(x, routing=routing)
+    one = torch.zeros(T, 1, dtype=torch.int64)
+    for activation in (ActivationSpec(limit=0.5), ActivationSpec(kind="swiglu_oai", limit=2.0, alpha=1.3), SWIGLU):
+        other = layer.with_activation(activation)
+        wanted = truth_of(x, made, ids, weights, activation) + truth_of(x, shared, one, torch.ones(T, 1), activation)
+        assert relative_error(other(x, routing=routing), wanted) < 1e-5
+        assert other.plan.problem.spec.activation == activation
+        assert activation.limit is None or f"limit {activation.limit:g}" in other.plan.explain()
+        assert {t.data_ptr() for t in other.experts.slots()} == {t.data_ptr() for t in layer.experts.slots()}
+    assert torch.equal(layer(x, routing=routing), before)
+    # Compiled code runs the layer that it was compiled for.
+    other = layer.with_activation(ActivationSpec(limit=0.5))
+    for one in (layer, other):
+        compiled = torch.compile(one, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(x, routing=routing), one(x, routing=routing))
+    with pytest.raises(InputError, match="found relu2 for a layer with a gate"):
+        layer.with_activation(ActivationSpec(kind="relu2"))
+    with pytest.raises(PlanError, match="fast=True was requested"):
+        layer.with_activation(ActivationSpec(fast=True))

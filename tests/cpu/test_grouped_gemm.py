@@ -65,7 +65,7 @@ pytest.importorskip("triton")
 
 KERNELS = (TritonBf16(), TritonFp8(), TritonW4A16(), TritonW8A16())
 TILE = TileChoice(block_n=64, block_t=16, warps=4, stages=2)
-JOINED = replace(TILE, joined=True)
+FUSED = replace(TILE, fuse_k_block=True)
 # The interpreter rounds to bfloat16 toward zero, so its rows are twice as far from the truth as a GPU's.
 SIXTEEN, HALF, EIGHT = 0.015, 0.002, 0.06
 FORMATS = (
@@ -143,11 +143,13 @@ def truth(batch: ContiguousBatch, made: ExpertWeights[Any], problem: Problem) ->
 @pytest.mark.each_choice("weights", "act")
 @pytest.mark.each_choice("act", "tile")
 @pytest.mark.parametrize(("weights", "act", "bound"), FORMATS)
-@pytest.mark.parametrize("tile", [TILE, JOINED, replace(JOINED, stacked=True)], ids=["apart", "joined", "stacked"])
+@pytest.mark.parametrize(
+    "tile", [TILE, FUSED, replace(FUSED, interleave_gate_up=True)], ids=["apart", "fused", "interleaved"]
+)
 def test_experts_against_the_reference(weights: str, act: str, bound: float, tile: TileChoice) -> None:
     problem = question(weights, act)
     packed, made = build(problem)
-    packed = replace(packed, tiles=(tile, replace(tile, stacked=False)))
+    packed = replace(packed, tiles=(tile, replace(tile, interleave_gate_up=False)))
     batch = batch_of(23, problem)
     stop = int(batch.expert_offsets[-1])
     found = packed.run(batch)
@@ -198,7 +200,7 @@ def test_rows_do_not_depend_on_tiles(weights: str, act: str) -> None:
     wide = TileChoice(block_n=128, block_t=32, warps=8, stages=3, group_t=2)
     stop = int(batch.expert_offsets[-1])
     narrow = replace(TILE, block_t=64, narrow=True)
-    for first in (wide, narrow, replace(TILE, block_t=32, stacked=True)):
+    for first in (wide, narrow, replace(TILE, block_t=32, interleave_gate_up=True)):
         assert torch.equal(replace(packed, tiles=(first, wide)).run(batch)[:stop], whole[:stop]), first
     for row in (0, 5, stop - 1):
         expert = int(torch.searchsorted(batch.expert_offsets, torch.tensor(row), right=True)) - 1
@@ -230,7 +232,7 @@ def test_fused_k_blocks_preserve_summation_order(
     stop = int(batch.expert_offsets[-1])
     whole = packed.run(batch)[:stop].clone()
     for tile in (replace(TILE, stages=3), replace(TILE, block_t=64, narrow=True, stages=3)):
-        pair = replace(tile, depth=depths[0], stacked=True), replace(tile, depth=depths[1])
+        pair = replace(tile, depth=depths[0], interleave_gate_up=True), replace(tile, depth=depths[1])
         assert torch.equal(replace(packed, tiles=pair).run(batch)[:stop], whole), pair
 
 
@@ -386,7 +388,7 @@ def test_every_nvfp4_code_and_scale_exact(rows: torch.dtype, divides: bool) -> N
     )
     packed, offsets = in_rows_of(pack.pack_nvfp4(payload, None, half=half), rows), torch.tensor([0, 128])
     found = torch.empty(128, 16)
-    ops.grouped_gemm(torch.eye(128).to(rows), packed, offsets, ops.tile_list(offsets, 128, JOINED), found)
+    ops.grouped_gemm(torch.eye(128).to(rows), packed, offsets, ops.tile_list(offsets, 128, FUSED), found)
     assert torch.equal(found.T, payload.decode()[0, 0])
 
 
@@ -463,7 +465,7 @@ def test_zero_points_for_every_integer_layout(bits: int, group: int, rows: torch
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("group", [32, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("tile", [TILE, JOINED], ids=["apart", "joined"])
+@pytest.mark.parametrize("tile", [TILE, FUSED], ids=["apart", "fused"])
 def test_scales_that_are_zero_or_tiny(bits: int, group: int, dtype: torch.dtype, tile: TileChoice) -> None:
     payload = random_integers(bits, group, dtype, 2, 1, 40, 416)
     if dtype == torch.float32:
@@ -513,7 +515,8 @@ def random_looked_up(*shape: int) -> Bnb4:
 @pytest.mark.parametrize(("rows", "most"), [(torch.bfloat16, 1e-5), (torch.float16, 1e-6)])
 @pytest.mark.parametrize("columns", [64, 96, 320, 512])
 @pytest.mark.parametrize(
-    ("activation", "tile"), [(None, TILE), (ActivationSpec(), TILE), (ActivationSpec(), replace(TILE, stacked=True))]
+    ("activation", "tile"),
+    [(None, TILE), (ActivationSpec(), TILE), (ActivationSpec(), replace(TILE, interleave_gate_up=True))],
 )
 def test_codes_that_look_numbers_up(
     columns: int, rows: torch.dtype, most: float, activation: Any, tile: TileChoice
@@ -535,7 +538,7 @@ def test_codes_that_look_numbers_up(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("columns", [96, 320, 512])
-@pytest.mark.parametrize("tile", [TILE, JOINED], ids=["apart", "joined"])
+@pytest.mark.parametrize("tile", [TILE, FUSED], ids=["apart", "fused"])
 def test_every_gguf_kind_and_row_dtype(kind: str, rows: torch.dtype, columns: int, tile: TileChoice) -> None:
     payload = random_blocks(kind, 2, 1, 40, columns)
     packed = pack.pack_gguf(payload, None, half=rows == torch.float16)
@@ -572,7 +575,7 @@ def test_gguf_blocks_whose_scale_is_zero(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q5_1", "Q4_K", "Q5_K"])
-@pytest.mark.parametrize("tile", [TILE, JOINED], ids=["apart", "joined"])
+@pytest.mark.parametrize("tile", [TILE, FUSED], ids=["apart", "fused"])
 def test_gguf_zero_scales_and_minima(kind: str, tile: TileChoice) -> None:
     """A scale of zero leaves the minimum alone, a minimum of zero the codes, whatever the steps beside them are."""
     payload = random_blocks(kind, 2, 1, 40, 512)
@@ -768,28 +771,34 @@ def test_tile_width_follows_tokens() -> None:
 def test_stacked_tiles_and_early_loads() -> None:
     hopper, ampere = machine_of((9, 0), 132), machine_of((8, 0), 108)
     few, many = products(2, SIZES[3], promoted=True, x_bits=8, weight_bits=8), products(512, SIZES[0])
-    assert choose(few, ampere).stacked
+    assert choose(few, ampere).interleave_gate_up
     assert choose(few, hopper).overlap
     assert not choose(few, ampere).overlap
     assert choose(many, hopper).overlap
     assert not choose(replace(many, decoded=True, weight_bits=4.25), hopper).overlap
-    assert choose(products(8, SIZES[1], decoded=True, weight_bits=4.25), hopper).stacked
+    assert choose(products(8, SIZES[1], decoded=True, weight_bits=4.25), hopper).interleave_gate_up
     alone = replace(few, parts=1)
-    assert not any(tile.stacked for tile in candidates(alone, hopper))
+    assert not any(tile.interleave_gate_up for tile in candidates(alone, hopper))
 
 
 def test_only_hopper_joins_decoded_weight_tiles() -> None:
     hopper, ampere = machine_of((9, 0), 132), machine_of((8, 0), 108)
     decoded = {"decoded": True, "weight_bits": 4.25}
     few, many = (replace(products(tokens, SIZES[1], **decoded), block_k=128) for tokens in (1, 8192))
-    assert (choose(many, hopper).joined, choose(many, hopper).block_t, choose(many, hopper).warps) == (True, 128, 4)
-    assert not choose(few, hopper).joined, "one token waits for each product"
-    assert choose(replace(few, running=True, x_bits=20), hopper).joined
-    assert not choose(replace(many, promoted=True, quartered=True), hopper).joined, "quarters have factors of their own"
+    assert (choose(many, hopper).fuse_k_block, choose(many, hopper).block_t, choose(many, hopper).warps) == (
+        True,
+        128,
+        4,
+    )
+    assert not choose(few, hopper).fuse_k_block, "one token waits for each product"
+    assert choose(replace(few, running=True, x_bits=20), hopper).fuse_k_block
+    assert not choose(replace(many, promoted=True, quartered=True), hopper).fuse_k_block, (
+        "quarters have factors of their own"
+    )
     for machine, most in ((hopper, 64), (ampere, 32)):
         minima = candidates(replace(many, running=True, x_bits=20), machine)
         assert max(tile.block_t for tile in minima) == most
-        assert not any(tile.joined for tile in minima if machine is ampere)
+        assert not any(tile.fuse_k_block for tile in minima if machine is ampere)
     assert max(tile.block_t for tile in candidates(many, ampere)) == 64
     assert not any(tile.registers for tile in candidates(many, ampere))
 
@@ -802,7 +811,7 @@ def test_group_units_allow_tall_tiles() -> None:
         assert choose(many, hopper).block_t == most
         assert (choose(one, hopper).block_t, choose(one, hopper).block_n) == (16, few)
         assert choose(many, ampere).block_t == 64
-        assert not any(tile.joined for tile in candidates(many, hopper))
+        assert not any(tile.fuse_k_block for tile in candidates(many, hopper))
         # Two sums do not fit beside each other.
         assert choose(replace(many, promoted=True, running=False), hopper).block_t == 32
 
@@ -817,7 +826,7 @@ def test_few_rows_prefetch_several_blocks() -> None:
     v3, qwen = (7168, 2048, 256, 8), (2048, 768, 128, 8)
     # All programs at once where three share a multiprocessor; more of them keep more bytes on their way in pairs.
     few, more = tile(1, qwen), tile(1, v3)
-    assert (few.block_n, few.stacked, few.depth, few.stages) == (64, True, 2, 3)
+    assert (few.block_n, few.interleave_gate_up, few.depth, few.stages) == (64, True, 2, 3)
     assert (more.depth, more.stages) == (2, 4)
     assert [tile(count, v3).block_t for count in (1, 8, 128, 512)] == [16, 16, 16, 64]
     assert tile(512, v3).narrow
@@ -827,7 +836,7 @@ def test_few_rows_prefetch_several_blocks() -> None:
     # A short product of many rows, and rows that fill tiles, are better off one by one.
     down = {"parts": 1, "k_in": 768, "n_out": 2048}
     assert (tile(8, qwen, **down).depth, tile(512, qwen, **down).depth) == (2, 1)
-    assert not tile(8, qwen, **down).stacked
+    assert not tile(8, qwen, **down).interleave_gate_up
     assert tile(2048, v3).depth == 1
     assert choose(products(1, SIZES[0]), ampere).depth == 1
     assert choose(products(1, SIZES[0]), replace(hopper, shared=99 << 10)).depth == 2

@@ -135,7 +135,7 @@ def engine_items(checkpoint: Checkpoint) -> Iterator[Item]:
 
 
 @pytest.mark.parametrize("name", list(KINDS))
-def test_a_layer_of_single_tensors_equals_that_of_the_files(tmp_path: Path, name: str) -> None:
+def test_single_tensors_equal_loaded_files(tmp_path: Path, name: str) -> None:
     write(tmp_path, KINDS[name], lambda path: ".experts." in path or "shared_expert." in path)
     checkpoint = Checkpoint.open(tmp_path)
     view, wanted = CheckpointLayer.open(checkpoint, 0), load_layer(checkpoint, 0, device="cpu")
@@ -159,9 +159,7 @@ def test_a_layer_of_single_tensors_equals_that_of_the_files(tmp_path: Path, name
 
 @pytest.mark.each_choice
 @pytest.mark.parametrize(("family", "name", "storage", "stacked"), combinations())
-def test_the_names_of_a_family_are_its_default_mapping(
-    tmp_path: Path, family: str, name: str, storage: str, stacked: bool
-) -> None:
+def test_family_names_map_by_default(tmp_path: Path, family: str, name: str, storage: str, stacked: bool) -> None:
     size = replace(SIZE, intermediate=128) if name == "fp8_block" else SIZE
     tiny = write_checkpoint(tmp_path / "old", family, name, storage, size=size, stacked=stacked)
     new = write_checkpoint(tmp_path / "new", family, name, storage, size=size, stacked=stacked, seed=3)
@@ -181,7 +179,7 @@ def test_the_names_of_a_family_are_its_default_mapping(
 
 
 @pytest.mark.parametrize("kind", list(GGUF_KINDS))
-def test_gguf_blocks_arrive_one_matrix_at_a_time(kind: str) -> None:
+def test_gguf_blocks_load_by_matrix(kind: str) -> None:
     spec = MoESpec(
         hidden_size=256, intermediate_size=256, num_experts=3, routing=RoutingSpec(top_k=2), weight_format="gguf"
     )
@@ -195,7 +193,7 @@ def test_gguf_blocks_arrive_one_matrix_at_a_time(kind: str) -> None:
     assert torch.equal(weights.weights.down.blocks, blocks[:, 2])
 
 
-def test_gate_and_up_may_be_one_tensor_and_experts_a_stack() -> None:
+def test_fused_and_stacked_tensors_match() -> None:
     items = random_items()
     wanted = built(items)
     assert same(built(random_items(fused=True)), wanted)
@@ -213,7 +211,7 @@ def test_gate_and_up_may_be_one_tensor_and_experts_a_stack() -> None:
     assert not same(built(moved), wanted)
 
 
-def test_the_memory_of_a_tensor_may_be_reused_at_once() -> None:
+def test_loaded_tensors_are_copied() -> None:
     items = random_items()
     wanted = built(items)
     builder = LayerBuilder(spec_of(), device="cpu")
@@ -224,7 +222,7 @@ def test_the_memory_of_a_tensor_may_be_reused_at_once() -> None:
     assert same(builder.finish(), wanted)
 
 
-def test_experts_without_a_gate_have_one_upper_shard() -> None:
+def test_ungated_experts_reject_w3() -> None:
     spec = spec_of(activation=ActivationSpec(kind="relu2"), expert_bias=True)
     builder = LayerBuilder(spec, device="cpu", router=False, overrides=Overrides(kernel="reference"))
     weights = random_weights(spec, torch.device("cpu"))
@@ -254,7 +252,7 @@ def test_experts_without_a_gate_have_one_upper_shard() -> None:
         ("gpt_oss", "mxfp4", "gpt-oss"),
     ],
 )
-def test_slices_are_cut_and_padded_as_those_of_files(tmp_path: Path, family: str, name: str, storage: str) -> None:
+def test_slices_match_files_with_padding(tmp_path: Path, family: str, name: str, storage: str) -> None:
     size = TinySize(hidden=128, intermediate=384 if name == "int4_group" else 352, experts=2, top_k=1, layers=1)
     tiny = write_checkpoint(tmp_path, family, name, storage, size=size)
     view = CheckpointLayer.open(Checkpoint.open(tmp_path), 0)
@@ -342,7 +340,7 @@ REFUSED: dict[str, Refusal] = {
 
 
 @pytest.mark.parametrize("case", list(REFUSED))
-def test_what_does_not_fit_is_refused_at_the_call(case: str) -> None:
+def test_mismatched_tensor_refused_by_load(case: str) -> None:
     (name, shape, shard, expert), values, kind = REFUSED[case]
     builder = LayerBuilder(spec_of(), device="cpu", placement=Placement(expert_ids=(1, 3)))
     with raises_with(kind, *values):
@@ -372,20 +370,20 @@ def test_other_dtypes_and_tensors_are_refused() -> None:
         LayerBuilder(spec_of(), device=Ranks(), placement=Placement(expert_ids=(0,)))
 
 
-def test_dtypes_of_scales_must_agree_between_experts() -> None:
+def test_scale_dtypes_must_agree() -> None:
     builder = LayerBuilder(spec_of("fp8_channel"), device="cpu")
     builder.load("weight_scale", torch.ones(WIDTH, 1), shard="w1", expert=0)
     with raises_with(TensorMismatchError, "bfloat16", "float32"):
         builder.load("weight_scale", torch.ones(WIDTH, 1, dtype=torch.bfloat16), shard="w1", expert=1)
 
 
-def test_flat_lists_cannot_be_cut_out_of_one_tensor() -> None:
+def test_flat_tensor_refuses_w13() -> None:
     builder = LayerBuilder(spec_of("bnb4"), device="cpu")
     with raises_with(TensorMismatchError, "bnb4", "w1, w3 and w2"):
         builder.load("weight", torch.zeros(WIDTH * HIDDEN, 1, dtype=torch.uint8), shard="w13", expert=0)
 
 
-def test_a_storage_is_told_by_its_names() -> None:
+def test_tensor_name_selects_storage() -> None:
     builder = LayerBuilder(spec_of("nvfp4"), device="cpu")
     assert {"weight_packed", "weight_scale_2"} <= {*builder.names}
     builder.load("weight_global_scale", torch.ones(1), shard="w1", expert=0)
@@ -394,7 +392,7 @@ def test_a_storage_is_told_by_its_names() -> None:
         builder.load("weight_scale_2", torch.ones(1), shard="w3", expert=0)
 
 
-def test_missing_tensors_are_named_and_a_layer_is_built_once() -> None:
+def test_finish_names_missing_and_runs_once() -> None:
     items = random_items()
     builder = LayerBuilder(spec_of(), device="cpu")
     lacking = [item for item in items if item[2:] not in (("w3", 2), ("w2", 4)) and item[0] != "router.weight"]
@@ -410,7 +408,7 @@ def test_missing_tensors_are_named_and_a_layer_is_built_once() -> None:
             call()
 
 
-def test_bad_numbers_are_named_before_anything_is_packed() -> None:
+def test_nan_weights_refused_before_packing() -> None:
     items = random_items()
     items[4][1][3, 5] = float("nan")
     builder = LayerBuilder(spec_of(), device="cpu")
@@ -419,7 +417,7 @@ def test_bad_numbers_are_named_before_anything_is_packed() -> None:
         builder.finish()
 
 
-def test_foreign_experts_are_skipped_and_replicas_filled() -> None:
+def test_foreign_experts_skipped_and_replicas_filled() -> None:
     items = random_items()
     placement = Placement(expert_ids=(3, 1), spare=1)
     builder = LayerBuilder(
@@ -461,7 +459,7 @@ def _two_ranks(rank: int) -> Any:
     return layer.plan.problem.local_experts, skipped, alike, report.experts, updated, different, missing
 
 
-def test_two_ranks_hold_replicas_and_tell_each_other_what_is_wrong() -> None:
+def test_ranks_share_replicas_and_errors() -> None:
     for rank, found in enumerate(run_ranks(_two_ranks, 2)):
         experts, skipped, alike, count, updated, different, missing = found
         assert experts == ((0, 1, 2, 3), (3, 4, 0))[rank]
@@ -476,7 +474,7 @@ def test_two_ranks_hold_replicas_and_tell_each_other_what_is_wrong() -> None:
         assert ("on rank 1" in missing) == (rank == 0)
 
 
-def test_a_mapping_names_the_tensors_of_an_unknown_model() -> None:
+def test_mapping_loads_unknown_model() -> None:
     items = random_items()
     names = {"w1": "wide_in", "w3": "wide_gate", "w2": "back"}
     tensors = {f"blocks.7.ff.expert_{e}.{names[s]}.w": t for _, t, s, e in items if s is not None}
@@ -504,7 +502,7 @@ def test_a_mapping_names_the_tensors_of_an_unknown_model() -> None:
     assert same(single.finish(), built(items))
 
 
-def test_unknown_tensors_below_the_experts_are_refused(tmp_path: Path) -> None:
+def test_unknown_expert_tensors_refused(tmp_path: Path) -> None:
     tiny = write_checkpoint(tmp_path, "mixtral", "bf16", size=SIZE)
     builder = LayerBuilder.from_config(tiny.config, 1, device="cpu")
     with raises_with(UnknownTensorError, "experts.0.w9.weight"):
@@ -515,7 +513,7 @@ def test_unknown_tensors_below_the_experts_are_refused(tmp_path: Path) -> None:
     assert same(builder.finish(), load_layer(tmp_path, 1, device="cpu"))
 
 
-def test_a_square_stack_is_turned_as_the_others_are(tmp_path: Path) -> None:
+def test_square_stack_is_transposed_too(tmp_path: Path) -> None:
     square = TinySize(hidden=128, intermediate=64, experts=4)  # gate and up are 128 x 128
     tiny = write_checkpoint(tmp_path, "qwen3_moe", "bf16", "plain", size=square, stacked=True)
     builder = LayerBuilder.from_config(tiny.config, 1, device="cpu")
@@ -526,7 +524,7 @@ def test_a_square_stack_is_turned_as_the_others_are(tmp_path: Path) -> None:
         alone.load_all((n, t) for n, t in tiny.tensors.items() if "gate_up_proj" in n)
 
 
-def test_an_update_changes_nothing_until_all_of_it_is_there() -> None:
+def test_update_is_atomic() -> None:
     old, new = random_items(1), random_items(2)
     layer = built(old)
     before, where = stored_bytes(layer), addresses(layer)
@@ -551,7 +549,7 @@ def test_an_update_changes_nothing_until_all_of_it_is_there() -> None:
     assert same(layer, built(old))
 
 
-def test_a_partial_update_leaves_whole_experts_out() -> None:
+def test_partial_update_skips_whole_experts() -> None:
     old, new = random_items(1), random_items(2)
     layer = built(old)
     updater = WeightUpdater(layer, partial=True)
@@ -567,7 +565,7 @@ def test_a_partial_update_leaves_whole_experts_out() -> None:
         updater.finish()
 
 
-def test_a_checksum_detects_a_changed_tensor_and_a_swap() -> None:
+def test_checksum_detects_change_and_swap() -> None:
     items = random_items(2)
     layer = built(random_items(1))
     updater = WeightUpdater(layer)
@@ -594,7 +592,7 @@ def test_a_checksum_detects_a_changed_tensor_and_a_swap() -> None:
     assert f"{report.checksum:016x}" in str(report)
 
 
-def test_every_word_and_place_counts_in_a_checksum() -> None:
+def test_checksum_depends_on_value_and_position() -> None:
     words = torch.arange(1, 40, dtype=torch.int64) * 12345
     whole = int(tensor_checksum(words))
     for place in range(len(words)):
@@ -609,7 +607,7 @@ def test_every_word_and_place_counts_in_a_checksum() -> None:
 
 
 @pytest.mark.parametrize("weight_format", ["mxfp4", "nvfp4", "fp8_block"])
-def test_a_trainer_sends_16_bits_to_a_quantised_layer(weight_format: str) -> None:
+def test_bf16_update_is_quantised(weight_format: str) -> None:
     layer = built(random_items(1), weight_format=weight_format)
     updater = WeightUpdater(layer, stored="bf16")
     new = random_items(2)
@@ -618,7 +616,7 @@ def test_a_trainer_sends_16_bits_to_a_quantised_layer(weight_format: str) -> Non
     assert same(layer, built(new, weight_format=weight_format))
 
 
-def test_new_experts_in_another_layout_are_refused() -> None:
+def test_update_in_other_layout_refused() -> None:
     """compressed-tensors divides by the global scale, ModelOpt multiplies: the reference kernel keeps which."""
     spec = spec_of("nvfp4")
     modelopt, divided = (StoredFormat(name="nvfp4", storage=name) for name in ("modelopt", "compressed-tensors"))
@@ -643,7 +641,7 @@ def test_new_experts_in_another_layout_are_refused() -> None:
         updater.finish()
 
 
-def test_router_latent_and_shared_weights_are_updated() -> None:
+def test_router_latent_and_shared_update() -> None:
     spec = replace(
         spec_of(latent_size=48, latent_norm_eps=1e-5, shared=SharedSpec(intermediate_size=40, gated=True)),
         routing=RoutingSpec(top_k=2, score="sigmoid", correction_bias=True),
@@ -682,7 +680,7 @@ def test_router_latent_and_shared_weights_are_updated() -> None:
         updater.load("router.bias", torch.zeros(EXPERTS))
 
 
-def test_a_merged_shared_expert_is_updated_in_its_slots() -> None:
+def test_merged_shared_expert_updates() -> None:
     spec = spec_of(shared=SharedSpec(intermediate_size=2 * WIDTH))
     force = Overrides(shared="merged")
 
@@ -704,7 +702,7 @@ def test_a_merged_shared_expert_is_updated_in_its_slots() -> None:
 
 
 @pytest.mark.parametrize("form", [form.name for form in FORMATS])
-def test_every_kernel_packs_batches_as_it_packs_all_experts(form: str) -> None:
+def test_kernels_pack_batches_like_whole(form: str) -> None:
     hopper = DeviceFacts(kind="cuda", capability=(9, 0), name="H100", sms=132)
     spec = MoESpec(
         hidden_size=256,
@@ -738,7 +736,7 @@ def test_every_kernel_packs_batches_as_it_packs_all_experts(form: str) -> None:
     assert kernels > 1
 
 
-def test_experts_with_an_unquantised_matrix_have_only_their_own_tensors_in_slots() -> None:
+def test_mixed_format_slots_hold_experts() -> None:
     spec = replace(spec_of("mxfp4"), down_format="bf16")
     problem = Problem(spec=spec, device=DeviceFacts(kind="cpu"), limits=Limits(max_tokens=8))
     made = plan(problem)
@@ -781,11 +779,11 @@ def _dummy_ranks(rank: int) -> bool:
     return torch.equal(builder.finish("dummy")(x), whole.finish("dummy")(x))
 
 
-def test_dummy_experts_are_the_same_on_any_number_of_ranks() -> None:
+def test_dummy_experts_match_across_ranks() -> None:
     assert run_ranks(_dummy_ranks, 2) == [True, True]
 
 
-def test_a_rank_without_experts_gets_as_far_as_its_plan() -> None:
+def test_rank_without_experts_fails_planning() -> None:
     builder = LayerBuilder(
         spec_of(), device="cpu", placement=Placement(expert_ids=()), overrides=Overrides(dispatcher="partial")
     )

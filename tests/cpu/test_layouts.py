@@ -183,7 +183,7 @@ def test_score_function_numbers_match_routing_kernel() -> None:
         assert getattr(route, name.upper()).value == place
 
 
-def test_activations_have_the_numbers_of_the_kernels() -> None:
+def test_activation_numbers_match_kernels() -> None:
     pytest.importorskip("triton")
     from collegium.kernels import activation
 

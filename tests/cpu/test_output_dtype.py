@@ -114,7 +114,7 @@ def test_float32_keeps_what_bfloat16_rounds_away() -> None:
     assert not torch.equal(outputs[1], outputs[0].float())
 
 
-def test_rows_packed_by_expert_have_the_output_dtype() -> None:
+def test_rows_by_expert_have_output_dtype() -> None:
     made = random_experts(E, 2, INNER, H, seed=1)
     x = heavy_tailed(E * 4, H, seed=2).view(E, 4, H).bfloat16()
     counts = torch.arange(E) % 4

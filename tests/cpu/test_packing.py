@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from collegium.experts.triton import packing
-from collegium.experts.triton.packing import interleave, w4a8
+from collegium.experts.triton.packing import common, interleave, w4a8
 from collegium.experts.triton.tiles.fitted import FITS
 from collegium.formats import Bf16, Fp16, Int4Group
 from collegium.formats.codecs import E2M1_VALUES, unpack_nibbles
@@ -26,6 +26,12 @@ CODECS = {
     "int4": (interleave.INT4, 16),
     "eight_bits": (interleave.EIGHT_BITS, 256),
 }
+
+
+@pytest.fixture(autouse=True, params=[1 << 12, 1 << 20])
+def batch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pack a few rows of one expert at a time, and several experts."""
+    monkeypatch.setattr(common, "_CPU_BATCH", request.param)
 
 
 def payload_of(name: str, shape: tuple[int, ...], group: int = 128) -> Any:
@@ -211,11 +217,11 @@ def test_w4a8_int4(group: int, dtype: torch.dtype, shape: tuple[int, ...]) -> No
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_row_tiles(parts: int) -> None:
-    layout = w4a8.WORDS["mxfp4"].of((1, parts, 100, 128))
-    rows = torch.arange(parts * layout.row_tiles * 64 // parts).view(parts, -1)
+    layout = w4a8.WORDS["mxfp4"].of((3, parts, 100, 128))
+    rows = torch.arange(3 * layout.row_tiles * 64).view(3, parts, -1)
     tiles = w4a8._to_tiles(rows)
-    assert tiles.shape == (layout.row_tiles, 64)
-    assert torch.equal(w4a8._from_tiles(tiles[None], layout)[0], rows[:, :100])
+    assert tiles.shape == (3, layout.row_tiles, 64)
+    assert torch.equal(w4a8._from_tiles(tiles, layout), rows[:, :, :100])
 
 
 def test_measurements_of_fitted_constants_exist(request: pytest.FixtureRequest) -> None:
@@ -225,3 +231,14 @@ def test_measurements_of_fitted_constants_exist(request: pytest.FixtureRequest) 
     assert all(fit.csv is None or (results / fit.csv).is_file() for fit in FITS.values())
     for path, fit in ((results / fit.csv, fit) for fit in FITS.values() if fit.csv is not None):
         assert fit.gpu in path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("experts", "rows", "codes"), [(5, 7, 3), (5, 7, 40), (5, 3, 300), (1, 9, 10**9)])
+def test_batches_cover_all_rows(experts: int, rows: int, codes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common, "_CPU_BATCH", 100)
+    seen = torch.zeros(experts, rows, dtype=torch.int)
+    for some, span in common.row_batches(experts, rows, codes, torch.device("cpu")):
+        part = seen[some, span]
+        assert part.numel() * codes <= 100 or part.numel() == 1
+        part += 1
+    assert bool((seen == 1).all())

@@ -239,43 +239,52 @@ def test_other_devices_are_refused() -> None:
 
 _READ = """
 import pickle, sys, torch
-with open(sys.argv[1], "rb") as file:
-    value, x, wanted = pickle.load(file) if sys.argv[2] == "pickle" else torch.load(file, weights_only=False)
-with torch.no_grad():
-    found = value(x)
-    found = getattr(found, "logits", found)
-    assert torch.equal(found, wanted), (found - wanted).abs().max()
+for path in sys.argv[1:]:
+    with open(path, "rb") as file:
+        value, x, wanted = pickle.load(file) if path.endswith(".pickle") else torch.load(file, weights_only=False)
+    with torch.no_grad():
+        found = value(x)
+        found = getattr(found, "logits", found)
+        assert torch.equal(found, wanted), (path, (found - wanted).abs().max())
 """
 
 
-def _in_another_process(value: Any, path: Path, how: str) -> None:
+def _write_saved(value: Any, path: Path) -> str:
+    """Write ``value`` as the suffix of ``path`` says, by pickle or by ``torch.save``, and return the path."""
     with path.open("wb") as file:
-        (pickle.dump if how == "pickle" else torch.save)(value, file)
-    subprocess.run([sys.executable, "-c", _READ, str(path), how], check=True, timeout=240)
+        (pickle.dump if path.suffix == ".pickle" else torch.save)(value, file)
+    return str(path)
 
 
-@pytest.mark.parametrize("how", ["pickle", "torch.save"])
-def test_loaded_layers_in_another_process(tmp_path: Path, how: str) -> None:
+def _run_in_another_process(paths: list[str]) -> None:
+    """Compare the saved modules with their results in a new process."""
+    subprocess.run([sys.executable, "-c", _READ, *paths], check=True, timeout=240)
+
+
+def test_loaded_layers_in_another_process(tmp_path: Path) -> None:
     build(CASES["deepseek_v3"], tmp_path / "model")
     layers = [load_layer(tmp_path / "model", 1, weight_format=name) for name in ("mxfp4", "nvfp4", "int4_group")]
     x = heavy_tailed(6, layers[0].spec.hidden_size, seed=4).to(layers[0].input_dtype)
     model = torch.nn.Sequential(*layers)
-    _in_another_process((model, x, model(x)), tmp_path / "layers", how)
+    value = (model, x, model(x))
+    _run_in_another_process([_write_saved(value, tmp_path / name) for name in ("layers.pickle", "layers.pt")])
 
 
-@pytest.mark.parametrize(("family", "how"), [("qwen3_moe", "pickle"), ("gpt_oss", "torch.save")])
-def test_whole_models_in_another_process(tmp_path: Path, family: str, how: str) -> None:
+def test_whole_models_in_another_process(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     from collegium.integrations.transformers import layers_of, load_model
 
-    build(CASES[family], tmp_path / "model")
-    model: Any = load_model(tmp_path / "model", device="cpu", weight_format="nvfp4")
-    with torch.no_grad():
-        wanted = model(IDS).logits
-        for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            assert torch.equal(copied(IDS).logits, wanted)
-            assert {layer.plan.problem.spec.weight_format for layer in layers_of(copied)} == {"nvfp4"}
-    _in_another_process((model, IDS, wanted), tmp_path / "saved", how)
+    paths: list[str] = []
+    for family, suffix in (("qwen3_moe", "pickle"), ("gpt_oss", "pt")):
+        build(CASES[family], tmp_path / family)
+        model: Any = load_model(tmp_path / family, device="cpu", weight_format="nvfp4")
+        with torch.no_grad():
+            wanted = model(IDS).logits
+            for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+                assert torch.equal(copied(IDS).logits, wanted)
+                assert {layer.plan.problem.spec.weight_format for layer in layers_of(copied)} == {"nvfp4"}
+        paths.append(_write_saved((model, IDS, wanted), tmp_path / f"{family}.{suffix}"))
+    _run_in_another_process(paths)
 
 
 def _over_ranks(rank: int) -> list[str]:

@@ -163,7 +163,7 @@ def test_specs_that_contradict_themselves(make, text):
 
 SMALL = MoESpec(hidden_size=32, intermediate_size=32, num_experts=4, routing=RoutingSpec(top_k=2))
 NEIGHBOURS = replace(H200, sms=132, peers=2)
-WITH_SHARED = replace(SMALL, shared=SharedSpec(intermediate_size=32))
+WITH_NORM = replace(SMALL, latent_size=32, latent_norm_eps=1e-6)
 
 
 @pytest.mark.parametrize("ids", [((0, 1, 2, 3), (2, 3, 0, 1)), ((0, 1, 2, 3), (0, 1)), ((0, 1, 2, 3),) * 2])
@@ -196,7 +196,7 @@ def test_shared_experts_on_the_slow_kernel():
         plan(Problem(spec=four, device=H200), Overrides(activation_format="fp8_token"))
 
 
-@pytest.mark.parametrize("more", [{"spec": WITH_SHARED}, {"combine": "reduced"}, {"placement": linear(2, 2, 3)}])
+@pytest.mark.parametrize("more", [{"spec": WITH_NORM}, {"combine": "reduced"}, {"placement": linear(2, 2, 3)}])
 def test_plans_suggest_only_valid_overrides(more):
     asked = Problem(**{"spec": SMALL, "device": CPU, "placement": linear(4, 0, 2), **more})
     if "placement" in more:

@@ -23,7 +23,7 @@ if importlib.util.find_spec("triton") is None:
 SPECS: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any] | None, list[int] | None]] = {
     "plain": (700, {"hidden_size": 352, "intermediate_size": 208, "num_experts": 4}, {"top_k": 1}, None, None),
     "gated": (
-        600,
+        310,
         {"hidden_size": 352, "intermediate_size": 208, "num_experts": 4},
         {"top_k": 2},
         {"gated": True},
@@ -31,7 +31,7 @@ SPECS: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any] | Non
     ),
     "whole": (640, {"hidden_size": 384, "intermediate_size": 256, "num_experts": 4}, {"top_k": 2}, {}, None),
     "on input": (
-        500,
+        290,
         {"hidden_size": 224, "intermediate_size": 160, "num_experts": 4, "expert_bias": True},
         {"top_k": 2, "weight_on_input": True},
         None,
@@ -45,7 +45,7 @@ SPECS: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any] | Non
         None,
     ),
     "many": (300, {"hidden_size": 96, "intermediate_size": 160, "num_experts": 300}, {"top_k": 8}, None, None),
-    "part": (800, {"hidden_size": 352, "intermediate_size": 208, "num_experts": 6}, {"top_k": 2}, None, [1, 4]),
+    "part": (420, {"hidden_size": 352, "intermediate_size": 208, "num_experts": 6}, {"top_k": 2}, None, [1, 4]),
 }
 # Four-bit weights are laid out otherwise for the last, and tiles of large batches are for the first alone.
 CAPABILITIES = ((9, 0), (10, 0))

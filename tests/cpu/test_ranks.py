@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +37,7 @@ from collegium import (
 from collegium.checkpoint.layer_view import CheckpointLayer
 from collegium.checkpoint.loader import load_experts
 from collegium.checkpoint.reader import Checkpoint
-from collegium.parallel.placement import wrap_around
+from collegium.parallel.placement import round_robin, wrap_around
 from collegium.testing.compare import random_experts
 from moving import placement, split_layer, whole_weights
 from raising import raises_with
@@ -224,13 +226,29 @@ def _with_redundancy(rank: int) -> list[str]:
     return faults
 
 
-def test_several_slots_of_an_expert_on_a_rank() -> None:
+def test_several_slots_of_one_expert() -> None:
     assert run_ranks(_with_redundancy, 2) == [[], []]
 
 
 def test_one_rank_needs_no_redundant_slots() -> None:
     with raises_with(PlanError, "12 of 5 experts"):
         split_layer("whole", whole_weights("whole", 5, 0), "cpu", wrap_around(5, 7))
+
+
+def _logged(rank: int) -> str:
+    """Return what is logged when a layer of five experts is built."""
+    stream = io.StringIO()
+    handler, logger = logging.StreamHandler(stream), logging.getLogger("collegium")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    _kept.append(split_layer("whole", whole_weights("whole", 5, 0), "cpu", round_robin(5, rank, 2)))
+    return stream.getvalue()
+
+
+def test_experts_of_a_rank_are_logged() -> None:
+    texts = ("rank 0 of 2, experts 0 to 4 in steps of 2", "rank 1 of 2, experts 1, 3")
+    for text, logged in zip(texts, run_ranks(_logged, 2), strict=True):
+        assert text in logged
 
 
 _kept: list[Any] = []  # until the process ends, as a program keeps its model

@@ -387,10 +387,10 @@ def test_batches_of_zeros(monkeypatch):
 def test_tiles_that_differ_look_different(capsys: pytest.CaptureFixture[str]) -> None:
     tile = TileChoice(block_n=128, block_t=64, warps=4, stages=3)
     others = (
-        replace(tile, stacked=True),
+        replace(tile, interleave_gate_up=True),
         replace(tile, depth=2),
         replace(tile, registers=168),
-        replace(tile, joined=True),
+        replace(tile, fuse_k_block=True),
     )
     rows = tuple(
         TuneRow(
@@ -403,4 +403,4 @@ def test_tiles_that_differ_look_different(capsys: pytest.CaptureFixture[str]) ->
     shown = [line for line in capsys.readouterr().out.splitlines() if "128x64 w4 s3" in line]
     assert len(set(shown)) == 5
     assert "128x64 w4 s3 r168" in shown[3]
-    assert "128x64 w4 s3 joined" in shown[4]
+    assert "128x64 w4 s3 fused" in shown[4]

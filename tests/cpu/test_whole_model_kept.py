@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-@pytest.fixture(scope="module", params=("deepseek_v3", "qwen3_moe", "llama4_text"))
+FAMILIES = ("deepseek_v3", "qwen3_moe", "llama4_text")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def folder(request: Any, tmp_path_factory: Any) -> Path:
     path = tmp_path_factory.mktemp("kept") / request.param
     build(CASES[request.param], path)
@@ -58,17 +61,22 @@ def test_copies_have_separate_experts(folder: Path) -> None:
 
 _READ = """
 import sys, torch
-model, ids, wanted = torch.load(sys.argv[1], weights_only=False)
-with torch.no_grad():
-    assert torch.equal(model(ids).logits, wanted)
-    assert torch.equal(torch.compile(model, backend="aot_eager")(ids).logits, wanted)
+for path in sys.argv[1:]:
+    model, ids, wanted = torch.load(path, weights_only=False)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, wanted), path
+        assert torch.equal(torch.compile(model, backend="aot_eager")(ids).logits, wanted), path
 """
 
 
-def test_saved_model_runs_in_another_process(folder: Path, tmp_path: Path) -> None:
-    model = load_model(folder, device="cpu")
-    torch.save((model, IDS, logits(model)), tmp_path / "model.pt")
-    subprocess.run([sys.executable, "-c", _READ, str(tmp_path / "model.pt")], check=True, timeout=240)
+def test_saved_models_run_in_another_process(tmp_path: Path) -> None:
+    paths: list[str] = []
+    for family in FAMILIES:
+        build(CASES[family], tmp_path / family)
+        model = load_model(tmp_path / family, device="cpu")
+        paths.append(str(tmp_path / f"{family}.pt"))
+        torch.save((model, IDS, logits(model)), paths[-1])
+    subprocess.run([sys.executable, "-c", _READ, *paths], check=True, timeout=240)
 
 
 def test_state_dict_without_experts_not_saved(folder: Path, tmp_path: Path) -> None:

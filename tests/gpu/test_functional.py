@@ -19,6 +19,7 @@ from collegium import (
     RoutingSpec,
     encode_experts,
     moe,
+    moe_batched,
     plan,
     probe,
 )
@@ -98,6 +99,9 @@ def test_rows_packed_by_expert_in_fp8(form: str) -> None:
     wanted = layer.run_batched(rows.view(E, room, H).cuda(), counts.cuda())
     assert relative_error(out.cpu()[valid], wanted.cpu()[valid]) < 2e-3
     assert bool((out.cpu()[~valid] == 7).all())
+    options = MoEOptions(a1_scale=scale.cuda())
+    once = moe_batched(codes.view(E, room, H).cuda(), gate_up, down, counts.cuda(), options=options, expected=25)
+    assert relative_error(once.cpu()[valid], out.cpu()[valid]) < 1e-6
     graph = torch.cuda.CUDAGraph()
     inputs = codes.view(E, room, H).cuda(), counts.cuda(), scale.cuda()
     with torch.cuda.graph(graph):

@@ -76,7 +76,7 @@ def built(weights: ExpertWeights[Any], recipe: tuple[str, str, str], router: tor
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: " ".join(recipe))
 @pytest.mark.parametrize("single", [True, False], ids=["single", "stacked"])
-def test_a_captured_graph_computes_with_new_weights(recipe: tuple[str, str, str], single: bool) -> None:
+def test_captured_graph_uses_new_weights(recipe: tuple[str, str, str], single: bool) -> None:
     device = torch.device("cuda")
     old, new = (random_weights(spec_of(recipe[1]), device, seed) for seed in (1, 2))
     routers = [torch.randn(E, H, device=device) for _ in range(2)]

@@ -1,10 +1,12 @@
-"""Triton's interpreter without what it does again at every call: results are those of the interpreter as it is."""
+"""Triton's interpreter without its repeated work: results are those of the unchanged interpreter."""
 
 from __future__ import annotations
 
 import threading
-from functools import cache
+from dataclasses import replace
+from functools import cache, cached_property
 from importlib import import_module
+from math import prod
 from typing import Any
 
 __all__ = ["hasten"]
@@ -14,15 +16,70 @@ __all__ = ["hasten"]
 def hasten() -> None:
     """Let the interpreter of this process change ``triton.language`` once a launch, and look types up once.
 
-    It also takes bounds of a loop from memory then, as the compiler does; NumPy 2.4 refuses the way it does so.
+    Unchanged, it patches ``triton.language`` again for each call of a device function, makes the types of each tensor
+    anew, and checks integers for overflow without reading the result: three quarters of the time of a test.
 
-    It does so anew for every device function that a kernel calls, a quarter of the time of a test, though what it
-    changed for the kernel is still changed. Called once Triton may be imported.
+    It also takes bounds of a loop from memory then, as the compiler does; NumPy 2.4 refuses the interpreter's way.
+    Called once Triton may be imported.
     """
     interpreter: Any = import_module("triton.runtime.interpreter")
     interpreter._patch_lang = _Patching(interpreter._patch_lang, interpreter.tl)
     interpreter._patch_lang_tensor = _with_bounds(interpreter._patch_lang_tensor)
     interpreter._get_np_dtype = _once_for_each_type(interpreter._get_np_dtype, interpreter.tl)
+    interpreter._convert_float = _looked_up(interpreter._convert_float, import_module("numpy"))
+    # Its check for overflow is computed for each integer operation, and its result is only read in debug mode.
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
+    _make_types_once(interpreter.tl.core)
+
+
+def _make_types_once(core: Any) -> None:
+    """Look up shapes and names of types in ``triton.language``, which makes them anew for each tensor."""
+    known = _Shapes(core)
+
+    def new_block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        self.element_ty = element_ty
+        sizes = tuple(size.value if isinstance(size, core.constexpr) else size for size in shape)
+        self.shape, self.numel, self.name = known.block(sizes, str(element_ty))
+
+    def new_tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle = handle
+        self.type = type
+        self.dtype = type.scalar
+        self.shape, self.numel = known.tensor(tuple(type.shape.values) if type.is_block() else ())
+
+    def new_tuple(self: Any, args: Any, type: Any = None) -> None:
+        self.values = [*args]
+        if type is not None:
+            self.type = type if isinstance(type, core.tuple_type) else core.tuple_type(type)
+
+    core.block_type.__init__ = new_block_type
+    core.tensor.__init__ = new_tensor
+    core.tuple.__init__ = new_tuple
+    # The type of a tuple is rarely read.
+    core.tuple.type = cached_property(lambda self: core._type_for_tuple_values(self.values))
+    core.tuple.type.__set_name__(core.tuple, "type")
+
+
+class _Shapes:
+    """Shapes as types and tensors have them, by the sizes they consist of; nobody changes a shape."""
+
+    def __init__(self, core: Any) -> None:
+        self.core = core
+        self.block = cache(self.new_block)
+        self.tensor = cache(self.new_tensor)
+
+    def new_block(self, sizes: tuple[int, ...], element: str) -> tuple[Any, int, str]:
+        """Return shape, number of elements and name of the type of blocks of ``element``."""
+        shape = self.core.tuple(self.core._unwrap_shape(sizes))
+        if not shape:
+            raise TypeError("0d block_type is forbidden")
+        return shape, self.core.validate_block_shape(shape), f"<{shape}, {element}>"
+
+    def new_tensor(self, sizes: tuple[int, ...]) -> tuple[Any, Any]:
+        """Return shape and number of elements of a tensor, which are constants of the program."""
+        constants = [self.core.constexpr(size) for size in sizes]
+        return self.core.tuple(constants), self.core.constexpr(prod(sizes))
 
 
 class _Patching:
@@ -78,3 +135,20 @@ def _once_for_each_type(find: Any, language: Any) -> Any:
         return known[name]
 
     return found
+
+
+def _looked_up(convert: Any, numpy: Any) -> Any:
+    """Return ``convert`` that looks up what it makes of numbers of 8 and 16 bits, and does so for all of them once."""
+
+    @cache
+    def table(source: Any, target: Any, rounding: Any) -> Any:
+        bits = source.primitive_bitwidth
+        return convert(numpy.arange(1 << bits, dtype=f"uint{bits}"), source, target, rounding)
+
+    def converted(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if source.primitive_bitwidth > 16:
+            return convert(data, source, target, rounding)
+        codes = data.view(f"uint{source.primitive_bitwidth}")
+        return numpy.asarray(table(source, target, rounding)[codes])
+
+    return converted

@@ -23,7 +23,6 @@ from triton.runtime.jit import create_function_from_signature
 
 from collegium.commands.bench import planned_layer
 from collegium.dummy.weights import random_weights
-from collegium.experts.triton.prefill import source_of
 from collegium.layer import MoELayer
 from collegium.problem import DeviceFacts
 from collegium.runtime.launch import compile_options
@@ -33,6 +32,8 @@ from collegium.types import MoESpec
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
+
+    from collegium.runtime.nvrtc import CudaKernel
 
 __all__ = ["CudaVariant", "Launches", "Variant", "layer_on", "pretending"]
 
@@ -81,24 +82,26 @@ def _without_tensors(value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class CudaVariant:
-    """What NVRTC compiles once: the kernel of large batches, and its constants."""
+    """What NVRTC compiles once: a kernel of large batches, and its constants."""
 
+    cuda: CudaKernel
     arguments: dict[str, int]
     options: tuple[()] = ()
 
     @property
     def kernel(self) -> Any:
         """What has the kernel's name and module."""
-        return types.SimpleNamespace(__name__="prefill", __module__="collegium.kernels.prefill")
+        return types.SimpleNamespace(__name__=self.cuda.name, __module__=f"collegium.kernels.{self.cuda.name}")
 
     @property
     def name(self) -> str:
         """The kernel's name and constants."""
-        return f"prefill({', '.join(f'{name}={value}' for name, value in self.arguments.items())})"
+        return f"{self.cuda.name}({', '.join(f'{name}={value}' for name, value in self.arguments.items())})"
 
     def compile(self, _: GPUTarget) -> Any:
         """Return what NVRTC makes of it; raises what it says."""
-        return types.SimpleNamespace(asm={"cubin": compiled(source_of(self.arguments), "prefill", self.arguments)[0]})
+        source = self.cuda.source(self.arguments)
+        return types.SimpleNamespace(asm={"cubin": compiled(source, self.cuda.name, self.arguments)[0]})
 
 
 class Launches:
@@ -128,14 +131,20 @@ class Launches:
                 self.found[key] = Variant(kernel=kernel, arguments=held, kinds=kinds, options=keywords)
 
     def note_cuda(
-        self, _: Any, constants: Mapping[str, int], sizes: tuple[int, int], tensors: Sequence[Any], forms: Sequence[Any]
+        self,
+        kernel: CudaKernel,
+        constants: Mapping[str, int],
+        sizes: tuple[int, int],
+        tensors: Sequence[Any],
+        forms: Sequence[Any],
     ) -> None:
         """Take the place of ``runtime.nvrtc.start``."""
-        assert len(tensors) == 2 + sum(form for form in forms if isinstance(form, int))
-        assert len(forms) == 7
+        maps = sum(isinstance(form, tuple) for form in forms)
+        assert len(tensors) == maps + sum(form for form in forms if isinstance(form, int))
+        assert len(forms) == maps + 5
         assert sizes[0] % 2 == 0
         with self._lock:
-            self.found["prefill", *constants.items()] = CudaVariant(arguments=dict(constants))
+            self.found[kernel.name, *constants.items()] = CudaVariant(cuda=kernel, arguments=dict(constants))
 
     def names(self) -> set[str]:
         """Return the name of every variant noted."""

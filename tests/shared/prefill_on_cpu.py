@@ -1,6 +1,6 @@
-"""The kernel of large batches on a CPU: its text compiled as C++, beside ``sm90_on_cpu.hpp`` in place of ``sm90.cu``.
+"""The kernels of large batches on a CPU: their text compiled as C++ with ``sm90_on_cpu.hpp`` in place of ``sm90.cu``.
 
-``install`` puts it in place of the GPU's for tests without one, where Triton's interpreter runs the other kernels.
+``install`` puts them in place of the GPU's for tests without one, where Triton's interpreter runs the other kernels.
 """
 
 from __future__ import annotations
@@ -10,17 +10,19 @@ import subprocess
 import tempfile
 import threading
 from functools import cache
-from itertools import islice
+from itertools import accumulate, islice
+from math import prod
+from operator import mul
 from pathlib import Path
 from shutil import which
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 from torch import Tensor
 
-from collegium.experts.triton import prefill
+from collegium.experts.triton import prefill, w4_prefill
 from collegium.experts.triton.tiles.problem import TileChoice
-from collegium.runtime.nvrtc import Boxes
+from collegium.runtime.nvrtc import Boxes, Elements
 from once import once
 
 if TYPE_CHECKING:
@@ -39,9 +41,20 @@ FP8 = {
 
 _HERE = Path(__file__)
 _alone = threading.Lock()  # the cluster's memory is the library's
-_KERNEL = Path(prefill.__file__).parents[2] / "kernels" / "prefill.cu"
+_FOLDER = Path(prefill.__file__).parents[2] / "kernels"
+_MAX_RANK = 5  # dimensions of a tensor map
 
-_ENTRY = """
+
+class _Text(NamedTuple):
+    """A kernel. parts: of its text. threads: of a block. counters: which tensor begins and ends as zeros."""
+
+    parts: tuple[str, ...]
+    threads: int
+    counters: int
+    entry: str
+
+
+_PREFILL = """
 extern "C" void run(
     const Map* x, const Map* w, int* counters, const Beside* n, const Out* o, const Lists* lists, const Sizes* z
 ) {
@@ -50,17 +63,36 @@ extern "C" void run(
 """
 
 
+_W4_PREFILL = """
+extern "C" void run(
+    const TokenMaps* tokens, const Map* codes, const Map* scales, int* counters, const Parameters* p, const Out* o,
+    const Lists* lists, const Sizes* z
+) {
+    run_cluster([&] { w4_prefill(*tokens, *codes, *scales, counters, *p, *o, *lists, *z); });
+}
+"""
+_TEXTS = {
+    "prefill": _Text(prefill.PARTS[1:], 512, 2, _PREFILL),
+    "w4_prefill": _Text(w4_prefill.PARTS[1:], 384, 3, _W4_PREFILL),
+}
+
+
 class _Map(ctypes.Structure):
     _fields_ = (
         ("rows", ctypes.c_void_p),
         *((name, ctypes.c_longlong) for name in ("row_bytes", "count", "stride")),
         ("box", ctypes.c_int),
+        ("size", ctypes.c_int),
+        ("shape", ctypes.c_longlong * _MAX_RANK),
+        ("steps", ctypes.c_longlong * _MAX_RANK),
+        ("sides", ctypes.c_int * _MAX_RANK),
     )
 
 
 def install() -> None:
     """Let products of large batches of this process run on the CPU."""
     prefill.__dict__["start"] = _start
+    w4_prefill.__dict__["start"] = _start
 
 
 def _start(
@@ -74,14 +106,15 @@ def _start(
     if which("g++") is None:
         pytest.skip("needs g++ to run the kernel of large batches on a CPU")
     assert all(tensor is None or tensor.device.type == "cpu" for tensor in tensors)
-    assert sizes[1] == 512
+    text = _TEXTS[kernel.name]
+    assert sizes[1] == text.threads
     assert kernel.shared == 227 * 1024
-    counters = tensors[2]
+    counters = tensors[text.counters]
     assert isinstance(counters, Tensor)
     assert counters.tolist() == [0, 0]
     left = iter(tensors)
     given = [_given(form, left) for form in forms]
-    run = _library(_text(), *constants.items()).run
+    run = _library(_source(text), *constants.items(), ("BLOCK_THREADS", text.threads)).run
     with _alone:
         run(*(each if isinstance(each, ctypes.c_void_p) else ctypes.byref(each) for each in given))
     assert counters.tolist() == [0, 0], "counters are left as they were found"
@@ -89,19 +122,37 @@ def _start(
 
 
 def _given(form: Any, left: Iterator[Tensor | None]) -> Any:
-    if isinstance(form, Boxes):
+    if isinstance(form, Boxes | Elements):
+        return _map_of(form, next(left))
+    if isinstance(form, tuple):
         rows = next(left)
-        assert rows is not None
-        assert rows.dtype == form.dtype
-        return _Map(rows.data_ptr(), form.columns * rows.element_size(), form.height, form.step, form.box)
+        return (_Map * len(form))(*(_map_of(boxes, rows) for boxes in form))
     if not isinstance(form, int):
         return form
     pointers = [None if tensor is None else tensor.data_ptr() for tensor in islice(left, form)]
     return ctypes.c_void_p(pointers[0]) if form == 1 else (ctypes.c_void_p * form)(*pointers)
 
 
-def _text() -> str:
-    return f'#include "{_HERE.with_name("sm90_on_cpu.hpp")}"\n' + _KERNEL.read_text(encoding="utf-8")
+def _map_of(form: Boxes | Elements, array: Tensor | None) -> _Map:
+    assert array is not None
+    if isinstance(form, Boxes):
+        assert array.dtype == form.dtype
+        row_bytes = form.columns * array.element_size()
+        return _Map(rows=array.data_ptr(), row_bytes=row_bytes, count=form.height, stride=form.step, box=form.box)
+    assert array.is_contiguous()
+    assert form.size * prod(form.shape) == array.nbytes
+    found = _Map(rows=array.data_ptr(), size=form.size)
+    padding = (1,) * (_MAX_RANK - len(form.shape))
+    steps = accumulate(form.shape[:-1], mul, initial=form.size)
+    found.shape[:] = form.shape + padding
+    found.steps[:] = tuple(steps) + padding
+    found.sides[:] = form.box + padding
+    return found
+
+
+def _source(text: _Text) -> str:
+    parts = "".join((_FOLDER / name).read_text(encoding="utf-8") for name in text.parts)
+    return f'#include "{_HERE.with_name("sm90_on_cpu.hpp")}"\n{parts}{text.entry}'
 
 
 @cache
@@ -117,4 +168,4 @@ def _library(text: str, *constants: tuple[str, int]) -> Any:
 def _compile(text: str, constants: tuple[tuple[str, int], ...], library: Path) -> None:
     options = [f"-D{name}={value}" for name, value in constants]
     command = ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", *options, "-x", "c++", "-", "-o", str(library)]
-    subprocess.run(command, input=text + _ENTRY, text=True, check=True)
+    subprocess.run(command, input=text, text=True, check=True)

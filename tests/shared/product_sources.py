@@ -8,6 +8,7 @@ from triton.compiler import ASTSource
 
 from collegium.kernels.arguments import (
     ActivationBounds,
+    AdapterRows,
     OperandFormat,
     Projections,
     RowOrder,
@@ -25,7 +26,9 @@ _STRUCTS: dict[str, tuple[str, ...]] = {
     "tokens": Tokens._fields,
     "weights": Weights._fields,
     "strides": WeightStrides._fields,
+    "adapters": AdapterRows._fields,
 }
+_ADAPTER_TYPES = {"ids": "*i64", "source": "*i64", "inner": "*fp32", "a": "*bf16", "b": "*bf16", "table": "*i64"}
 
 
 def product_source(kernel: Any, constants: dict[str, Any], types: dict[str, str], even: set[str]) -> ASTSource:
@@ -34,6 +37,7 @@ def product_source(kernel: Any, constants: dict[str, Any], types: dict[str, str]
     types: of the fields of arguments and of plain arguments; others are int32. even: numbers that 16 divides.
     """
     fixed = _structs(constants)
+    types = types | {f"adapters.{field}": kind for field, kind in _ADAPTER_TYPES.items()}
     signature: dict[str, Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
     for place, name in enumerate(kernel.arg_names):
@@ -51,8 +55,10 @@ def product_source(kernel: Any, constants: dict[str, Any], types: dict[str, str]
             signature[name] = types.get(name, "i32")
             if signature[name].startswith("*") or name in even:
                 attributes[(place,)] = _ALIGNED
-    named = {"tokens": Tokens, "weights": Weights, "strides": WeightStrides}
-    signature = {name: named[name](*kinds) if name in named else kinds for name, kinds in signature.items()}
+    named = {"tokens": Tokens, "weights": Weights, "strides": WeightStrides, "adapters": AdapterRows}
+    signature = {
+        name: named[name](*kinds) if name in named and name not in fixed else kinds for name, kinds in signature.items()
+    }
     return ASTSource(kernel, signature, fixed, attributes)
 
 
@@ -61,6 +67,7 @@ def _structs(constants: dict[str, Any]) -> dict[str, Any]:
     value = constants.get
     return {
         "row_map": None,
+        **({} if value("ADAPTER_RANK") else {"adapters": None}),
         "FORMAT": OperandFormat(
             weight=constants["WEIGHT"],
             scale=value("SCALE", 0),
@@ -72,7 +79,9 @@ def _structs(constants: dict[str, Any]) -> dict[str, Any]:
             block_k=constants["BLOCK_K"],
             even_k=value("EVEN_K", True),
         ),
-        "PROJ": Projections(constants["PROJECTIONS"], constants["ACTIVATION"], constants["HAS_LIMIT"]),
+        "PROJ": Projections(
+            constants["PROJECTIONS"], constants["ACTIVATION"], constants["HAS_LIMIT"], value("ADAPTER_RANK", 0)
+        ),
         "TILE": Tile(
             block_n=constants["BLOCK_N"],
             block_t=constants["BLOCK_T"],

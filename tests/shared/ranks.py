@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 import traceback
-from multiprocessing import get_context
+from functools import cache
+from multiprocessing import forkserver, get_context
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from torch import distributed
@@ -21,8 +24,29 @@ if TYPE_CHECKING:
 __all__ = ["error_of", "run_ranks"]
 
 
-# Imported once, by a process that ranks on a CPU are copies of: each would import for seconds otherwise.
-_IMPORTED = ["torch._dynamo", "torch.distributed.device_mesh", "collegium", "transformers"]
+# Ranks on a CPU are forked from a process that imports these once; each rank would import for seconds otherwise.
+_IMPORTED = [
+    "torch._dynamo",
+    "torch.distributed.device_mesh",
+    "transformers",
+    "hypothesis",
+    "scipy.linalg",
+    "rank_cases",
+    "collegium.balance",
+    "collegium.layer",
+    "collegium.layer_builder",
+    "collegium.pipelines",
+    "collegium.testing.compare",
+    "collegium.experts.triton.prefill",
+    "collegium.kernels.cpu_fused",
+    "collegium.kernels.grouped_gemm",
+    "collegium.kernels.mega",
+    "collegium.kernels.peer",
+    "collegium.kernels.permute",
+    "collegium.kernels.quantize",
+    "collegium.kernels.w4a8",
+    "collegium.kernels.weighted_sum",
+]
 
 
 def _rank(
@@ -52,12 +76,20 @@ def _rank(
         answers.put((rank, None, traceback.format_exc()))
 
 
+@cache
+def _start_forkserver() -> None:
+    """Start the process that ranks are forked from, with this process's import path, which Python 3.11 drops."""
+    get_context("forkserver").set_forkserver_preload(_IMPORTED)
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+        forkserver.ensure_running()
+
+
 def run_ranks(function: Callable[[int], Any], world: int, backend: str = "gloo", seconds: float = 120) -> list[Any]:
     """Return what ``function(rank)``, of a module, gives in each of ``world`` processes; raises what a rank raised."""
     # A copy of a process must not find CUDA in use.
     context = get_context("spawn" if "nccl" in backend else "forkserver")
     if "nccl" not in backend:
-        context.set_forkserver_preload(_IMPORTED)
+        _start_forkserver()
     answers: Any = context.Queue()
     # Here, so that no rank has to be the last one, and no port is picked that another program takes meanwhile.
     store = distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)

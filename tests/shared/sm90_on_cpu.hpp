@@ -1,4 +1,4 @@
-// The functions of sm90.cu in C++, so that prefill.cu runs on a CPU: one cluster, its threads as coroutines that
+// The functions of sm90.cu in C++, so that the kernels of large batches run on a CPU: one cluster, its threads as coroutines that
 // take turns where they wait. Copies and numbers that are sent arrive late and in any order. Shared memory begins as NaN.
 // Sums are float32, in the order of columns, which is not the tensor core's.
 
@@ -38,7 +38,10 @@ using std::min;
 
 // --- threads ---
 
-constexpr int IN_BLOCK = 512, BLOCK_BYTES = 227 * 1024;
+#ifndef BLOCK_THREADS
+#define BLOCK_THREADS 512
+#endif
+constexpr int IN_BLOCK = BLOCK_THREADS, BLOCK_BYTES = 227 * 1024;
 struct Thread { ucontext_t context; std::vector<char> stack; int block, index; bool ended; };
 struct Group { int inside = 0; u64 round = 0; };
 
@@ -47,7 +50,7 @@ static std::vector<Thread> threads;
 static Thread* current;
 static u64 events;
 static u8* memory[BLOCKS];
-static Group warps[BLOCKS][IN_BLOCK / 32], cluster;
+static Group warps[BLOCKS][IN_BLOCK / 32], groups[BLOCKS][IN_BLOCK / 128], cluster;
 static u64 slots[BLOCKS][IN_BLOCK / 32][32][5];
 static std::vector<std::function<void()>> late;
 static std::mt19937 chance;
@@ -64,6 +67,8 @@ static void meet(Group& group, int members) {
 }
 
 static int own_lane() { return threadIdx.x % 32; }
+static void meet_group(int group) { meet(groups[blockIdx.x][group], 128); }
+static bool elected() { return own_lane() == 0; }
 static void __syncwarp() { meet(warps[blockIdx.x][threadIdx.x / 32], 32); }
 
 template <class T> static T shuffled(T value, int from) {
@@ -93,7 +98,8 @@ static u32 __float_as_uint(float x) { return as<u32>(x); }
 // --- shared memory, barriers and copies ---
 
 struct Barrier { int arrivals, left; i64 bytes; u32 round; };
-struct Map { const u8* rows; i64 row_bytes, count, stride; int box; };
+// Of rows in swizzled boxes, or of an array of elements of ``size`` bytes, up to five dimensions, the innermost first.
+struct Map { const u8* rows; i64 row_bytes, count, stride; int box, size; i64 shape[5], steps[5]; int sides[5]; };
 
 static u8* shared_memory() { return memory[blockIdx.x]; }
 template <class T> static T* in(u32 rank, T* p) { return (T*)(memory[rank] + ((u8*)p - memory[blockIdx.x])); }
@@ -112,6 +118,7 @@ static void arrive_at(u32 rank, Barrier* b) { arrive(in(rank, b)); }
 static void arrive_at_both(u32 peer, Barrier* b) { arrive(b), arrive_at(peer, b); }
 static void expect(Barrier* b, int bytes) { b->bytes += bytes, b->left--, look(b); }
 static void wait(Barrier* b, u32 parity) { while ((b->round & 1) == parity) pause_thread(); }
+static void wait_at_most(Barrier* b, u32 parity) { wait(b, parity); }
 static void came(Barrier* b, int bytes) { b->bytes -= bytes, look(b); }
 
 static void send(u32 rank, u32* to, u32 value, Barrier* b) {
@@ -119,6 +126,35 @@ static void send(u32 rank, u32* to, u32 value, Barrier* b) {
     late.push_back([=] { *to = value, came(b, 4); });
 }
 static void send(u32 rank, int* to, u32 value, Barrier* b) { send(rank, (u32*)to, value, b); }
+
+static void send_four(u32 rank, void* to, int a, int b, int c, int d, Barrier* barrier) {
+    int* there = (int*)in(rank, (u8*)to);
+    barrier = in(rank, barrier);
+    late.push_back([=] { there[0] = a, there[1] = b, there[2] = c, there[3] = d, came(barrier, 16); });
+}
+
+static void copy_array(u8* to, const Map& map, std::vector<i64> start, Barrier* b) {
+    int bytes = 0;
+    start.resize(5, 0);
+    for (int e = 0; e < map.sides[4]; e++)
+        for (int d = 0; d < map.sides[3]; d++)
+            for (int c = 0; c < map.sides[2]; c++)
+                for (int r = 0; r < map.sides[1]; r++)
+                    for (int i = 0; i < map.sides[0]; i++, bytes += map.size) {
+                        i64 at[5] = {start[0] + i, start[1] + r, start[2] + c, start[3] + d, start[4] + e}, from = 0;
+                        bool inside = true;
+                        for (int k = 0; k < 5; k++) inside &= at[k] < map.shape[k], from += at[k] * map.steps[k];
+                        if (inside) std::memcpy(to + bytes, map.rows + from, map.size);
+                        else std::memset(to + bytes, 0, map.size);
+                    }
+    came(b, bytes);
+}
+static void copy_4d(void* to, const Map& map, int a, int b, int c, int d, Barrier* barrier) {
+    late.push_back([=, &map] { copy_array((u8*)to, map, {a, b, c, d}, barrier); });
+}
+static void copy_5d(void* to, const Map& map, int a, int b, int c, int d, int e, Barrier* barrier) {
+    late.push_back([=, &map] { copy_array((u8*)to, map, {a, b, c, d, e}, barrier); });
+}
 
 static void copy_box(u8* to, const Map& map, int x, int y, Barrier* b, int step) {
     for (int r = 0; r < map.box; r++)
@@ -207,6 +243,52 @@ static void multiply(float (&d)[64], const u8* x, const u8* w, int k, bool added
             }
             for (int h = 0; h < 2; h++) d[4 * j + 2 * h + e] = (added ? d[4 * j + 2 * h + e] : 0.0f) + sum[h];
         }
+}
+
+// The first operand is in registers: 64 rows of 32 E4M3 numbers, of which a lane has four words.
+template <int R> static void multiply_registers(float (&d)[R], u32 a0, u32 a1, u32 a2, u32 a3, const u8* tokens, int k) {
+    auto& own = slots[blockIdx.x][threadIdx.x / 32];
+    int lane = own_lane();
+    own[lane][1] = a0, own[lane][2] = a1, own[lane][3] = a2, own[lane][4] = a3;
+    __syncwarp();
+    float rows[2][32];
+    for (int h = 0; h < 2; h++)
+        for (int i = 0; i < 32; i++) {
+            u32 word = (u32)own[lane / 4 * 4 + i / 4 % 4][1 + h + i / 16 * 2];
+            rows[h][i] = from_e4m3(word >> i % 4 * 8 & 255);
+        }
+    __syncwarp();
+    for (int j = 0; j < R / 4; j++)
+        for (int e = 0; e < 2; e++) {
+            float sum[2] = {0, 0};
+            for (int i = 0; i < 32; i++) {
+                float v = number_at(tokens, 8 * j + lane % 4 * 2 + e, k * 32 + i);
+                sum[0] += rows[0][i] * v, sum[1] += rows[1][i] * v;
+            }
+            for (int h = 0; h < 2; h++) d[4 * j + 2 * h + e] += sum[h];
+        }
+}
+
+static u32 select_bytes(u32 low, u32 high, u32 selector) {
+    u32 r = 0;
+    for (int i = 0; i < 4; i++) {
+        u32 digit = selector >> 4 * i & 15, byte = ((digit & 4 ? high : low) >> 8 * (digit & 3)) & 255;
+        r |= (digit & 8 ? (byte & 128 ? 255u : 0u) : byte) << 8 * i;
+    }
+    return r;
+}
+static void store_streaming(uint4* to, const uint4& value) { *to = value; }
+
+static void put_transposed(u8* row, u32 a, u32 b, u32 c, u32 d) {
+    auto& own = slots[blockIdx.x][threadIdx.x / 32];
+    int lane = own_lane();
+    own[lane][1] = a, own[lane][2] = b, own[lane][3] = c, own[lane][4] = d;
+    __syncwarp();
+    for (int i = 0; i < 8; i++) {
+        u16 number = (u16)(own[i * 4 + lane % 8 / 2][1 + lane / 8] >> lane % 2 * 16);
+        std::memcpy(row + 2 * i, &number, 2);
+    }
+    __syncwarp();
 }
 
 static void put_matrices(u8* row, u32 a, u32 b, u32 c, u32 d) {

@@ -102,7 +102,7 @@ def taken(weights: ExpertWeights[Any], ids: Sequence[int]) -> ExpertWeights[Any]
 def layer_of(
     kind: str, recipe: tuple[str, str, str], device: str, placement: Placement | None = None, **asked: Any
 ) -> MoELayer:
-    """Return one rank's layer, or the whole one. asked: dispatcher and combine, room for tokens, graph."""
+    """Return one rank's layer, or the whole one. asked: max_tokens, room for tokens, graph, and overrides."""
     dtype: Any
     weights, activations, dtype = recipe
     spec = MoESpec(
@@ -118,7 +118,8 @@ def layer_of(
         latent = LatentWeights(
             down=down.to(device), up=up.to(device), norm=torch.ones(inner, device=device), norm_eps=1e-5
         )
-    limits = Limits(max_tokens=64 if placement is not None else 1024, rank_tokens=asked.pop("room", None))
+    max_tokens = asked.pop("max_tokens", 64 if placement is not None else 1024)
+    limits = Limits(max_tokens=max_tokens, rank_tokens=asked.pop("room", None))
     graph = asked.pop("graph", False)
     problem = Problem(spec=spec, device=probe(device), limits=limits, dtype=dtype, placement=placement, graph=graph)
 

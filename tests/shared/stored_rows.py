@@ -92,7 +92,7 @@ def _tiles(case: Case) -> Any:
     return patch.object(tiling, "prefill_tile", _large if case.large else tiling.prefill_tile)
 
 
-def _large(*_: object) -> TileChoice:
+def _large(*_: object, **__: object) -> TileChoice:
     return TILE
 
 

@@ -30,7 +30,7 @@ from .layer_view import CheckpointLayer
 from .layout import part_name
 from .reader import TORCH_DTYPES, Checkpoint, bounds_of
 
-__all__ = ["with_adapter"]
+__all__ = ["MERGE", "AdapterCollector", "AdapterFiles", "Pair", "open_adapter", "with_adapter"]
 
 _LOG = logging.getLogger(__name__)
 # The adapter's name, "default", is part of tensor names that were not saved by PEFT itself.
@@ -41,7 +41,7 @@ _WRAPPERS = re.compile(r"\b(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped
 _NESTED = re.compile(r"(?:\.base_layer)*\Z")
 _EMBEDDINGS = ("embed_tokens", "lm_head")
 _TIED = (*_EMBEDDINGS, "embed", "head")  # names in files of modules whose weights config.json may tie
-_MERGE = "Merge the adapter with PEFT (merge_and_unload) and load the model that it saves"
+MERGE = "Merge the adapter with PEFT (merge_and_unload) and load the model that it saves"
 
 
 class _MergedCheckpoint(Checkpoint):
@@ -82,7 +82,7 @@ class _MergedCheckpoint(Checkpoint):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Pair:
+class Pair:
     """A ``[r, K]`` and B ``[N, r]`` of one module or parameter. path: its module path in memory, for errors."""
 
     path: str
@@ -129,15 +129,18 @@ class _Summary:
         return f"rank {ranks}, scale {scales}, merged into {' and '.join(into)}"
 
 
-class _Collector:
-    """Collects the changes of one adapter, module by module."""
+class AdapterCollector:
+    """Collects the changes of one adapter to tensors of the checkpoint, module by module.
+
+    ``change_expert``, ``add_flat``, ``add_matrix`` and ``replace`` receive the changes. names: of the model in memory.
+    """
 
     def __init__(self, checkpoint: Checkpoint, config: AdapterConfig) -> None:
-        self._checkpoint = checkpoint
-        self._config = config
-        self._names = NamesInMemory(checkpoint)
+        self.checkpoint = checkpoint
+        self.config = config
+        self.names = NamesInMemory(checkpoint)
         self._in_memory = index_of(checkpoint).family.in_memory
-        self._open_layer = cache(partial(CheckpointLayer.open, checkpoint))  # a layer has hundreds of pairs
+        self.open_layer = cache(partial(CheckpointLayer.open, checkpoint))  # a layer has hundreds of pairs
         self.changes = defaultdict[str, list[LowRank]](list)
         self.replaced: dict[str, Tensor] = {}
         self._paths: dict[tuple[str, int, int, int | None], str] = {}
@@ -145,20 +148,20 @@ class _Collector:
 
     def add(self, path: str, levels: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Add the pairs of the module at ``path``, those of the innermost of PEFT's nested wrappers last."""
-        experts = self._names.experts(path)
+        experts = self.names.experts(path)
         if isinstance(experts, StackModule):
             self._add_stacks(path, experts, levels)
             return
         if len(levels) != 1:
             raise ConfigError(
-                f"{self._config.path}: {path} has {len(levels)} nested pairs, known of stacked experts only"
+                f"{self.config.path}: {path} has {len(levels)} nested pairs, known of stacked experts only"
             )
-        pair = _Pair(path=path, a=levels[0][0], b=levels[0][1])
+        pair = Pair(path=path, a=levels[0][0], b=levels[0][1])
         if isinstance(experts, ExpertModule):
             self._check_module(path)
             self._add_expert(experts, pair, *self._rank_and_scale(path))
             return
-        self._add_matrix(pair)
+        self.add_matrix(pair)
 
     def replace(self, path: str, parameter: str, copied: bool, tensor: Tensor) -> None:
         """Use ``tensor`` instead of the stored parameter of the module at ``path``.
@@ -166,27 +169,27 @@ class _Collector:
         copied: the parameter is a wrapped module's base weight, which PEFT saves without an entry in the config, as it
         does with embeddings.
         """
-        config = self._config.path
+        config = self.config.path
         automatic = copied or path.rpartition(".")[2] in _EMBEDDINGS
-        if not automatic and not self._config.saves_module(path):
+        if not automatic and not self.config.saves_module(path):
             raise ConfigError(
                 f"{config}: the adapter has {path}.{parameter}, and modules_to_save does not name it; correct the entry"
             )
-        if self._names.experts(path) is not None:
-            raise ConfigError(f"{config}: the adapter has {path}.{parameter} of routed experts in full. {_MERGE}")
-        (piece, *others) = self._names.rows(path, parameter)
-        info = self._checkpoint.info(piece.name)
+        if self.names.experts(path) is not None:
+            raise ConfigError(f"{config}: the adapter has {path}.{parameter} of routed experts in full. {MERGE}")
+        (piece, *others) = self.names.rows(path, parameter)
+        info = self.checkpoint.info(piece.name)
         if others or piece.stored or info.dtype not in FLOATS:
             raise ConfigError(
                 f"{config}: the adapter has {path}.{parameter} in full, and the checkpoint {piece.name} in "
-                f"{info.dtype} {info.shape}; only BF16, F16 and F32 of the same rows are replaced. {_MERGE}"
+                f"{info.dtype} {info.shape}; only BF16, F16 and F32 of the same rows are replaced. {MERGE}"
             )
         if info.shape != tuple(tensor.shape):
             raise TensorMismatchError(
                 f"{path}.{parameter}: the adapter has {tuple(tensor.shape)}, the checkpoint {info.shape} "
-                f"({piece.name}); is the adapter of another model, or was its vocabulary enlarged? {_MERGE}"
+                f"({piece.name}); is the adapter of another model, or was its vocabulary enlarged? {MERGE}"
             )
-        if torch.equal(self._checkpoint.read(piece.name), tensor.to(TORCH_DTYPES[info.dtype])):
+        if torch.equal(self.checkpoint.read(piece.name), tensor.to(TORCH_DTYPES[info.dtype])):
             return
         self._refuse_tied(piece.name, path)
         self.replaced[piece.name] = tensor
@@ -194,48 +197,48 @@ class _Collector:
 
     def check_saved(self, paths: Sequence[str]) -> None:
         """Raise MissingTensorError if the adapter lacks a module of ``modules_to_save`` that the checkpoint has."""
-        modules = {name.rpartition(".")[0] for name in self._checkpoint.tensors}
-        for name in self._config.saved:
-            if any(self._config.saves_module(path, name) for path in paths):
+        modules = {name.rpartition(".")[0] for name in self.checkpoint.tensors}
+        for name in self.config.saved:
+            if any(self.config.saves_module(path, name) for path in paths):
                 continue
-            missing = next((path for path in sorted(modules) if self._config.saves_module(path, name)), None)
+            missing = next((path for path in sorted(modules) if self.config.saves_module(path, name)), None)
             if missing is not None:
                 raise MissingTensorError(
-                    f"{self._config.path}: modules_to_save names {name}, the checkpoint has {missing}, and the "
+                    f"{self.config.path}: modules_to_save names {name}, the checkpoint has {missing}, and the "
                     "adapter no such tensor; download the adapter again"
                 )
 
     def _rank_and_scale(self, key: str) -> tuple[int, float]:
-        rank, scale = self._config.rank_and_scale(key)
+        rank, scale = self.config.rank_and_scale(key)
         self.summary.ranks.add(rank)
         self.summary.scales.add(scale)
         return rank, scale
 
     def _check_module(self, path: str) -> None:
         """Raise ConfigError for a module that an entry excludes, and note one that no entry targets."""
-        entry = self._config.excluded_by(path)
+        entry = self.config.excluded_by(path)
         if entry:
             raise ConfigError(
-                f"{self._config.path}: the adapter has {path}, which {entry} excludes; correct the entry, or remove "
+                f"{self.config.path}: the adapter has {path}, which {entry} excludes; correct the entry, or remove "
                 f"the tensors {path}.lora_A.weight and lora_B.weight"
             )
-        if not self._config.changes_module(path):
+        if not self.config.changes_module(path):
             self.summary.untargeted.append(path)
 
-    def _add_expert(self, module: ExpertModule, pair: _Pair, rank: int, scale: float) -> None:
-        spec = self._open_layer(module.layer).spec
+    def _add_expert(self, module: ExpertModule, pair: Pair, rank: int, scale: float) -> None:
+        spec = self.open_layer(module.layer).spec
         rows, columns = spec.intermediate_size, spec.expert_hidden_size
         if module.projection == "down":
             rows, columns = columns, rows
         pair.check((rank, columns), (rows, rank))
-        self._change_expert(module, pair, scale)
+        self.change_expert(module, pair, scale)
 
-    def _change_expert(self, module: ExpertModule, pair: _Pair, scale: float) -> None:
+    def change_expert(self, module: ExpertModule, pair: Pair, scale: float) -> None:
         """Change one projection of one expert; A and B are ``[r, columns]`` and ``[rows, r]``."""
-        layer = self._open_layer(module.layer)
+        layer = self.open_layer(module.layer)
         source = layer.source(module.expert, module.projection)
         name = part_name(source, layer.stored_as(source).layout.parts[0])
-        _float_matrix_shape(self._checkpoint, name, pair.path)
+        _float_matrix_shape(self.checkpoint, name, pair.path)
         if source.flat:
             raise ConfigError(f"{pair.path}: {name} holds experts along its rows, and the adapter one expert at a time")
         rows = range(source.offset, source.offset + source.step * source.rows, source.step)
@@ -250,30 +253,30 @@ class _Collector:
         other = self._paths.setdefault(rows, path)
         if other != path:
             raise DuplicateTensorError(
-                f"{self._config.path}: {other} and {path} are both {name} of the checkpoint; keep one of them"
+                f"{self.config.path}: {other} and {path} are both {name} of the checkpoint; keep one of them"
             )
         self.changes[name].append(change)
 
-    def _add_matrix(self, pair: _Pair) -> None:
+    def add_matrix(self, pair: Pair) -> None:
         """Change a matrix outside the routed experts: a module's weight, or a two-dimensional parameter."""
         path = pair.path
         parameter = "weight"
         key = path
-        if not self._config.changes_module(path):
-            names = [name for name in self._names.parameters(path) if self._config.changes_parameter(f"{path}.{name}")]
+        if not self.config.changes_module(path):
+            names = [name for name in self.names.parameters(path) if self.config.changes_parameter(f"{path}.{name}")]
             if len(names) > 1:
-                raise ConfigError(f"{self._config.path}: {path} is one pair of {' or '.join(names)}. {_MERGE}")
+                raise ConfigError(f"{self.config.path}: {path} is one pair of {' or '.join(names)}. {MERGE}")
             if names:
                 parameter = names[0]
                 key = f"{path}.{parameter}"
             else:
                 self._check_module(path)
-        pieces = self._names.rows(path, parameter)
+        pieces = self.names.rows(path, parameter)
         rank, scale = self._rank_and_scale(key)
         for piece in pieces:
-            shape = _float_matrix_shape(self._checkpoint, piece.name, path)
+            shape = _float_matrix_shape(self.checkpoint, piece.name, path)
             if len(shape) != 2:
-                raise ConfigError(f"the adapter has {path}, and {piece.name} is {shape}, which is no matrix. {_MERGE}")
+                raise ConfigError(f"the adapter has {path}, and {piece.name} is {shape}, which is no matrix. {MERGE}")
             pair.check((rank, shape[1]), (piece.height, rank))
             start, stop = piece.rows
             rows = range(piece.stored, piece.stored + stop - start)
@@ -283,12 +286,12 @@ class _Collector:
 
     def _refuse_tied(self, name: str, path: str) -> None:
         """Raise ConfigError for a head tied to the embeddings: which of the two tensors is read is not known here."""
-        config = self._checkpoint.config
+        config = self.checkpoint.config
         tied = config.get("tie_word_embeddings", text_of(config).get("tie_word_embeddings"))
         if tied is True and name.rpartition(".")[0].rpartition(".")[2] in _TIED:
             raise ConfigError(
-                f"{self._config.path}: the adapter has {path}, and config.json has tie_word_embeddings: true, so its "
-                f"weight is also that of the embeddings. {_MERGE}"
+                f"{self.config.path}: the adapter has {path}, and config.json has tie_word_embeddings: true, so its "
+                f"weight is also that of the embeddings. {MERGE}"
             )
 
     def _add_stacks(self, path: str, module: StackModule, levels: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -298,7 +301,7 @@ class _Collector:
         innermost pair is of the first one.
         """
         keys = {parameter: f"{path}.{parameter.name}" for parameter in module.parameters}
-        targeted = [parameter for parameter, key in keys.items() if self._config.changes_parameter(key)]
+        targeted = [parameter for parameter, key in keys.items() if self.config.changes_parameter(key)]
         matrices = [parameter for parameter in module.parameters if parameter.projections]
         if len(targeted) != len(levels) == len(matrices):
             # With one pair for each matrix the assignment is unique, whatever target_parameters names.
@@ -307,37 +310,37 @@ class _Collector:
         if len(targeted) != len(levels):
             names = ", ".join(parameter.name for parameter in targeted) or "none"
             raise ConfigError(
-                f"{self._config.path}: the adapter has {len(levels)} pairs of {path}, whose parameters are "
+                f"{self.config.path}: the adapter has {len(levels)} pairs of {path}, whose parameters are "
                 f"{', '.join(parameter.name for parameter in module.parameters)}, and target_parameters names "
                 f"{names} of them; correct target_parameters, or download the adapter again"
             )
         for parameter, (a, b) in zip(targeted, reversed(levels), strict=True):
-            pair = _Pair(path=keys[parameter], a=a, b=b)
+            pair = Pair(path=keys[parameter], a=a, b=b)
             if not parameter.projections:
-                raise ConfigError(f"{self._config.path}: the adapter has {pair.path}, a bias of experts. {_MERGE}")
+                raise ConfigError(f"{self.config.path}: the adapter has {pair.path}, a bias of experts. {MERGE}")
             rank, scale = self._rank_and_scale(pair.path)
             if parameter.flat:
-                self._add_flat(module, parameter, pair, rank, scale)
+                self.add_flat(module, parameter, pair, rank, scale)
             else:
                 self._add_stack(module, parameter, pair, rank, scale)
 
-    def _add_flat(self, module: StackModule, parameter: StackParameter, pair: _Pair, rank: int, scale: float) -> None:
+    def add_flat(self, module: StackModule, parameter: StackParameter, pair: Pair, rank: int, scale: float) -> None:
         """Change a two-dimensional parameter that holds all experts; PEFT treats it as a plain matrix."""
-        layer = self._open_layer(module.layer)
+        layer = self.open_layer(module.layer)
         source = layer.source(0, parameter.projections[0])
         name = part_name(source, layer.stored_as(source).layout.parts[0])
-        height, columns = _float_matrix_shape(self._checkpoint, name, pair.path)
+        height, columns = _float_matrix_shape(self.checkpoint, name, pair.path)
         pair.check((rank, columns), (height, rank))
         self._change(name, pair.path, LowRank(a=pair.a, b=pair.b, scale=scale, rows=range(height)))
         self.summary.experts |= {(module.layer, expert) for expert in range(layer.spec.num_experts)}
 
-    def _add_stack(self, module: StackModule, parameter: StackParameter, pair: _Pair, rank: int, scale: float) -> None:
+    def _add_stack(self, module: StackModule, parameter: StackParameter, pair: Pair, rank: int, scale: float) -> None:
         """Change a stack ``[E, N, K]``, which some classes hold as ``[E, K, N]``.
 
         PEFT takes the second dimension for the input and the third for the output, or the reverse where it swaps them.
         Which one depends on the class and on PEFT's release, never on the sizes, which may be equal.
         """
-        spec = self._open_layer(module.layer).spec
+        spec = self.open_layer(module.layer).spec
         projections = parameter.projections
         experts = spec.num_experts
         if projections[-1] == "down":
@@ -363,22 +366,22 @@ class _Collector:
             )
             for projection, half in zip(projections, halves, strict=True):
                 target = ExpertModule(layer=module.layer, expert=expert, projection=projection)
-                self._change_expert(target, _Pair(path=pair.path, a=a, b=half), scale)
+                self.change_expert(target, Pair(path=pair.path, a=a, b=half), scale)
 
     def _swaps_in_out(self, path: str) -> bool:
         """Return whether PEFT swapped input and output of a stack; raises ConfigError where that is undecidable."""
-        swapped = self._config.swapped
-        inner_type = str(text_of(self._checkpoint.config).get("model_type"))
-        outer_type = str(self._checkpoint.config.get("model_type"))
+        swapped = self.config.swapped
+        inner_type = str(text_of(self.checkpoint.config).get("model_type"))
+        outer_type = str(self.checkpoint.config.get("model_type"))
         if swapped is None:
             raise ConfigError(
-                f"{self._config.path}: the adapter has {path}, a stack of experts, and peft_version is no release; "
-                "PEFT swaps A and B of stacks from 0.19.0 on. Enter the release that wrote the adapter. " + _MERGE
+                f"{self.config.path}: the adapter has {path}, a stack of experts, and peft_version is no release; "
+                "PEFT swaps A and B of stacks from 0.19.0 on. Enter the release that wrote the adapter. " + MERGE
             )
         if not swapped and {inner_type, outer_type} & {*self._in_memory.turned_since_4}:
             raise ConfigError(
-                f"{self._config.path}: the adapter has {path}, a stack of experts that transformers 4 and 5 hold in "
-                "different orientations, and was written by a PEFT before 0.19.0, which supports both. " + _MERGE
+                f"{self.config.path}: the adapter has {path}, a stack of experts that transformers 4 and 5 hold in "
+                "different orientations, and was written by a PEFT before 0.19.0, which supports both. " + MERGE
             )
         return swapped and not self._in_memory.marked
 
@@ -386,9 +389,51 @@ class _Collector:
         """Return True for a stack of one expert, which PEFT treats as a square matrix; raises ConfigError otherwise."""
         if second != third:
             raise ConfigError(
-                f"{self._config.path}: {path} has one expert, [1, {second}, {third}], which PEFT cannot merge"
+                f"{self.config.path}: {path} has one expert, [1, {second}, {third}], which PEFT cannot merge"
             )
         return True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterFiles:
+    """The files of an adapter. full: names of tensors that replace a parameter, with the parts of the name.
+
+    modules: the names of A and B by module, the outermost of nested wrappers first.
+    """
+
+    root: Path
+    config: AdapterConfig
+    tensors: Checkpoint
+    full: dict[str, re.Match[str]]
+    modules: dict[str, list[dict[str, str]]]
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor; raises BadScaleError for NaN and infinity."""
+        return _require_finite(self.root, name, self.tensors.read(name))
+
+    def pairs(self, levels: Sequence[Mapping[str, str]]) -> list[tuple[Tensor, Tensor]]:
+        """Return A and B of a module; raises BadScaleError for NaN and infinity."""
+        return [(self.read(halves["A"]), self.read(halves["B"])) for halves in levels]
+
+
+def open_adapter(adapter: str | os.PathLike[str], *, download: bool = False) -> AdapterFiles:
+    """Open the adapter in folder ``adapter``, or with this Hub id; its matrices are not read yet.
+
+    Raises ConfigError for an option that is not implemented and for a pickle, MissingTensorError where A or B is
+    missing.
+    """
+    root = locate(adapter, download=download)
+    config = AdapterConfig.read(root / "adapter_config.json")
+    if (root / "adapter_model.bin").exists() and not (root / "adapter_model.safetensors").exists():
+        raise ConfigError(
+            f"{root}: holds adapter_model.bin, a pickle, which can run code and is not read; load it with PEFT and "
+            "save it again (save_pretrained), which writes adapter_model.safetensors"
+        )
+    tensors = Checkpoint(root, {}, read_header(root / "adapter_model.safetensors"))
+    full = {
+        name: match for name in tensors.tensors if (match := _FULL_NAME.fullmatch(_WRAPPERS.sub("", name))) is not None
+    }
+    return AdapterFiles(root=root, config=config, tensors=tensors, full=full, modules=_modules(tensors, full))
 
 
 def with_adapter(checkpoint: Checkpoint, adapter: str | os.PathLike[str], *, download: bool = False) -> Checkpoint:
@@ -404,30 +449,21 @@ def with_adapter(checkpoint: Checkpoint, adapter: str | os.PathLike[str], *, dow
     checkpoint lacks or stores quantised; MissingTensorError where A or B is missing; TensorMismatchError for a wrong
     rank or size; BadScaleError for NaN.
     """
-    root = locate(adapter, download=download)
-    config = AdapterConfig.read(root / "adapter_config.json")
     if checkpoint.is_gguf:
-        raise ConfigError(f"{root}: adapters are merged into safetensors, {checkpoint.path} is a GGUF file")
-    if (root / "adapter_model.bin").exists() and not (root / "adapter_model.safetensors").exists():
-        raise ConfigError(
-            f"{root}: holds adapter_model.bin, a pickle, which can run code and is not read; load it with PEFT and "
-            "save it again (save_pretrained), which writes adapter_model.safetensors"
-        )
-    tensors = Checkpoint(root, {}, read_header(root / "adapter_model.safetensors"))
-    collector = _Collector(checkpoint, config)
+        raise ConfigError(f"{adapter}: adapters are merged into safetensors, {checkpoint.path} is a GGUF file")
+    files = open_adapter(adapter, download=download)
+    root = files.root
+    collector = AdapterCollector(checkpoint, files.config)
     digest = hashlib.sha256()
-    full = {
-        name: match for name in tensors.tensors if (match := _FULL_NAME.fullmatch(_WRAPPERS.sub("", name))) is not None
-    }
-    for name, match in full.items():
-        tensor = _require_finite(root, name, tensors.read(name))
+    for name, match in files.full.items():
+        tensor = files.read(name)
         digest.update(name.encode() + tensor.view(-1).view(uint8).numpy().tobytes())
         collector.replace(match[1], match[3], match[2] is not None, tensor)
-    collector.check_saved([match[1] for match in full.values()])
-    for path, levels in _modules(tensors, full).items():
-        pairs = [(tensors.read(halves["A"]), tensors.read(halves["B"])) for halves in levels]
+    collector.check_saved([match[1] for match in files.full.values()])
+    for path, levels in files.modules.items():
+        pairs = files.pairs(levels)
         for a, b in pairs:
-            digest.update(b"".join(_require_finite(root, path, half).view(uint8).numpy().tobytes() for half in (a, b)))
+            digest.update(b"".join(half.view(uint8).numpy().tobytes() for half in (a, b)))
         collector.add(path, pairs)
     digest.update(repr([(name, [c.scale for c in changes]) for name, changes in collector.changes.items()]).encode())
     _LOG.warning("%s: %s", root, collector.summary.line())

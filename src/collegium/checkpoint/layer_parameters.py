@@ -1,6 +1,6 @@
 """All weights of one MoE layer, collected one tensor at a time: experts, shared expert, router, latent projections."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -81,7 +81,7 @@ class LayerParameters:
 
     spec: with the sizes of the whole layer. candidates, shared_candidates: of the experts and the shared expert.
     slots: the expert of each slot of this rank, -1 for an empty one. placement: its slice of the experts' width.
-    router: whether the layer has one.
+    absent: ``router``, ``latent`` or both where the layer has none or the caller computes it.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class LayerParameters:
         slots: Sequence[int],
         placement: Placement,
         device: str,
-        router: bool,
+        absent: Collection[str] = (),
     ) -> None:
         self.spec = spec
         self.summary = LoadSummary()
@@ -113,7 +113,7 @@ class LayerParameters:
             alone = spec.shared_alone()
             self._shared = self._matrices(alone, shared_candidates, ["the shared expert"], whole, bias=False)
         self._input_scales: dict[tuple[int | None, str], Tensor] = {}
-        self._allowed = _dense_shapes(spec, router=router)
+        self._allowed = _dense_shapes(spec, absent)
         self._dense: dict[str, Tensor] = {}
 
     @property
@@ -428,12 +428,15 @@ class LayerParameters:
             )
 
 
-def _dense_shapes(spec: MoESpec, *, router: bool) -> dict[str, tuple[int, ...]]:
-    """Return the parameters outside the experts' matrices that a layer has, and their shapes."""
+def _dense_shapes(spec: MoESpec, absent: Collection[str]) -> dict[str, tuple[int, ...]]:
+    """Return the parameters outside the experts' matrices that a layer has, and their shapes.
+
+    absent: see ``LayerParameters``.
+    """
     experts, hidden, width = spec.num_experts, spec.hidden_size, spec.expert_hidden_size
     rule = spec.routing
     shapes: dict[str, tuple[int, ...]] = {}
-    if router:
+    if "router" not in absent:
         shapes |= {"router.weight": (experts, hidden), "router.bias": (experts,), "router.scale": (hidden,)}
         if rule.correction_bias:
             shapes["router.correction_bias"] = (experts,)
@@ -443,7 +446,7 @@ def _dense_shapes(spec: MoESpec, *, router: bool) -> dict[str, tuple[int, ...]]:
             shapes["router.hash_table"] = (1, rule.top_k)
     if spec.shared is not None and spec.shared.gated:
         shapes["shared.gate"] = (1, hidden)
-    if spec.latent_size is not None:
+    if spec.latent_size is not None and "latent" not in absent:
         shapes |= {"latent.down": (width, hidden), "latent.up": (hidden, width)}
         if spec.latent_norm_eps is not None:
             shapes["latent.norm"] = (width,)

@@ -1,6 +1,7 @@
 """Generate text with a whole model: tokenizer, generation speed, perplexity."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -12,11 +13,11 @@ from torch import Tensor, nn
 from ..checkpoint.reader import Checkpoint, gguf_file
 from ..errors import InputError
 from ..integrations.extra import import_extra
-from ..integrations.transformers import Decoder
+from ..integrations.transformers import Decoder, choose_adapters
 from ..integrations.transformers.classes import class_and_config
 from ..problem import Limits
 
-__all__ = ["Writer", "Written", "check_writable", "prompt_limits"]
+__all__ = ["AdapterTexts", "Writer", "Written", "check_writable", "prompt_limits", "prompts_of"]
 
 _STEADY = 3  # tokens before decode steps replay a CUDA graph: from the prompt, a plain step and the capturing step
 
@@ -33,6 +34,15 @@ class Written:
     tokens: int
     first_token_seconds: float
     tokens_per_second: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterTexts:
+    """A text for each adapter of one model; adapters: their folders, prompts: what each continued."""
+
+    adapters: tuple[str, ...]
+    prompts: tuple[str, ...]
+    texts: tuple[Written, ...]
 
 
 class Writer:
@@ -108,6 +118,17 @@ class Writer:
             tokens_per_second=tokens_per_second,
         )
 
+    def write_with_adapters(
+        self, prompts: Sequence[str], tokens: int, adapters: Sequence[str], **options: Any
+    ) -> AdapterTexts:
+        """Continue each of ``prompts`` with the adapter in its place; options: as ``write`` takes them."""
+        texts: list[Written] = []
+        for number, prompt in enumerate(prompts):
+            choose_adapters(self.model, [number])
+            texts.append(self.write(prompt, tokens, **options))
+        choose_adapters(self.model, None)
+        return AdapterTexts(adapters=tuple(adapters), prompts=tuple(prompts), texts=tuple(texts))
+
     def _stop_ids(self) -> tuple[int, ...]:
         end_ids: Any = getattr(self.model, "generation_config", self.model.config).eos_token_id
         if end_ids is None:
@@ -137,9 +158,26 @@ def check_writable(path: str) -> Checkpoint:
     return checkpoint
 
 
-def prompt_limits(folder: Path, prompt: str) -> Limits:
-    """Return the smallest power of two that fits the prompt, at most 512: small passes need fewer compiled kernels."""
-    tokens = len(_tokenizer(folder).encode(prompt).ids)
+def prompts_of(prompts: Sequence[str], adapters: Sequence[str]) -> list[str]:
+    """Return the prompts as text, one for each adapter where there are several; one prompt is for all of them.
+
+    Raises InputError for another number of prompts than adapters, and for several prompts without adapters.
+    """
+    # Bytes that are invalid in the locale's encoding are decoded as UTF-8; other bytes become replacement characters.
+    texts = [prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace") for prompt in prompts]
+    if len(texts) == 1:
+        return texts * max(1, len(adapters))
+    if len(adapters) < 2 or len(texts) != len(adapters):
+        raise InputError(
+            f"--prompt: found {len(texts)} prompts and {len(adapters)} adapters; allowed: one prompt, or with several "
+            "adapters one for each, in their order"
+        )
+    return texts
+
+
+def prompt_limits(folder: Path, prompts: Sequence[str]) -> Limits:
+    """Return the smallest power of two that fits the prompts, at most 512: small passes need fewer compiled kernels."""
+    tokens = max(len(_tokenizer(folder).encode(prompt).ids) for prompt in prompts)
     return Limits(max_tokens=min(512, 1 << max(0, tokens - 1).bit_length()))
 
 

@@ -18,15 +18,18 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ACTIVATIONS",
+    "DEFAULT_PROMPT",
     "FORMATS",
     "HELP",
     "KERNELS",
     "Activations",
+    "Adapters",
     "Device",
     "Download",
     "Format",
     "Kernel",
     "Model",
+    "Prompts",
     "ShapeOrModel",
     "Steps",
     "Trace",
@@ -75,6 +78,19 @@ Format = Annotated[
     str | None,
     typer.Option(
         "--format", autocompletion=_complete(FORMATS), help=f"Convert the experts to this format on loading: {FORMATS}."
+    ),
+]
+DEFAULT_PROMPT = "Once upon a time"
+Prompts = Annotated[
+    list[str] | None,
+    typer.Option(help=f"Text to continue; repeatable with several adapters. Default: {DEFAULT_PROMPT}."),
+]
+Adapters = Annotated[
+    list[str] | None,
+    typer.Option(
+        autocompletion=complete_model,
+        help="Folder or Hub id of a PEFT LoRA adapter. One is merged while loading; several stay apart from the "
+        "experts, and each continues the prompt, or the prompt in its place.",
     ),
 ]
 WrittenFormat = Annotated[

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .bench_model import ModelReport
     from .calibrate import CalibrationReport
     from .demo import DemoReport
-    from .generate import Written
+    from .generate import AdapterTexts, Written
     from .inspect import Inspection
     from .quantize import QuantizeReport
     from .tune import TuneReport
@@ -43,6 +43,7 @@ __all__ = [
     "print_plan",
     "print_simulation",
     "print_text",
+    "print_texts",
     "print_tuning",
     "print_verification",
 ]
@@ -111,6 +112,18 @@ def print_demo(report: DemoReport) -> None:
         out.print(f"\n[bold]{row.weights} x {row.activations}[/bold]")
         out.print(" ".join(row.text.split()), markup=False, highlight=False)
     _print_note(f"\n{report.seconds:.1f} s in total, including {report.compile_seconds:.1f} s of compilation")
+
+
+def print_texts(report: Written | AdapterTexts) -> None:
+    """Print a generated text and its speed, or those of each adapter."""
+    from .generate import AdapterTexts
+
+    if not isinstance(report, AdapterTexts):
+        print_text(report)
+        return
+    for adapter, written in zip(report.adapters, report.texts, strict=True):
+        out.print(f"[bold]{escape(adapter)}[/bold]")
+        print_text(written)
 
 
 def print_text(written: Written) -> None:
@@ -204,10 +217,10 @@ def _tile(tile: TileChoice) -> str:
         words.append(f"d{tile.depth}")
     if tile.registers:
         words.append(f"r{tile.registers}")
-    if tile.stacked:
-        words.append("stacked")
-    if tile.joined:
-        words.append("joined")
+    if tile.interleave_gate_up:
+        words.append("interleaved")
+    if tile.fuse_k_block:
+        words.append("fused")
     return " ".join(words)
 
 

@@ -69,6 +69,8 @@ def build_context(
         top_k=problem.spec.routing.top_k,
         num_experts=len(problem.local_experts),
         after_expert=after_expert,
+        overlap_shared=bool(plan.shared_overlap),
+        half_batches=problem.limits.max_tokens if plan.microbatches == 2 else 0,
     )
     pipelines = tuple((row.max_tokens(tiling, parts.top_k), row.build(parts)) for row in pipeline_kinds)
     regions_map = memory_map(plan.regions)

@@ -1,12 +1,16 @@
 """Running a call: compare it between ranks, borrow a workspace, split it into chunks, replay recorded launches.
 
-``Executor.run_chunk`` is the pass itself; everything else decides in which memory and how often it runs.
+``Executor.run_pass`` is the pass itself; everything else decides in which memory and how often it runs.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch import Tensor
 
+from ..adapters import PackedAdapters, TokenAdapters
+from ..errors import RoutingError
 from ..formats.unquantised import DTYPES
 from ..ops.route_wide import append_shared_experts
 from ..parallel.input_check import InputCheck
@@ -17,6 +21,7 @@ from ..runtime.replay import Replay
 from ..runtime.side_stream import run_on_side_stream
 from ..stages.call import Call, PassedInputs
 from ..stages.latent import Latent
+from ..stages.modules import InputTransform, SharedModule
 from ..stages.router import Router, autocast_disabled
 from ..stages.shared import SharedExpert
 from ..types import Routing
@@ -38,8 +43,9 @@ class Executor:
         context: ExecutionContext,
         *,
         router: Router,
-        shared: SharedExpert | None,
-        latent: Latent | None,
+        shared: SharedExpert | SharedModule | None,
+        latent: Latent | InputTransform | None,
+        adapters: PackedAdapters | None,
         workspaces: Workspaces | None,
         input_check: InputCheck | None,
     ) -> None:
@@ -52,6 +58,7 @@ class Executor:
         self.captured = False
         self._shared = shared
         self._latent = latent
+        self._adapters = adapters
         self._device = context.device
         self._groups = context.plan.groups
         self._handshake = context.handshake
@@ -65,7 +72,9 @@ class Executor:
         self._chunk_tokens = context.chunk_tokens
         symmetric = context.handshake.symmetric
         # The launches of a user's function are not recorded, nor what torch exchanges with other ranks on a CPU.
-        user_code = router.choose is not None or context.after_expert is not None
+        functions = (router.choose, router.module, context.after_expert)
+        user_code = any(function is not None for function in functions)
+        user_code = user_code or isinstance(shared, SharedModule) or isinstance(latent, InputTransform)
         self._records = not user_code and (not symmetric or self._device.type == "cuda")
         # Checked ids are read on the host for each chunk.
         self._records_chunks = self._records and not symmetric and not router.checked
@@ -89,15 +98,9 @@ class Executor:
                         memory = workspace.memory(self._memory_map)
                 if self._chunk_tokens is not None and tokens > self._chunk_tokens:
                     self._run_in_chunks(call, memory, workspace, record=self._records_chunks and not capturing)
-                elif workspace is None or memory is None:
-                    self.run_chunk(call, memory)
                 else:
-                    top_k = self._top_k if call.topk_ids is None else call.topk_ids.shape[1]
-                    key = workspace.number, self._handshake.sync_pass(memory, tokens, top_k)
-                    if self._records and not capturing and tokens <= self._max_tokens:
-                        self.replay(partial(self.run_chunk, memory=memory), call, key)
-                    else:
-                        self.run_chunk(call, memory)
+                    record = self._records and not capturing and tokens <= self._max_tokens
+                    self._replay_or_run(call, memory, workspace, record=record)
         except Exception as error:
             if self.comparison is not None:
                 self.comparison.note_error(error)
@@ -107,7 +110,12 @@ class Executor:
                 self.workspaces.release(workspace)
 
     def _prepared(self, call: Call, *, compare: bool) -> Call:
-        """Return ``call`` once the ranks agree on its inputs, and raise InputError for a router that cannot run."""
+        """Return ``call`` once the ranks agree on its inputs, and raise InputError for a router that cannot run.
+
+        A checked layer raises RoutingError for ids that are no adapter.
+        """
+        if self.router.checked and call.adapter_ids is not None and self._adapters is not None:
+            _check_adapter_ids(call.adapter_ids, self._adapters)
         if compare and self.comparison is not None and self.comparison.is_due(call):
             return self.comparison.agreed(call, self.router)
         if call.needs_router:
@@ -123,21 +131,37 @@ class Executor:
             rows = slice(start, min(start + step, tokens))
             chunk_routing = Routing(topk_ids=routing.topk_ids[rows], topk_weights=routing.topk_weights[rows])
             chunk = call.chunk(rows, chunk_routing)
-            if workspace is None or memory is None:
-                self.run_chunk(chunk, memory, chunk_routing)
-                continue
-            key = workspace.number, self._handshake.sync_pass(memory, *chunk_routing.topk_ids.shape)
-            if record:
-                self.replay(partial(self.run_chunk, memory=memory), chunk, key)
-            else:
-                self.run_chunk(chunk, memory, chunk_routing)
+            self._replay_or_run(chunk, memory, workspace, chunk_routing, record=record)
 
-    def run_chunk(self, call: Call, memory: Memory | None, routing: Routing | None = None) -> None:
+    def _replay_or_run(
+        self,
+        call: Call,
+        memory: Memory | None,
+        workspace: Workspace | None,
+        routing: Routing | None = None,
+        *,
+        record: bool,
+    ) -> None:
+        """Run one pass, once the ranks have agreed on it; record: replay its launches, or record them.
+
+        routing: the pass's routing, if it is known; a recorded pass takes it from ``call``.
+        """
+        if workspace is None or memory is None:
+            self.run_pass(call, memory, routing)
+            return
+        top_k = self._top_k if call.topk_ids is None else call.topk_ids.shape[1]
+        key = workspace.number, self._handshake.sync_pass(memory, call.x.shape[0], top_k)
+        if record:
+            self.replay(partial(self.run_pass, memory=memory), call, key)
+        else:
+            self.run_pass(call, memory, routing)
+
+    def run_pass(self, call: Call, memory: Memory | None, routing: Routing | None = None) -> None:
         """Run one pass: route, dispatch, experts, shared expert, combine. routing: None: the router chooses it."""
         x, out = call.x, call.out
         assert out is not None
         tokens = x.shape[0]
-        shared = None
+        shared: Callable[[], Tensor | None] | None = None
         if tokens > self._max_tokens:
             memory = None  # it has no room for the batch; the dispatcher refuses it on every rank
         elif self._shared is not None:
@@ -145,18 +169,26 @@ class Executor:
             # Not outside a graph: for the host, the waits of two streams cost more than the overlap saves.
             if tokens <= self._side_stream_tokens and is_capturing(self._device):
                 shared = run_on_side_stream(shared, self._device)
+            if call.shared_out is not None:
+                shared = partial(_store, shared, call.shared_out)
         if routing is None:
             routing = self.router(call, memory)
         routing = append_shared_experts(
             routing, self._num_experts, self._merged_shared_experts, part(memory, "routing")
         )
+        adapters = None
+        if call.adapter_ids is not None and self._adapters is not None:
+            adapters = TokenAdapters(packed=self._adapters, ids=call.adapter_ids)
         pipeline = self.pipeline_for(tokens)
-        if self._latent is None:
-            pipeline(x, routing, memory, dtype=self._out_dtype, shared=shared, out=out)
+        latent = self._latent
+        if not isinstance(latent, Latent):
+            rows = x if latent is None else latent(x)
+            pipeline(rows, routing, memory, dtype=self._out_dtype, shared=shared, out=out, adapters=adapters)
             return
         latent_memory = part(memory, "latent")
-        rows = pipeline(self._latent.enter(x, latent_memory), routing, memory, dtype=torch.float32)
-        self._latent.leave(rows, None if shared is None else shared(), out, latent_memory)
+        latent_x = latent.enter(x, latent_memory)
+        rows = pipeline(latent_x, routing, memory, dtype=torch.float32, adapters=adapters)
+        latent.leave(rows, None if shared is None else shared(), out, latent_memory)
 
     def report_refusal(self, x: object, optional: tuple[object, object, object, object], error: Exception) -> None:
         """Inform the other ranks, where they compare this call, that its inputs were refused with ``error``.
@@ -179,3 +211,16 @@ class Executor:
         if capturing:
             self.captured = True
         return capturing
+
+
+def _check_adapter_ids(ids: Tensor, adapters: PackedAdapters) -> None:
+    if bool(((ids < -1) | (ids >= adapters.count)).any()):
+        raise RoutingError(
+            f"adapter_ids range from {int(ids.min())} to {int(ids.max())}, allowed: -1 (none) to {adapters.count - 1}; "
+            f"the layer's adapters are {', '.join(adapters.names)}"
+        )
+
+
+def _store(compute: Callable[[], Tensor], out: Tensor) -> None:
+    """Write what ``compute`` returns to ``out``."""
+    out.copy_(compute())

@@ -55,7 +55,13 @@ class InputComparison:
             tensors["the chosen experts"] = routing.topk_ids
             tensors["the weights of the chosen experts"] = routing.topk_weights
         self._exchange(tokens, call.passed, tensors, top_k=routing.topk_ids.shape[1])
-        return Call(call.x, topk_ids=routing.topk_ids, topk_weights=routing.topk_weights, out=call.out)
+        return Call(
+            call.x,
+            topk_ids=routing.topk_ids,
+            topk_weights=routing.topk_weights,
+            out=call.out,
+            shared_out=call.shared_out,
+        )
 
     def report_refusal(self, x: object, passed: PassedInputs, error: Exception) -> None:
         """Inform ranks that wait for this call that its inputs were refused with ``error``, where it is compared."""

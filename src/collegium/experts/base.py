@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
+from ..adapters import TokenAdapters
 from ..errors import InputError
 from ..ops.quantize import ActivationFormat, activation_format
 from ..problem import ExpertsProblem
 from ..runtime.memory import Memory, Regions
-from ..types import ContiguousBatch, ExpertWeights
+from ..types import ActivationSpec, ContiguousBatch, ExpertWeights
 
 __all__ = [
     "ExpertKernel",
@@ -37,7 +38,7 @@ class Tiling:
 
     __slots__ = ()
 
-    def family(self, rows: int) -> str:
+    def family(self, rows: int, *, unsorted: bool = False) -> str:
         """Return the printed name of the tiles of a batch of ``rows`` rows; empty without tiles."""
         return ""
 
@@ -128,10 +129,13 @@ class PackedWeights:
         """
         raise NotImplementedError
 
-    def run_unsorted(self, x: Tensor, ids: Tensor, memory: Memory | None = None) -> Tensor:
+    def run_unsorted(
+        self, x: Tensor, ids: Tensor, memory: Memory | None = None, adapters: TokenAdapters | None = None
+    ) -> Tensor:
         """Return ``[T * K, H]``, the rows of ``x [T, H]`` in the order of ``ids [T, K]``, with the bits of ``run``.
 
-        Called for up to ``tiling.unsorted_tokens`` tokens. Rows of ids outside ``0..E-1`` are uninitialised.
+        adapters: of the tokens. Called for up to ``tiling.unsorted_tokens`` tokens. Rows of ids outside ``0..E-1`` are
+        uninitialised.
         """
         raise NotImplementedError
 
@@ -148,6 +152,10 @@ class PackedWeights:
         """Return the same experts with tiles measured by ``collegium tune``: product to ((rows, tile), ...)."""
         raise NotImplementedError
 
+    def with_activation(self, activation: ActivationSpec) -> PackedWeights:
+        """Return the same experts with another activation between the products, of the same parts."""
+        return replace(cast("Any", self), activation=activation)
+
     def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> PackedWeights:
         """Return these experts with ``change(tensor)`` for every tensor that has a row for each slot.
 
@@ -160,6 +168,17 @@ class PackedWeights:
 
         Raises InputError where slots share memory.
         """
+        tensors = self.stored()
+        shared = [tuple(t.shape) for t in tensors if t.shape[0] > 1 and t.stride(0) < t[0].numel()]
+        if shared:
+            raise InputError(
+                f"{type(self).__name__}: the slots of a tensor {shared[0]} share memory, so none can be moved "
+                "separately; pass weights whose experts are contiguous"
+            )
+        return tensors
+
+    def stored(self) -> tuple[Tensor, ...]:
+        """Return the tensors of ``slots``, also where slots share memory."""
         tensors: list[Tensor] = []
 
         def record(tensor: Tensor) -> Tensor:
@@ -167,12 +186,6 @@ class PackedWeights:
             return tensor
 
         self._map_tensors(record)
-        shared = [tuple(t.shape) for t in tensors if t.shape[0] > 1 and t.stride(0) < t[0].numel()]
-        if shared:
-            raise InputError(
-                f"{type(self).__name__}: the slots of a tensor {shared[0]} share memory, so none can be moved "
-                "separately; pass weights whose experts are contiguous"
-            )
         return tuple(tensors)
 
     @property
@@ -309,6 +322,10 @@ class ExpertKernel(Protocol):
 
     def refuse(self, problem: ExpertsProblem) -> str | None:
         """Return why this kernel cannot run ``problem``, with numbers, or None when it can."""
+        return None
+
+    def refuse_adapters(self, problem: ExpertsProblem) -> str | None:
+        """Return why ``run`` cannot add the changes of adapters for ``problem``, or None when it can."""
         return None
 
     def kernels(self, problem: ExpertsProblem) -> tuple[str, str]:

@@ -114,7 +114,7 @@ def _source_hash() -> str:
     kernels = here.parents[1] / "kernels"
     sources = [
         *sorted(kernels.glob("*.py")),
-        *sorted(kernels.glob("*.cu")),
+        *sorted(kernels.glob("*.cu*")),
         *sorted(here.parent.glob("triton/tiles/*.py")),
     ]
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]

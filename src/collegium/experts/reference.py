@@ -8,7 +8,8 @@ for everything else::
     h  = A(activation(gu))                      [I]
     y  = h @ decode(down[e]).T + bias           [H]
 
-One expert's weights are decoded at a time. All other kernels are tested against this one.
+An adapter's changes are added to gu, from ``x * input_weight``, and to y, from the activation, neither quantised. One
+expert's weights are decoded at a time. All other kernels are tested against this one.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def _one_expert(batch: ContiguousBatch, packed: ReferenceExperts, expert: int, s
     x = batch.x[source]
     if batch.input_weights is not None:
         x = (x.float() * batch.input_weights[span, None]).to(x.dtype)
-    rows = x
+    tokens = x
     if batch.scale is None:
         x = form.round_trip(x)
     else:
@@ -128,11 +129,17 @@ def _one_expert(batch: ContiguousBatch, packed: ReferenceExperts, expert: int, s
     both = both.view(-1, parts, intermediate)
     if weights.gate_up_bias is not None:
         both = both + weights.gate_up_bias[expert].float()
-    middle = activate(both, packed.activation)
+    rows = [(expert, slice(0, source.numel()))]
+    if batch.adapters is not None:
+        ids = batch.adapters.ids[source]
+        batch.adapters.packed.gate_up.add_to(both.view(-1, parts * intermediate), tokens, ids, rows)
+    hidden = activate(both, packed.activation)
     if packed.observer is not None:
-        packed.observer(expert, rows.float(), middle)
-    inner = between.round_trip(middle)
+        packed.observer(expert, tokens.float(), hidden)
+    inner = between.round_trip(hidden)
     out = inner @ weights.down[expert].decode().T
     if weights.down_bias is not None:
         out = out + weights.down_bias[expert].float()
+    if batch.adapters is not None:
+        batch.adapters.packed.down.add_to(out, hidden, batch.adapters.ids[source], rows)
     return out

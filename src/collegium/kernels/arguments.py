@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 __all__ = [
     "ActivationBounds",
+    "AdapterRows",
     "CodeFormat",
     "CodeRows",
     "ExpertGroups",
@@ -85,6 +86,26 @@ class ActivationBounds(NamedTuple):
     up_bound: float
 
 
+class AdapterRows(NamedTuple):
+    """The adapters of a product and those of its rows (``low_rank.py``).
+
+    ids: ``[T]`` integers, the adapter of each token; -1: none. source: int64 ``[R]``, the token of each row; any tensor
+    where rows are not sorted. inner: float32 ``[R, P, rank]``, the rows times A. a, b: one after the other, A ``[E,
+    rank, K]`` and transposed B ``[E, rank, N]`` of each adapter and projection. table: int64 ``[adapters, P, 3]``, rank
+    and first elements of A and B. count: of adapters. experts: E; experts from there on, merged shared ones, have no
+    matrices.
+    """
+
+    ids: Any
+    source: Any
+    inner: Any
+    a: Any
+    b: Any
+    table: Any
+    count: int
+    experts: int
+
+
 class OperandFormat(NamedTuple):
     """How both operands of a product are stored; compile-time.
 
@@ -107,12 +128,14 @@ class Projections(NamedTuple):
     """What a product computes; compile-time.
 
     count: 2 for gate and up, otherwise 1. activation: NO_ACTIVATION, or a position in ``types.ACTIVATION_KINDS``, plus
-    FAST_MATH. has_limit: whether ``ActivationBounds.limit`` applies.
+    FAST_MATH. has_limit: whether ``ActivationBounds.limit`` applies. adapter_rank: of ``AdapterRows.inner``, a multiple
+    of 16; 0 without adapters.
     """
 
     count: int
     activation: int
     has_limit: bool
+    adapter_rank: int = 0
 
 
 class Tile(NamedTuple):

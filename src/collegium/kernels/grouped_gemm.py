@@ -38,6 +38,7 @@ from .decode import (
     rescale_sum,
     wait_for_products,
 )
+from .low_rank import adapter_at, add_low_rank
 from .tiles import dot, split_gate_up, store_rows, tile_prologue, token_at
 
 __all__ = ["grouped_gemm_kernel", "grouped_tile"]
@@ -83,7 +84,7 @@ class _Block(NamedTuple):
     w: ``[BLOCK_N, .]``, codes or numbers. w1: the second halves of lanes of two codes, otherwise ``w``. scale: pointers
     to the first words of the weights' scales, and scale_stride the elements between words. x: a tuple of
     ``[., BLOCK_T]``, one for each operand of weights. x_scale: of the tokens. sums: ``[32, BLOCK_T]``, of the tokens'
-    columns, for weights with minima; for codes that index a table, that table (``load_tables``).
+    columns, for weights with minima. tables: of ``load_tables``, for codes that index a table.
     """
 
     w: Any
@@ -93,6 +94,7 @@ class _Block(NamedTuple):
     x: Any
     x_scale: Any
     sums: Any
+    tables: Any
 
 
 class _Output(NamedTuple):
@@ -122,6 +124,12 @@ def _x_columns(FUSED, WEIGHT, BLOCK_K):
     return BLOCK_K if FUSED or WEIGHT in (enums.PLAIN, enums.E4M3_E4M3) else BLOCK_K // 4
 
 
+@triton.constexpr_function
+def _w_columns(WEIGHT, BLOCK_K):
+    """Return the columns of ``Weights.packed`` that a K block is read from: lanes of four codes, or numbers."""
+    return BLOCK_K if WEIGHT in (enums.PLAIN, enums.E4M3_E4M3) else BLOCK_K // 4
+
+
 @triton.jit
 def _load(pointers, mask, EVEN: tl.constexpr):
     if EVEN:
@@ -142,11 +150,11 @@ def _load_rows(pointers, valid, inside, EVEN: tl.constexpr):
 @triton.jit
 def _load_weights(pointers, left, FORMAT: tl.constexpr):
     """Return a K block of weights, and the second halves of lanes of two codes (otherwise the same again)."""
-    WIDTH: tl.constexpr = FORMAT.block_k // 4 if _is_decoded(FORMAT.weight) else FORMAT.block_k
-    k = tl.arange(0, WIDTH)[None, :]
+    COLUMNS: tl.constexpr = _w_columns(FORMAT.weight, FORMAT.block_k)
+    k = tl.arange(0, COLUMNS)[None, :]
     w = _load(pointers, k < left, FORMAT.even_k or _is_decoded(FORMAT.weight))
     if (FORMAT.weight == E4M3_LANES) or (FORMAT.weight == INT8_LANES):
-        return w, tl.load(pointers + WIDTH)
+        return w, tl.load(pointers + COLUMNS)
     else:
         return w, w
 
@@ -243,7 +251,7 @@ def _add_table_lanes(
     for first in tl.static_range(0, 4, COUNT):
         terms = ()
         for quarter in tl.static_range(first, first + COUNT):
-            terms += (look_up(block.w, block.sums, PROJECTION, TILE.interleave_gate_up, quarter, HALF, ASM),)
+            terms += (look_up(block.w, block.tables, PROJECTION, TILE.interleave_gate_up, quarter, HALF, ASM),)
         product = tl.zeros_like(acc)
         for term in tl.static_range(2):
             for quarter in tl.static_range(COUNT):
@@ -303,13 +311,13 @@ def _first_pointers(
     """Return the ``_Pointers`` of the first K block. rows: ``_WeightRows``."""
     ACCUMULATORS: tl.constexpr = 1 if TILE.interleave_gate_up else PROJ.count
     FUSED: tl.constexpr = _is_fused(TILE.fuse_k_block, FORMAT.weight, FORMAT.scale, FORMAT.words)
-    W_WIDTH: tl.constexpr = FORMAT.block_k // 4 if _is_decoded(FORMAT.weight) else FORMAT.block_k
-    X_WIDTH: tl.constexpr = _x_columns(FUSED, FORMAT.weight, FORMAT.block_k)
+    W_COLUMNS: tl.constexpr = _w_columns(FORMAT.weight, FORMAT.block_k)
+    X_COLUMNS: tl.constexpr = _x_columns(FUSED, FORMAT.weight, FORMAT.block_k)
     w_row = weights.packed + rows.matrix * strides.matrix + n_first.to(tl.int64) * strides.row
     w_row += rows.column * strides.row
     if TILE.interleave_gate_up:
         w_row += rows.projection.to(tl.int64) * strides.matrix
-    w_ptr = w_row[:, None] + tl.arange(0, W_WIDTH)[None, :]
+    w_ptr = w_row[:, None] + tl.arange(0, W_COLUMNS)[None, :]
     if FORMAT.scale == BLOCK_SCALE:
         scale_ptr = weights.scale + (rows.matrix * strides.scale_rows + n_first // 128) * FORMAT.k_blocks
         scale_matrix = tl.cast(strides.scale_rows, tl.int64) * FORMAT.k_blocks
@@ -318,7 +326,7 @@ def _first_pointers(
         scale_ptr = weights.scale + rows.matrix * scale_matrix + n_first + rows.column
     if TILE.interleave_gate_up:
         scale_ptr += rows.projection * scale_matrix
-    x_ptr = tokens.x + token[None, :] * tokens.stride + tl.arange(0, X_WIDTH)[:, None]
+    x_ptr = tokens.x + token[None, :] * tokens.stride + tl.arange(0, X_COLUMNS)[:, None]
     x_scale_ptr = tokens.scale
     if FORMAT.x_scale == X_BLOCK_SCALE:
         x_scale_ptr = tokens.scale + token * FORMAT.k_blocks
@@ -377,7 +385,7 @@ def _sum_in_steps_of_depth(
             operands += ((x, x_scale, w),)
         for index in tl.static_range(DEPTH):
             x, x_scale, w = operands[index]
-            block = _Block(w, w, scale_ptr + index * scale_step, n_out, x, x_scale, pointers.sums)
+            block = _Block(w, w, scale_ptr + index * scale_step, n_out, x, x_scale, pointers.sums, pointers.sums)
             acc, unit = _add_block(acc, unit, block, FORMAT, TILE, 0, ASM)
         w_ptr += DEPTH * strides.k_block
         scale_ptr += DEPTH * scale_step
@@ -420,7 +428,7 @@ def _sum_over_k(
         left = k_in - k_block * FORMAT.block_k
         x = _load_tokens(x_ptr, valid, left, FORMAT, TILE)
         x_scale = tl.load(x_scale_ptr + k_block) if FORMAT.x_scale == X_BLOCK_SCALE else 0.0
-        sums = tables
+        sums = sums_ptr
         if has_minima(FORMAT.scale, FORMAT.words):
             sums = _load_rows(sums_ptr + k_block * 32, valid, valid, True)
         if ACCUMULATORS == 2:
@@ -428,13 +436,13 @@ def _sum_over_k(
             if FUSED:
                 # Read before gate is multiplied, and decoded while the tensor core is busy.
                 up_w, up_w1 = _load_weights(up_ptr, left, FORMAT)
-            block = _Block(gate_w, gate_w1, gate_scale_ptr, n_out, x, x_scale, sums)
+            block = _Block(gate_w, gate_w1, gate_scale_ptr, n_out, x, x_scale, sums, tables)
             gate, gate_unit = _add_block(gate, gate_unit, block, FORMAT, TILE, 0, ASM)
             gate_ptr += strides.k_block
             gate_scale_ptr += scale_step
         if ACCUMULATORS == 1 or not FUSED:
             up_w, up_w1 = _load_weights(up_ptr, left, FORMAT)
-        block = _Block(up_w, up_w1, up_scale_ptr, n_out, x, x_scale, sums)
+        block = _Block(up_w, up_w1, up_scale_ptr, n_out, x, x_scale, sums, tables)
         up, up_unit = _add_block(up, up_unit, block, FORMAT, TILE, ACCUMULATORS - 1, ASM)
         up_ptr += strides.k_block
         up_scale_ptr += scale_step
@@ -466,8 +474,11 @@ def grouped_tile(
     weights,
     strides,
     bounds,
+    adapters,
+    adapter,
     expert,
     n_first,
+    row,
     token,
     row_count,
     n_out,
@@ -481,8 +492,9 @@ def grouped_tile(
 ):
     """Return ``[columns, BLOCK_T]`` float32: rows ``token [BLOCK_T]`` times weights of an expert from n_first on.
 
-    tokens to bounds, FORMAT to TILE: as in ``grouped_gemm_kernel``. There are ``TILE.block_n`` columns, or half as many
-    where gate and up are interleaved. row_count: how many of the rows exist; the others may be any of ``tokens``, and
+    tokens to adapters, FORMAT to TILE: as in ``grouped_gemm_kernel``. adapter: of each row (``adapter_at``); it and
+    ``row`` are read where ``PROJ.adapter_rank`` is not 0. There are ``TILE.block_n`` columns, or half as many where
+    gate and up are interleaved. row_count: how many of the rows exist; the others may be any of ``tokens``, and
     their results mean nothing. ``TILE.depth`` divides the K blocks and is 1 for weights that are decoded. LAUNCH_NEXT:
     the next kernel may start once the products are done.
     """
@@ -510,6 +522,11 @@ def grouped_tile(
         gate = _scale_and_add_bias(gate, gate_unit, tokens, weights, token, offset, FORMAT)
     if TILE.interleave_gate_up:
         gate, up = split_gate_up(up, TILE.block_n, BLOCK_T)
+    if PROJ.adapter_rank:
+        column = n_first + tl.arange(0, up.shape[0])
+        up = add_low_rank(up, adapters, adapter, expert, row, column, n_out, PROJ.count - 1, PROJ, ASM)
+        if PROJ.count == 2:
+            gate = add_low_rank(gate, adapters, adapter, expert, row, column, n_out, 0, PROJ, ASM)
     if PROJ.activation == NO_ACTIVATION:
         return up
     else:
@@ -522,6 +539,7 @@ def _write_tile(
     weights,
     strides,
     bounds,
+    adapters,
     output,
     rows,
     n_out,
@@ -539,13 +557,19 @@ def _write_tile(
     t = tl.arange(0, BLOCK_T)
     row = rows.first + tl.where(t < rows.count, t, 0)
     token = token_at(row, output.source, ROWS.gather, ROWS.top_k)
+    adapter = row
+    if PROJ.adapter_rank:
+        adapter = adapter_at(adapters, row, rows.count, ROWS.top_k)
     result = grouped_tile(
         tokens,
         weights,
         strides,
         bounds,
+        adapters,
+        adapter,
         rows.expert,
         rows.n_first,
+        row,
         token,
         rows.count,
         n_out,
@@ -570,6 +594,7 @@ def grouped_gemm_kernel(
     weights,
     strides,
     bounds,
+    adapters,
     out,
     row_map,
     source,
@@ -593,9 +618,10 @@ def grouped_gemm_kernel(
     tokens: ``Tokens``, read at row source[r] (``ROWS.gather``) or r. weights: ``Weights``; scale: for each expert,
     projection and K block words x n_out words, or for BLOCK_SCALE [ceil(n_out / 128), K blocks]; row_scale, bias:
     [expert, projection, n_out]; for TABLE_LANES row_scale is [expert, projection, 16] int32. strides:
-    ``WeightStrides``. bounds: ``ActivationBounds``. Rows from expert_offsets[E] on are not written. row_map: with
-    ``ROWS.row_map``, row r is written to element row_map[r] of out, which may be in a peer's memory
-    (``output_row_at``). FORMAT: ``OperandFormat``. PROJ: ``Projections``. TILE: ``Tile``. ROWS: ``RowOrder``.
+    ``WeightStrides``. bounds: ``ActivationBounds``. adapters: ``AdapterRows`` where ``PROJ.adapter_rank`` is not 0,
+    otherwise None. Rows from expert_offsets[E] on are not written. row_map: with ``ROWS.row_map``, row r is written to
+    element row_map[r] of out, which may be in a peer's memory (``output_row_at``). FORMAT: ``OperandFormat``. PROJ:
+    ``Projections``. TILE: ``Tile``. ROWS: ``RowOrder``.
     """
     COLUMNS: tl.constexpr = TILE.block_n // 2 if TILE.interleave_gate_up else TILE.block_n
     rows = tile_prologue(
@@ -615,6 +641,7 @@ def grouped_gemm_kernel(
                 weights,
                 strides,
                 bounds,
+                adapters,
                 output,
                 rows,
                 n_out,

@@ -275,38 +275,6 @@ template <bool HERE> __device__ __forceinline__ void products(
     }
 }
 
-// --- activations, as kernels/activation.py has them ---
-
-__device__ __forceinline__ float sigmoid(float x) {
-    if (FAST) return 0.5f * near_tanh(0.5f * x) + 0.5f;
-    return over(1.0f, 1.0f + near_exp2(-x * 1.4426950408889634f));
-}
-
-__device__ __forceinline__ float tangent(float x) { return FAST ? near_tanh(x) : 2.0f * sigmoid(2.0f * x) - 1.0f; }
-__device__ __forceinline__ float below(float x, float limit) { return x > limit ? limit : x; }
-__device__ __forceinline__ float within(float x, float limit) { return x < -limit ? -limit : below(x, limit); }
-__device__ __forceinline__ float gelu(float x) { return 0.5f * x * (1.0f + erff(x * 0.7071067811865476f)); }
-
-__device__ __forceinline__ float activated(float gate, float up, const Sizes& z) {
-    if (KIND < 0) return gate;
-    if (HAS_LIMIT && KIND != 2) gate = below(gate, z.limit), up = within(up, z.limit);
-    if (KIND == 0) return gate * sigmoid(gate) * up;
-    if (KIND == 1) return (up + z.gate_bound) * (gate * sigmoid(z.alpha * gate));
-    if (KIND == 2) {
-        gate *= sigmoid(gate);
-        return HAS_LIMIT ? below(gate, z.limit) * within(up, z.limit) : gate * up;
-    }
-    if (KIND == 3) {
-        float bounded = z.gate_bound * tangent(over(gate, z.gate_bound)) * sigmoid(gate);
-        return bounded * (z.up_bound * tangent(over(up, z.up_bound)));
-    }
-    if (KIND == 4) return gelu(gate) * up;
-    if (KIND == 5) return gate * sigmoid(1.5957691216057308f * (gate + 0.044715f * gate * gate * gate)) * up;
-    if (KIND == 6) return (up < 0.0f ? 0.0f : up) * (up < 0.0f ? 0.0f : up);
-    if (KIND == 7) return up * sigmoid(up);
-    return gelu(up);
-}
-
 // --- what follows the last K block ---
 
 __device__ __forceinline__ float bias_at(const void* bias, i64 i) {

@@ -1,4 +1,4 @@
-// What prefill.cu asks of a GPU of sm_90a, one function an instruction. OPERAND and OUT are as there.
+// The instructions of sm_90a that prefill.cu and w4_prefill.cu use, one function each. OPERAND and OUT are as there.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -56,10 +56,56 @@ __device__ __forceinline__ void wait(Barrier* b, u32 parity) {
                  "@!done bra again; }" ::"r"(at(b)), "r"(parity) : "memory");
 }
 
+// The same with a limit of about ten seconds, after which a store to an invalid address ends the kernel with an error.
+// It is no trap: with one in the kernel, ptxas ignores setmaxnreg and lets every product wait for the one before.
+__device__ __forceinline__ bool try_wait(Barrier* b, u32 parity) {
+    u32 done;
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.b32 %0, 1, 0, p; }"
+                 : "=r"(done) : "r"(at(b)), "r"(parity) : "memory");
+    return done;
+}
+
+__device__ __forceinline__ u64 nanoseconds() {
+    u64 time;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time));
+    return time;
+}
+
+__device__ __forceinline__ void wait_at_most(Barrier* b, u32 parity) {
+    if (try_wait(b, parity)) return;
+    u64 start = nanoseconds();
+    while (!try_wait(b, parity))
+        if (nanoseconds() - start > 10000000000ull)
+            asm volatile("st.global.u32 [%0], %1;" ::"l"(16ull), "r"(parity) : "memory");
+}
+
+// Whether this is the one lane that the warp elects. The compiler knows that there is one, so it does not loop over
+// lanes at every copy.
+__device__ __forceinline__ bool elected() {
+    u32 chosen;
+    asm volatile("{ .reg .pred p; elect.sync _|p, 0xFFFFFFFF; selp.b32 %0, 1, 0, p; }" : "=r"(chosen));
+    return chosen;
+}
+
+// Waits until all four warps of a group have come; groups have numbers from 0 on.
+__device__ __forceinline__ void meet_group(int group) {
+    asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
+}
+
+__device__ __forceinline__ void arrive_at(u32 rank, Barrier* b) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(in(rank, b)) : "memory");
+}
+
 // Sends a number to a block of the cluster, and its four bytes to the barrier that waits for them there.
 __device__ __forceinline__ void send(u32 rank, void* to, u32 value, Barrier* b) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];"
                  ::"r"(in(rank, to)), "r"(value), "r"(in(rank, b)) : "memory");
+}
+
+// The same with four numbers.
+__device__ __forceinline__ void send_four(u32 rank, void* to, int a, int b, int c, int d, Barrier* barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];"
+                 ::"r"(in(rank, to)), "r"(a), "r"(b), "r"(c), "r"(d), "r"(in(rank, barrier)) : "memory");
 }
 
 // Copies a box of the tensor, from column x and row y on; copy_to_both to both blocks of the cluster.
@@ -73,6 +119,19 @@ __device__ __forceinline__ void copy_to_both(void* to, const Map& map, int x, in
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
                  " [%0], [%1, {%2, %3}], [%4], %5;"
                  ::"r"(at(to)), "l"(&map), "r"(x), "r"(y), "r"(at(b)), "h"((u16)3) : "memory");
+}
+
+// Copies a box of a tensor of four or five dimensions; a to e: where it begins, the innermost dimension first.
+__device__ __forceinline__ void copy_4d(void* to, const Map& map, int a, int b, int c, int d, Barrier* barrier) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 " [%0], [%1, {%2, %3, %4, %5}], [%6];"
+                 ::"r"(at(to)), "l"(&map), "r"(a), "r"(b), "r"(c), "r"(d), "r"(at(barrier)) : "memory");
+}
+
+__device__ __forceinline__ void copy_5d(void* to, const Map& map, int a, int b, int c, int d, int e, Barrier* barrier) {
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 " [%0], [%1, {%2, %3, %4, %5, %6}], [%7];"
+                 ::"r"(at(to)), "l"(&map), "r"(a), "r"(b), "r"(c), "r"(d), "r"(e), "r"(at(barrier)) : "memory");
 }
 
 // From here on a warp has so many registers a thread: fewer than it began with, or more.
@@ -106,6 +165,22 @@ __device__ __forceinline__ void put_matrices(u8* row, u32 a, u32 b, u32 c, u32 d
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
                  ::"r"(at(row)), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
+
+// The same with every matrix transposed.
+__device__ __forceinline__ void put_transposed(u8* row, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+                 ::"r"(at(row)), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
+// Selects bytes: digit i of the selector is the number of the byte of low (0 to 3) or high (4 to 7) that becomes byte i.
+__device__ __forceinline__ u32 select_bytes(u32 low, u32 high, u32 selector) {
+    u32 r;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(low), "r"(high), "r"(selector));
+    return r;
+}
+
+// Stores what is not read again soon.
+__device__ __forceinline__ void store_streaming(uint4* to, const uint4& value) { __stcs(to, value); }
 
 __device__ __forceinline__ float near_exp2(float x) {
     float y;

@@ -17,6 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from . import enums
 from .activation import activate
 from .decode import upper_scale, wait_for_products
+from .low_rank import adapter_at, add_low_rank
 from .tiles import dot, split_gate_up, store_rows, tile_prologue, token_at
 from .w4a8_ptx import DECODE_E2M1_E4M3, DECODE_E2M1_E8M0, DECODE_INT4
 
@@ -540,8 +541,24 @@ def _load_bias(bias, column, n_out):
 
 
 @triton.jit
-def _add_bias_and_activate(acc, bias, bounds, n_first, n_out, FORMAT: tl.constexpr, PROJ: tl.constexpr):
-    """Return the result ``[columns, BLOCK_T]`` and its columns; bias: of the expert's first projection."""
+def _finish_sums(
+    acc,
+    bias,
+    bounds,
+    adapters,
+    adapter,
+    expert,
+    row,
+    n_first,
+    n_out,
+    FORMAT: tl.constexpr,
+    PROJ: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Return the result ``[columns, BLOCK_T]`` and its columns: sums plus bias and low-rank changes, activated.
+
+    bias: of the expert's first projection.
+    """
     BLOCK_N: tl.constexpr = acc.shape[0]
     if PROJ.count == 2:
         gate, up = split_gate_up(acc, BLOCK_N, acc.shape[1])
@@ -549,11 +566,16 @@ def _add_bias_and_activate(acc, bias, bounds, n_first, n_out, FORMAT: tl.constex
         if FORMAT.bias:
             gate += _load_bias(bias, column, n_out)
             up += _load_bias(bias + n_out, column, n_out)
+        if PROJ.adapter_rank:
+            gate = add_low_rank(gate, adapters, adapter, expert, row, column, n_out, 0, PROJ, ASM)
+            up = add_low_rank(up, adapters, adapter, expert, row, column, n_out, 1, PROJ, ASM)
         return activate(gate, up, bounds, PROJ), column
     else:
         column = n_first + tl.arange(0, BLOCK_N)
         if FORMAT.bias:
             acc += _load_bias(bias, column, n_out)
+        if PROJ.adapter_rank:
+            acc = add_low_rank(acc, adapters, adapter, expert, row, column, n_out, 0, PROJ, ASM)
         if PROJ.activation != NO_ACTIVATION:
             acc = activate(acc, acc, bounds, PROJ)
         return acc, column
@@ -564,8 +586,11 @@ def w4a8_tile(
     tokens,
     weights,
     bounds,
+    adapters,
+    adapter,
     expert,
     n_first,
+    row,
     token,
     row_first,
     row_count,
@@ -580,7 +605,8 @@ def w4a8_tile(
 ):
     """Return float32 ``[columns, BLOCK_T]`` and its columns: rows ``token [BLOCK_T]`` times an expert's weights.
 
-    tokens to bounds, FORMAT to TILE: as in ``w4a8_kernel``. n_first: the first of ``TILE.block_n`` rows of the packed
+    tokens to adapters, FORMAT to TILE: as in ``w4a8_kernel``. adapter: of each row (``adapter_at``); it and ``row`` are
+    read where ``PROJ.adapter_rank`` is not 0. n_first: the first of ``TILE.block_n`` rows of the packed
     weights. row_first: the first of the rows, for transposed scales. row_count: how many of the rows exist; the others
     may be any token, and their results are not used. LAUNCH_NEXT: the next kernel may start once the products are
     complete.
@@ -594,7 +620,7 @@ def w4a8_tile(
         gdc_launch_dependents()
     acc = _scale_rows(acc, tokens, weights, expert, n_first, token, row_tiles, FORMAT)
     bias = weights.bias + expert * PROJ.count * n_out
-    return _add_bias_and_activate(acc, bias, bounds, n_first, n_out, FORMAT, PROJ)
+    return _finish_sums(acc, bias, bounds, adapters, adapter, expert, row, n_first, n_out, FORMAT, PROJ, ASM)
 
 
 @triton.jit
@@ -602,6 +628,7 @@ def _write_tile(
     tokens,
     weights,
     bounds,
+    adapters,
     output,
     rows,
     n_out,
@@ -620,12 +647,18 @@ def _write_tile(
     t = tl.arange(0, BLOCK_T)
     row = rows.first + tl.where(t < rows.count, t, 0)
     token = token_at(row, output.source, ROWS.gather, ROWS.top_k)
+    adapter = row
+    if PROJ.adapter_rank:
+        adapter = adapter_at(adapters, row, rows.count, ROWS.top_k)
     result, column = w4a8_tile(
         tokens,
         weights,
         bounds,
+        adapters,
+        adapter,
         rows.expert,
         rows.n_first,
+        row,
         token,
         rows.first,
         rows.count,
@@ -649,6 +682,7 @@ def w4a8_kernel(
     tokens,
     weights,
     bounds,
+    adapters,
     out,
     row_map,
     source,
@@ -674,9 +708,10 @@ def w4a8_kernel(
     weights: ``Weights``; packed: bytes ``[E, row_tiles, K blocks, 64, block_k / 2]``, gate and up in turns of eight
     rows; scale: int32 or float32 ``[E, row_tiles, K blocks, words, 64]``, words by the format, or bytes
     ``[E, row_tiles, K blocks, 64, 4]`` (E2M1_SCALED); row_scale: float32 ``[E, row_tiles, 64]``; bias:
-    ``[E, P, n_out]``. bounds: ``ActivationBounds``. Rows from expert_offsets[E] on are not written. row_map: as in
-    ``grouped_gemm_kernel``. FORMAT: ``OperandFormat``. PROJ: ``Projections``. TILE: ``Tile``; its depth need not divide
-    the K blocks. ROWS: ``RowOrder``.
+    ``[E, P, n_out]``. bounds: ``ActivationBounds``. adapters: ``AdapterRows`` where ``PROJ.adapter_rank`` is not 0,
+    otherwise None. Rows from expert_offsets[E] on are not written. row_map: as in ``grouped_gemm_kernel``. FORMAT:
+    ``OperandFormat``. PROJ: ``Projections``. TILE: ``Tile``; its depth need not divide the K blocks. ROWS:
+    ``RowOrder``.
     """
     rows = tile_prologue(
         row_tiles * 64,
@@ -704,6 +739,7 @@ def w4a8_kernel(
                 tokens,
                 weights,
                 bounds,
+                adapters,
                 output,
                 rows,
                 n_out,

@@ -430,8 +430,8 @@ def formats_within(
 ) -> tuple[ActivationFormat, ActivationFormat]:
     """Return the formats of the rows of two products: ``name``, with the scales of ``reach`` if it is static.
 
-    reach: as in ``ExpertWeights``. A format with a scale per expert is returned as it is. Raises InputError for a static
-    format without reach.
+    reach: as in ``ExpertWeights``. A format with a scale per expert is returned as it is. Raises InputError for
+    a static format without reach.
     """
     form = activation_format(name)
     if form.by_expert and reach is not None:

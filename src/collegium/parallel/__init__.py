@@ -3,7 +3,7 @@
 from .all_gather import AllGatherKind
 from .all_to_all import AllToAllKind
 from .all_to_all_fixed import AllToAllFixedKind
-from .base import Dispatcher, DispatcherKind, SymmetricDispatcher
+from .base import EXCHANGES, Dispatcher, DispatcherKind, SymmetricDispatcher
 from .local import Local, LocalKind
 from .partial import Partial, PartialKind
 from .symm_mem import SymmMemKind
@@ -11,6 +11,7 @@ from .table import DISPATCHERS, wrapped_for
 
 __all__ = [
     "DISPATCHERS",
+    "EXCHANGES",
     "AllGatherKind",
     "AllToAllFixedKind",
     "AllToAllKind",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..ops.weighted_sum import weighted_sum
-from .collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows
+from .collectives import all_gather_rows, start_all_to_all, start_reduce_scatter
 from .combine import describe_return, return_bytes
 from .expert_parallel import ExpertParallel, ExpertParallelKind
 from .message_format import EMPTY, describe_tokens, dispatch_bytes
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ..problem import Problem
     from ..runtime.memory import Memory
     from ..types import ContiguousBatch, Routing
+    from .collectives import PendingRows
 
 __all__ = ["AllGather", "AllGatherHandle", "AllGatherKind"]
 
@@ -74,9 +75,22 @@ class AllGather(ExpertParallel):
             received_weights=inner.weights,
         )
 
+    def send_back(
+        self, rows: Tensor, handle: AllGatherHandle, memory: Memory | None = None, *, overlap: bool = False
+    ) -> PendingRows:
+        """Start to return rows, or their sums, to the ranks of their tokens."""
+        if self.reduced is not None:
+            sums = self.reduced.pack(rows, handle.slots, handle.received_weights)
+            return start_all_to_all(sums, group=self.group, phase=_COMBINE, overlap=overlap)
+        slots = handle.slots.reshape(-1)
+        contribution = rows.new_zeros(slots.numel(), rows.shape[1])
+        if rows.shape[0]:
+            contribution = rows.index_select(0, slots.clamp(min=0)).masked_fill_((slots < 0)[:, None], 0)
+        return start_reduce_scatter(contribution, group=self.group, phase=_COMBINE, overlap=overlap)
+
     def combine(
         self,
-        rows: Tensor,
+        returning: PendingRows,
         handle: AllGatherHandle,
         memory: Memory | None = None,
         *,
@@ -86,20 +100,16 @@ class AllGather(ExpertParallel):
     ) -> Tensor:
         """Return ``[T, H]`` of this rank's tokens; except in a reduced combine with the bits of a single rank."""
         ids = handle.ids
+        returned = returning.wait()
         if self.reduced is not None:
-            sums = self.reduced.pack(rows, handle.slots, handle.received_weights)
-            returned = all_to_all_rows(sums, group=self.group, phase=_COMBINE)
             # Rank r returns the sums of this rank's tokens 0 to M - 1 in rows r * M onwards.
             index = torch.arange(returned.shape[0], device=ids.device)
             slots = index.view(self.expert_map.world_size, -1).t()[: ids.shape[0]]
             return self.reduced.sum(returned, slots, dtype=dtype, shared=shared, out=out)
-        slots = handle.slots.reshape(-1)
-        contribution = rows.new_zeros(slots.numel(), rows.shape[1])
-        if rows.shape[0]:
-            contribution = rows.index_select(0, slots.clamp(min=0)).masked_fill_((slots < 0)[:, None], 0)
-        returned = reduce_scatter_rows(contribution, group=self.group, phase=_COMBINE)[: ids.numel()]
         experts = self.expert_map.num_experts
-        return weighted_sum(returned, ids, handle.weights, dtype, shared=shared, out=out, experts=experts)
+        return weighted_sum(
+            returned[: ids.numel()], ids, handle.weights, dtype, shared=shared, out=out, experts=experts
+        )
 
 
 class AllGatherKind(ExpertParallelKind):

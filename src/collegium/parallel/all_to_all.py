@@ -14,7 +14,7 @@ import torch
 
 from ..ops.permute import permute
 from ..ops.weighted_sum import weighted_sum
-from .collectives import all_to_all_rows
+from .collectives import all_to_all_rows, start_all_to_all
 from .combine import describe_return, return_bytes
 from .expert_parallel import ExpertParallel, ExpertParallelKind, permute_by_rank
 from .message_format import describe_tokens, dispatch_bytes
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ..problem import Problem
     from ..runtime.memory import Memory
     from ..types import ContiguousBatch, Routing
+    from .collectives import PendingRows
 
 __all__ = ["AllToAll", "AllToAllHandle", "AllToAllKind"]
 
@@ -106,9 +107,29 @@ class AllToAll(ExpertParallel):
             received_weights=inner.weights,
         )
 
+    def send_back(
+        self, rows: Tensor, handle: AllToAllHandle, memory: Memory | None = None, *, overlap: bool = False
+    ) -> PendingRows:
+        """Start to return rows, or their sums, to the ranks of their tokens."""
+        if self.reduced is not None:
+            outgoing = self.reduced.pack(rows, handle.received_slots, handle.received_weights)
+        else:
+            slots = handle.received_slots.reshape(-1)
+            # Received assignments are in the order of their tokens, which is the order that their rank expects.
+            order = torch.nonzero_static(slots >= 0, size=sum(handle.send_counts)).squeeze(1)
+            outgoing = rows.index_select(0, slots.index_select(0, order))
+        return start_all_to_all(
+            outgoing,
+            handle.send_counts,
+            handle.recv_counts,
+            group=self.group,
+            phase="all_to_all combine",
+            overlap=overlap,
+        )
+
     def combine(
         self,
-        rows: Tensor,
+        returning: PendingRows,
         handle: AllToAllHandle,
         memory: Memory | None = None,
         *,
@@ -117,20 +138,10 @@ class AllToAll(ExpertParallel):
         out: Tensor | None = None,
     ) -> Tensor:
         """Return ``[T, H]`` of this rank's tokens; except in a reduced combine with the bits of a single rank."""
+        returned = returning.wait()
         if self.reduced is not None:
-            sums = self.reduced.pack(rows, handle.received_slots, handle.received_weights)
-            returned = self._return_rows(sums, handle)
             return self.reduced.sum(returned, handle.slots, dtype=dtype, shared=shared, out=out)
-        slots = handle.received_slots.reshape(-1)
-        # Received assignments are in the order of their tokens, which is the order that their rank expects.
-        order = torch.nonzero_static(slots >= 0, size=sum(handle.send_counts)).squeeze(1)
-        returned = self._return_rows(rows.index_select(0, slots.index_select(0, order)), handle)
         return weighted_sum(returned, handle.slots, handle.weights, dtype, shared=shared, out=out)
-
-    def _return_rows(self, rows: Tensor, handle: AllToAllHandle) -> Tensor:
-        return all_to_all_rows(
-            rows, handle.send_counts, handle.recv_counts, group=self.group, phase="all_to_all combine"
-        )
 
 
 class AllToAllKind(ExpertParallelKind):

@@ -15,7 +15,7 @@ import torch
 from ..errors import InputError
 from ..ops.weighted_sum import weighted_sum
 from ..runtime.memory import alloc, is_capturing
-from .collectives import all_to_all_rows
+from .collectives import all_to_all_rows, start_all_to_all
 from .combine import describe_return, reduced_combine, return_bytes
 from .expert_parallel import ExpertParallel, ExpertParallelKind, permute_by_rank
 from .message_format import EMPTY, TokenMessage, describe_tokens, dispatch_bytes, message_bytes
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ..problem import Problem
     from ..runtime.memory import Memory, Regions
     from ..types import ContiguousBatch, Routing
+    from .collectives import PendingRows
 
 __all__ = ["AllToAllFixed", "AllToAllFixedHandle", "AllToAllFixedKind"]
 
@@ -122,9 +123,24 @@ class AllToAllFixed(ExpertParallel):
         padded = alloc(memory, "sent", shape, torch.uint8, device)
         return torch.index_select(with_empty, 0, source[index.reshape(-1)], out=padded)
 
+    def send_back(
+        self, rows: Tensor, handle: AllToAllFixedHandle, memory: Memory | None = None, *, overlap: bool = False
+    ) -> PendingRows:
+        """Start to return rows, or their sums, to the ranks of their tokens."""
+        if self.reduced is not None:
+            outgoing = self.reduced.pack(rows, handle.received_slots, handle.received_weights)
+        else:
+            slots = handle.received_slots.reshape(-1)
+            outgoing = alloc(memory, "outgoing", (slots.numel(), rows.shape[1]), rows.dtype, rows.device)
+            # Assignments of other ranks take row 0 along, which the receiver does not read.
+            torch.index_select(rows, 0, slots.clamp(min=0), out=outgoing)
+        returned = alloc(memory, "returned", tuple(outgoing.shape), outgoing.dtype, outgoing.device)
+        phase = f"{self.name} combine"
+        return start_all_to_all(outgoing, group=self.group, phase=phase, out=returned, overlap=overlap)
+
     def combine(
         self,
-        rows: Tensor,
+        returning: PendingRows,
         handle: AllToAllFixedHandle,
         memory: Memory | None = None,
         *,
@@ -133,20 +149,10 @@ class AllToAllFixed(ExpertParallel):
         out: Tensor | None = None,
     ) -> Tensor:
         """Return ``[T, H]`` of this rank's tokens; except in a reduced combine with the bits of a single rank."""
+        returned = returning.wait()
         if self.reduced is not None:
-            sums = self.reduced.pack(rows, handle.received_slots, handle.received_weights)
-            returned = self._return_rows(sums, memory)
             return self.reduced.sum(returned, handle.slots, dtype=dtype, shared=shared, out=out)
-        slots = handle.received_slots.reshape(-1)
-        outgoing = alloc(memory, "outgoing", (slots.numel(), rows.shape[1]), rows.dtype, rows.device)
-        # Assignments of other ranks take row 0 along, which the receiver does not read.
-        torch.index_select(rows, 0, slots.clamp(min=0), out=outgoing)
-        returned = self._return_rows(outgoing, memory)
         return weighted_sum(returned, handle.slots, handle.weights, dtype, shared=shared, out=out)
-
-    def _return_rows(self, rows: Tensor, memory: Memory | None) -> Tensor:
-        out = alloc(memory, "returned", tuple(rows.shape), rows.dtype, rows.device)
-        return all_to_all_rows(rows, group=self.group, phase=f"{self.name} combine", out=out)
 
     def _message_slots(self, tokens: Permutation) -> Tensor:
         """Return each token's message slot on each rank ``[T, W]``; -1 where it is not sent, -2 beyond capacity."""
@@ -195,6 +201,7 @@ class AllToAllFixedKind(ExpertParallelKind):
 
     name = "all_to_all_fixed"
     capturable = True
+    no_half_batches = "the size of its messages is fixed, so two halves would exchange twice as many bytes"
 
     def wire_format(self, problem: Problem) -> str:
         """Describe what travels, and the number of message slots."""

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from .expert_map import ExpertMap
     from .traffic import OutgoingTokens, Traffic
 
-__all__ = ["Dispatcher", "DispatcherKind", "SymmetricDispatcher"]
+__all__ = ["EXCHANGES", "Dispatcher", "DispatcherKind", "SymmetricDispatcher"]
+
+# Exchanges during which other work can run, and what happens meanwhile.
+EXCHANGES = {"dispatch": "while tokens travel to other ranks", "return": "while results return from other ranks"}
 
 
 class Dispatcher(Protocol):
@@ -45,17 +48,28 @@ class Dispatcher(Protocol):
         """
         ...
 
+    def send_back(self, rows: Tensor, handle: Any, memory: Memory | None = None, *, overlap: bool = False) -> Any:
+        """Start to return the experts' ``rows`` to the ranks of their tokens; ``combine`` takes the result.
+
+        overlap: other work is queued before ``combine``, and the return should run at the same time.
+        """
+        ...
+
     def combine(
         self,
-        rows: Tensor,
+        returning: Any,
         handle: Any,
+        /,
         memory: Memory | None = None,
         *,
         dtype: torch.dtype,
         shared: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return ``[T, H]``: each token's weighted rows in slot order, plus ``shared``, rounded to ``dtype`` once."""
+        """Return ``[T, H]``: each token's weighted rows in slot order, plus ``shared``, rounded to ``dtype`` once.
+
+        returning: the result of ``send_back``.
+        """
         ...
 
     def check(self) -> None:
@@ -125,7 +139,9 @@ class DispatcherKind(Protocol):
 
     collective: all ranks call the layer at the same time, so a batch is never split into passes: another rank might
     have fewer of them. symmetric: builds a ``SymmetricDispatcher``. partial_sums: returns this rank's part of each sum,
-    which the caller adds up, so no wrapper is put around it.
+    which the caller adds up, so no wrapper is put around it. overlaps: the exchange during which other work can run, of
+    ``EXCHANGES``; empty: none. no_half_batches: why two halves of a batch cannot be in exchange at the same time; empty
+    if they can.
     """
 
     name: str
@@ -133,6 +149,8 @@ class DispatcherKind(Protocol):
     collective: bool
     symmetric: bool
     partial_sums: bool
+    overlaps: str
+    no_half_batches: str
 
     def refuse(self, problem: Problem, *, requested: bool) -> str | None:
         """Return why it cannot serve ``problem``, or None. requested: whether the user chose it by name."""

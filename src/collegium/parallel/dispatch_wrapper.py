@@ -16,6 +16,8 @@ from .input_check import Contribution, check_contributions
 from .rendezvous import rendezvous_of
 
 if TYPE_CHECKING:
+    import torch
+
     from ..placement import Placement
     from ..problem import Problem
     from ..runtime.memory import Regions
@@ -40,10 +42,11 @@ def check_same_tokens(name: str, group: str, tokens: int, layer: int = 0) -> Non
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WrapperHandle:
-    """The handle of the inner dispatcher, and the number of tokens of the whole batch."""
+    """The handle of the inner dispatcher, and number and device of the tokens of the whole batch."""
 
     inner: Any
     tokens: int
+    device: torch.device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +87,8 @@ class DispatchWrapperKind:
         self.capturable = inner.capturable
         self.collective = inner.collective
         self.symmetric = inner.symmetric
+        self.overlaps = inner.overlaps
+        self.no_half_batches = inner.no_half_batches
 
     def inner_problem(self, problem: Problem) -> Problem:
         """Return the smaller problem that ``inner`` solves."""

@@ -30,8 +30,8 @@ __all__ = [
     "ExpertParallel",
     "ExpertParallelKind",
     "RankCounts",
-    "agree_on_layer",
     "layer_settings",
+    "number_layer",
     "permute_by_rank",
     "refuse_split",
 ]
@@ -65,20 +65,15 @@ def layer_settings(problem: Problem) -> dict[str, Any]:
     return settings
 
 
-def agree_on_layer(name: str, problem: Problem) -> tuple[Placement, int]:
-    """Agree with the other ranks on the layer of ``problem``; return its placement and its number.
+def number_layer(name: str, problem: Problem) -> tuple[Placement, int]:
+    """Return the placement of ``problem`` and the number of its layer; all ranks build layers in the same order.
 
-    All ranks call it together. name: of the dispatcher. Raises InputError on every rank where torch.distributed has
-    other ranks than the placement, or where the ranks were planned for different layers, and RankError where a rank
-    does not respond.
+    name: of the dispatcher. Raises InputError where torch.distributed has other ranks than the placement.
     """
     placement = problem.placement
     assert placement is not None
     check_ranks(name, placement)
-    settings = layer_settings(problem)
-    settings["ranks"] = placement.ranks
-    settings["spare"] = placement.spare
-    return placement, rendezvous_of(placement.group).build(settings, f"{name}: building a layer")
+    return placement, rendezvous_of(placement.group).number_layer()
 
 
 class RankCounts(NamedTuple):
@@ -110,9 +105,9 @@ class ExpertParallel:
     def of(cls, name: str, problem: Problem, **extra: Any) -> Self:
         """Return the dispatcher ``name`` of ``problem``; all ranks call it together.
 
-        extra: fields of the subclass. Raises as ``agree_on_layer`` does.
+        extra: fields of the subclass. Raises as ``number_layer`` does.
         """
-        placement, number = agree_on_layer(name, problem)
+        placement, number = number_layer(name, problem)
         return cls(
             name=name,
             inner=Local(num_experts=problem.slots, weight_on_input=problem.spec.routing.weight_on_input),
@@ -161,6 +156,8 @@ class ExpertParallelKind:
     collective = True
     symmetric = False
     partial_sums = False
+    overlaps = "return"
+    no_half_batches = ""
 
     def refuse(self, problem: Problem, *, requested: bool) -> str | None:
         """Refuse what ``refuse_split`` refuses."""

@@ -87,6 +87,12 @@ class Local:
         )
         return batch, LocalHandle(slots=order.slots, weights=None if self.weight_on_input else routing.topk_weights)
 
+    def send_back(
+        self, rows: Tensor, handle: LocalHandle, memory: Memory | None = None, *, overlap: bool = False
+    ) -> Tensor:
+        """Return ``rows``: nothing travels."""
+        return rows
+
     def combine(
         self,
         rows: Tensor,
@@ -112,6 +118,8 @@ class LocalKind:
     collective = False
     symmetric = False
     partial_sums = False
+    overlaps = ""
+    no_half_batches = "tokens stay on their rank"
 
     def refuse(self, problem: Problem, *, requested: bool) -> str | None:
         """Refuse placements that leave experts, or slices of experts, to other ranks."""

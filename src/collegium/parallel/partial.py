@@ -2,7 +2,8 @@
 
 Every rank receives all tokens and their routing, computes the assignments of its local experts (or of its slices of
 them) and drops the others. The sum of all ranks' results, each rounded to the layer's dtype, equals the layer's output
-up to that rounding and the order of additions.
+up to that rounding and the order of additions. Rank 0 adds the shared expert, or every rank adds a slice of it
+(``sharing.py``).
 """
 
 from __future__ import annotations
@@ -58,6 +59,12 @@ class Partial:
         batch, handle = self.inner.dispatch(x, local_routing, memory, block_t=block_t)
         return replace(batch, rows=self.rows(*ids.shape)), handle
 
+    def send_back(
+        self, rows: Tensor, handle: LocalHandle, memory: Memory | None = None, *, overlap: bool = False
+    ) -> Tensor:
+        """Return ``rows``: nothing travels."""
+        return rows
+
     def combine(
         self,
         rows: Tensor,
@@ -88,6 +95,8 @@ class PartialKind:
     collective = False
     symmetric = False
     partial_sums = True
+    overlaps = ""
+    no_half_batches = "tokens stay on their rank"
 
     def refuse(self, problem: Problem, *, requested: bool) -> str | None:
         """Refuse ranks without experts, operations that apply to the whole sum, and plans that did not request it."""
@@ -95,8 +104,6 @@ class PartialKind:
             return "this rank has no experts; assign it at least one, or do not call the layer on it"
         if problem.combine != "exact":
             return f"combine={problem.combine!r} was requested; the caller adds the partial sums"
-        if problem.spec.shared is not None:
-            return "the layer has a shared expert, which every rank would add; run it outside the layer"
         if problem.spec.latent_norm_eps is not None:
             return (
                 "the latent projection has a norm, which needs the full sum; run projections and norm outside the layer"

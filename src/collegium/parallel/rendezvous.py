@@ -137,9 +137,8 @@ class Rendezvous:
         """Where each rank's process listens; empty before the first exchange."""
         return self._endpoints
 
-    def build(self, value: Any, phase: str) -> int:
-        """Return the number, from 1, of a layer that all ranks build together; raises as ``agree`` does."""
-        self.agree(value, phase)
+    def number_layer(self) -> int:
+        """Return the number, from 1, of a layer that all ranks build together."""
         self.built += 1
         return self.built
 

@@ -15,7 +15,6 @@ import torch
 from ..types import Routing
 from .collectives import all_gather_rows
 from .dispatch_wrapper import DispatchWrapper, DispatchWrapperKind, WrapperHandle, check_same_tokens
-from .rendezvous import rendezvous_of
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -41,12 +40,13 @@ def share_of(tokens: int, rank: int, world_size: int) -> slice:
 class SameTokens(DispatchWrapper):
     """Delegates this rank's share of the tokens to ``inner``.
 
-    compares_counts: ranks compare their number of tokens in every pass.
+    hidden: width of the experts' rows. compares_counts: ranks compare their number of tokens in every pass.
     """
 
     rank: int
     world_size: int
     group: str
+    hidden: int
     compares_counts: bool
 
     def rows(self, tokens: int, top_k: int) -> int:
@@ -61,15 +61,21 @@ class SameTokens(DispatchWrapper):
         if self.compares_counts:
             check_same_tokens("same_tokens", self.group, tokens)
         batch, inner = self.inner.dispatch(*self._share(x, routing), memory, block_t=block_t)
-        return batch, WrapperHandle(inner=inner, tokens=tokens)
+        return batch, WrapperHandle(inner=inner, tokens=tokens, device=x.device)
 
     def _share(self, x: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
         share = share_of(x.shape[0], self.rank, self.world_size)
         return x[share], Routing(topk_ids=routing.topk_ids[share], topk_weights=routing.topk_weights[share])
 
+    def send_back(
+        self, rows: Tensor, handle: WrapperHandle, memory: Memory | None = None, *, overlap: bool = False
+    ) -> Any:
+        """Start to return the rows of this rank's share of the tokens."""
+        return self.inner.send_back(rows, handle.inner, memory, overlap=overlap)
+
     def combine(
         self,
-        rows: Tensor,
+        returning: Any,
         handle: WrapperHandle,
         memory: Memory | None = None,
         *,
@@ -79,9 +85,9 @@ class SameTokens(DispatchWrapper):
     ) -> Tensor:
         """Return ``[T, H]`` of all tokens, on every rank."""
         share = share_of(handle.tokens, self.rank, self.world_size)
-        sums = torch.empty(share.stop - share.start, rows.shape[1], dtype=dtype, device=rows.device)
+        sums = torch.empty(share.stop - share.start, self.hidden, dtype=dtype, device=handle.device)
         shared_share = None if shared is None else shared[share]
-        self.inner.combine(rows, handle.inner, memory, dtype=dtype, shared=shared_share, out=sums)
+        self.inner.combine(returning, handle.inner, memory, dtype=dtype, shared=shared_share, out=sums)
         share_size = -(-handle.tokens // self.world_size)
         gathered = all_gather_rows(sums, share_size, 0, group=self.group, phase="same_tokens combine")
         result = gathered[: handle.tokens]
@@ -132,7 +138,7 @@ class SymmetricSameTokens(SameTokens):
         """Complete ``dispatch``."""
         inner_posted, tokens = posted
         batch, inner = self.inner.receive(inner_posted, memory, block_t=block_t, storing=storing)
-        return batch, WrapperHandle(inner=inner, tokens=tokens)
+        return batch, WrapperHandle(inner=inner, tokens=tokens, device=batch.x.device)
 
 
 class SameTokensKind(DispatchWrapperKind):
@@ -163,13 +169,13 @@ class SameTokensKind(DispatchWrapperKind):
     def build(self, problem: Problem) -> SameTokens:
         """Return the dispatcher; all ranks call it together."""
         placement = self.placement
-        rendezvous_of(placement.group).agree(problem.limits, "same_tokens: building a layer")
         wrapper = SymmetricSameTokens if self.inner.symmetric else SameTokens
         return wrapper(
             inner=self.inner.build(self.inner_problem(problem)),
             rank=placement.rank,
             world_size=placement.world_size,
             group=placement.group,
+            hidden=problem.spec.expert_hidden_size,
             # Dispatchers that a CUDA graph can capture exchange nothing on the host.
             compares_counts=not self.inner.capturable,
         )

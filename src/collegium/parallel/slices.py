@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .collectives import all_gather_rows
+from .collectives import start_all_gather
 from .dispatch_wrapper import DispatchWrapper, DispatchWrapperKind, WrapperHandle, check_same_tokens
-from .expert_parallel import layer_settings
 from .groups import check_ranks
 from .rendezvous import rendezvous_of
 
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from ..runtime.memory import Memory
     from ..types import ContiguousBatch, Routing
     from .base import DispatcherKind
+    from .collectives import PendingRows
 
 __all__ = ["Slices", "SlicesKind"]
 
@@ -47,11 +47,21 @@ class Slices(DispatchWrapper):
         """Dispatch through ``inner``; raises InputError on every rank of the slice group where T or layer differ."""
         check_same_tokens("slices", self.group, x.shape[0], self.number)
         batch, inner = self.inner.dispatch(x, routing, memory, block_t=block_t)
-        return batch, WrapperHandle(inner=inner, tokens=x.shape[0])
+        return batch, WrapperHandle(inner=inner, tokens=x.shape[0], device=x.device)
+
+    def send_back(
+        self, rows: Tensor, handle: WrapperHandle, memory: Memory | None = None, *, overlap: bool = False
+    ) -> PendingRows:
+        """Sum the rows of this rank's slice, and start to gather the sums of all slices."""
+        local_sum = torch.empty(handle.tokens, rows.shape[1], dtype=torch.float32, device=rows.device)
+        returning = self.inner.send_back(rows, handle.inner, memory)
+        self.inner.combine(returning, handle.inner, memory, dtype=torch.float32, out=local_sum)
+        # Not an all-reduce: its order depends on a row's offset in the buffer, and so on the other tokens.
+        return start_all_gather(local_sum, handle.tokens, 0, group=self.group, phase="slices combine", overlap=overlap)
 
     def combine(
         self,
-        rows: Tensor,
+        returning: PendingRows,
         handle: WrapperHandle,
         memory: Memory | None = None,
         *,
@@ -60,11 +70,7 @@ class Slices(DispatchWrapper):
         out: Tensor | None = None,
     ) -> Tensor:
         """Return ``[T, H]``: the slices' sums added in float32 in the order of ranks, plus ``shared``, rounded once."""
-        local_sum = torch.empty(handle.tokens, rows.shape[1], dtype=torch.float32, device=rows.device)
-        self.inner.combine(rows, handle.inner, memory, dtype=torch.float32, out=local_sum)
-        # Not an all-reduce: its order depends on a row's offset in the buffer, and so on the other tokens.
-        gathered = all_gather_rows(local_sum, handle.tokens, 0, group=self.group, phase="slices combine")
-        total, *others = gathered.chunk(self.size)
+        total, *others = returning.wait().chunk(self.size)
         for other in others if handle.tokens else ():
             total.add_(other)
         if shared is not None:
@@ -80,6 +86,7 @@ class SlicesKind(DispatchWrapperKind):
     def __init__(self, inner: DispatcherKind, placement: Placement) -> None:
         """Describe what is exchanged, and its effect on the bits."""
         super().__init__(inner, placement)
+        self.overlaps = "return"
         self.adds = f"float32 sums of {placement.tp_size} slices (not bit-identical to one rank)"
 
     def inner_problem(self, problem: Problem) -> Problem:
@@ -97,14 +104,10 @@ class SlicesKind(DispatchWrapperKind):
     def build(self, problem: Problem) -> Slices:
         """Return the dispatcher; all ranks call it together.
 
-        Raises InputError on every rank where torch.distributed has other ranks than the placement, or where the ranks
-        of a slice group were planned for different layers.
+        Raises InputError where torch.distributed has other ranks than the placement.
         """
         placement = self.placement
         check_ranks(self.name, placement)
-        settings = layer_settings(problem)
-        settings["experts"] = placement.expert_ids
-        settings["slice_size"] = placement.slice_size
-        number = rendezvous_of(placement.slice_group).build(settings, "slices: building a layer")
+        number = rendezvous_of(placement.slice_group).number_layer()
         inner = self.inner.build(self.inner_problem(problem))
         return Slices(inner=inner, size=placement.tp_size, group=placement.slice_group, number=number)

@@ -22,7 +22,7 @@ from ..runtime.memory import FreshMemory, alloc, elementwise_max, part, with_pre
 from ..types import Routing
 from .combine import describe_return, reduced_combine, return_bytes
 from .expert_map import ExpertMap
-from .expert_parallel import agree_on_layer, refuse_split
+from .expert_parallel import number_layer, refuse_split
 from .local import Local, LocalKind
 from .message_format import describe_tokens
 from .partial import PartialKind, share
@@ -208,6 +208,12 @@ class SymmMem:
         """Send and receive; tokens travel unquantised."""
         return self.receive(self.send(x, routing, memory), memory, block_t=block_t)
 
+    def send_back(
+        self, rows: Tensor, handle: SymmMemHandle, memory: Memory | None = None, *, overlap: bool = False
+    ) -> Tensor:
+        """Return ``rows``, which the experts stored at their owners or ``combine`` reads from the peers."""
+        return rows
+
     def combine(
         self,
         rows: Tensor,
@@ -298,6 +304,8 @@ class SymmMemKind:
     capturable = True
     collective = True
     symmetric = True
+    overlaps = "dispatch"
+    no_half_batches = "kernels of two halves would wait for each other's ranks while they occupy the GPU"
     partial_sums = False
 
     def refuse(self, problem: Problem, *, requested: bool) -> str | None:
@@ -334,7 +342,7 @@ class SymmMemKind:
     def wire_format(self, problem: Problem) -> str:
         """Describe what travels; on a CPU unquantised tokens."""
         sent = problem if problem.device.kind == "cuda" else replace(problem, sent_as=None)
-        return f"{describe_tokens(sent)} once to each rank of their experts, {describe_return(problem)},"
+        return f"{describe_tokens(sent)} once to each rank of their experts, {describe_return(problem)}"
 
     def rows(self, problem: Problem, tokens: int) -> int:
         """Return this rank's share of the assignments of ``tokens`` tokens on every rank."""
@@ -399,10 +407,9 @@ class SymmMemKind:
     def build(self, problem: Problem) -> SymmMem:
         """Return the dispatcher; all ranks call it together.
 
-        Raises InputError on every rank where torch.distributed has other ranks than the placement, or where the ranks
-        were planned for different layers.
+        Raises InputError where torch.distributed has other ranks than the placement.
         """
-        placement, _ = agree_on_layer(self.name, problem)
+        placement, _ = number_layer(self.name, problem)
         device = torch.device(problem.device.place)
         return SymmMem(
             inner=Local(num_experts=problem.slots, weight_on_input=problem.spec.routing.weight_on_input),

@@ -5,6 +5,7 @@ The last row serves any batch, so every layer builds it.
 
 from .base import Pipeline, PipelineKind, PipelineParts, PipelineQuery
 from .direct import DirectKind
+from .half_batches import no_half_batches
 from .mega import MegaKind
 from .split import SplitKind
 
@@ -17,6 +18,7 @@ __all__ = [
     "PipelineParts",
     "PipelineQuery",
     "SplitKind",
+    "no_half_batches",
 ]
 
 PIPELINES: tuple[PipelineKind, ...] = (DirectKind(), MegaKind(), SplitKind())

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..adapters import TokenAdapters
 from ..experts import ExpertKernel, PackedWeights, Tiling
 from ..parallel import Dispatcher, DispatcherKind
 from ..problem import ExpertsProblem, Problem
@@ -38,13 +39,20 @@ class PipelineQuery:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineParts:
-    """What a layer builds its pipelines from. after_expert: applied to the experts' rows before they are weighted."""
+    """What a layer builds its pipelines from.
+
+    after_expert: applied to the experts' rows before they are weighted. overlap_shared: the shared expert runs during
+    an exchange with other ranks, where the dispatcher has one; otherwise after the routed experts. half_batches: up to
+    how many tokens ``split`` runs a batch as two halves, 0: never.
+    """
 
     experts: PackedWeights
     dispatcher: Dispatcher
     top_k: int
     num_experts: int
     after_expert: Callable[[Tensor], Tensor] | None = None
+    overlap_shared: bool = False
+    half_batches: int = 0
 
 
 class Pipeline(Protocol):
@@ -57,13 +65,15 @@ class Pipeline(Protocol):
         memory: Memory | None = None,
         *,
         dtype: torch.dtype,
-        shared: Callable[[], Tensor] | None = None,
+        shared: Callable[[], Tensor | None] | None = None,
         out: Tensor | None = None,
+        adapters: TokenAdapters | None = None,
     ) -> Tensor:
         """Return the routed experts' weighted sums ``[T, H]`` for ``x [T, H]``, plus ``shared()``, rounded once.
 
         memory: where buffers are taken from; None: fresh memory. dtype: of the result. shared: computes the shared
-        expert's output ``[T, H]``. out: written and returned instead of a new tensor.
+        expert's output ``[T, H]``, or stores it elsewhere and returns None. out: written and returned instead of a new
+        tensor. adapters: of the tokens; only for pipelines of one rank.
         """
         ...
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..adapters import TokenAdapters
 from ..experts import Tiling
 from ..ops.weighted_sum import weighted_sum, weighted_sum_regions
 from ..runtime.memory import Memory, Regions, part, with_prefix
@@ -31,14 +32,15 @@ class Direct:
         memory: Memory | None = None,
         *,
         dtype: torch.dtype,
-        shared: Callable[[], Tensor] | None = None,
+        shared: Callable[[], Tensor | None] | None = None,
         out: Tensor | None = None,
+        adapters: TokenAdapters | None = None,
     ) -> Tensor:
         """Return the weighted sums ``[T, H]``; see ``Pipeline``."""
         parts = self.parts
         ids = routing.topk_ids.contiguous()
         weights = routing.topk_weights.contiguous()
-        rows = parts.experts.run_unsorted(x, ids, part(memory, "experts"))
+        rows = parts.experts.run_unsorted(x, ids, part(memory, "experts"), adapters)
         if parts.after_expert is not None:
             rows = parts.after_expert(rows)
         shared_rows = None if shared is None else shared()
@@ -74,6 +76,10 @@ class DirectKind(PipelineKind):
     def max_tokens(self, tiling: Tiling, top_k: int) -> int | None:
         """Return the largest number of tokens that the kernel runs faster unsorted."""
         return tiling.unsorted_tokens(top_k)
+
+    def family(self, tiling: Tiling, rows: int) -> str:
+        """Return the name of the tiles for unsorted rows."""
+        return tiling.family(rows, unsorted=True)
 
     def regions(self, query: PipelineQuery) -> Regions:
         """Return the regions of the experts' kernel, and of the sum where the experts have a latent width."""

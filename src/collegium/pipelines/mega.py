@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ..adapters import TokenAdapters
 from ..errors import InputError
 from ..experts.triton.grouped import activation_bounds, operand_format, projections
 from ..experts.triton.packed import PackedExperts
@@ -196,10 +197,12 @@ class Mega:
         memory: Memory | None = None,
         *,
         dtype: torch.dtype,
-        shared: Callable[[], Tensor] | None = None,
+        shared: Callable[[], Tensor | None] | None = None,
         out: Tensor | None = None,
+        adapters: TokenAdapters | None = None,
     ) -> Tensor:
         """Return the weighted sums ``[T, H]``; see ``Pipeline``."""
+        assert adapters is None, "the plan refuses adapters over ranks"
         shared_rows = None if shared is None else shared()
         if out is None:
             out = alloc(memory, "sum", tuple(x.shape), dtype, x.device)

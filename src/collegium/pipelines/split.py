@@ -1,37 +1,29 @@
 """Dispatch, run, combine: three replaceable steps, for any number of tokens."""
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ..experts import PackedWeights
+from ..adapters import TokenAdapters
 from ..parallel import SymmetricDispatcher
-from ..runtime.memory import Memory, Regions, part, with_prefix
+from ..runtime.memory import Memory, Regions, with_prefix
 from ..runtime.profiler_ranges import step
-from ..types import ContiguousBatch, Routing
+from ..types import Routing
 from .base import Pipeline, PipelineKind, PipelineParts, PipelineQuery
+from .half_batches import HalfBatches
+from .steps import listed_tiles, run_experts
 
 __all__ = ["OverlappedSplit", "Split", "SplitKind"]
 
 
-def _block_t(experts: PackedWeights, rows: int, x: Tensor) -> tuple[int, ...]:
-    """Return the tile heights whose token tile lists the launch that sorts the rows writes too."""
-    return experts.tiling.block_t(rows) if x.is_cuda else ()
-
-
-def _run_experts(parts: PipelineParts, batch: ContiguousBatch, memory: Memory | None) -> Tensor:
-    """Return the experts' rows ``[R, H]``, after ``after_expert``."""
-    rows = parts.experts.run(batch, part(memory, "experts"))
-    return rows if parts.after_expert is None else parts.after_expert(rows)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
-    """Dispatch, experts, shared expert, combine.
+    """Dispatch, experts, return of rows, shared expert, combine.
 
-    The router weight is applied in ``combine``, or on the experts' input, and nowhere else.
+    The shared expert runs while rows travel, unless the plan is sequential. The router weight is applied in
+    ``combine``, or on the experts' input, and nowhere else.
     """
 
     parts: PipelineParts
@@ -43,19 +35,28 @@ class Split:
         memory: Memory | None = None,
         *,
         dtype: torch.dtype,
-        shared: Callable[[], Tensor] | None = None,
+        shared: Callable[[], Tensor | None] | None = None,
         out: Tensor | None = None,
+        adapters: TokenAdapters | None = None,
     ) -> Tensor:
         """Return the weighted sums ``[T, H]``; see ``Pipeline``."""
         dispatcher = self.parts.dispatcher
         with step("dispatch", x.device):
-            block_t = _block_t(self.parts.experts, dispatcher.rows(*routing.topk_ids.shape), x)
+            block_t = listed_tiles(self.parts.experts, dispatcher.rows(*routing.topk_ids.shape), x)
             batch, handle = dispatcher.dispatch(x, routing, memory, block_t=block_t)
+            batch = batch if adapters is None else replace(batch, adapters=adapters)
         with step("experts", x.device):
-            rows = _run_experts(self.parts, batch, memory)
-        shared_rows = None if shared is None else shared()
+            rows = run_experts(self.parts, batch, memory)
+        shared_rows = None
+        if shared is not None and not self.parts.overlap_shared:
+            shared_rows = shared()
+        overlap = shared is not None and self.parts.overlap_shared
+        with step("combine: send", x.device):
+            returning = dispatcher.send_back(rows, handle, memory, overlap=overlap)
+        if shared is not None and overlap:
+            shared_rows = shared()
         with step("combine", x.device):
-            return dispatcher.combine(rows, handle, memory, dtype=dtype, shared=shared_rows, out=out)
+            return dispatcher.combine(returning, handle, memory, dtype=dtype, shared=shared_rows, out=out)
 
     def variants(self, tokens: int) -> frozenset[Hashable]:
         """Return the variants of the experts' kernel for the rows of ``tokens`` tokens."""
@@ -67,7 +68,7 @@ class Split:
 class OverlappedSplit:
     """Send, shared expert, receive, experts, combine: for ranks that read each other's memory.
 
-    The shared expert runs while tokens are on their way, and while other ranks are late.
+    The shared expert runs while tokens are on their way, and while other ranks are late, unless the plan is sequential.
     """
 
     parts: PipelineParts
@@ -80,21 +81,27 @@ class OverlappedSplit:
         memory: Memory | None = None,
         *,
         dtype: torch.dtype,
-        shared: Callable[[], Tensor] | None = None,
+        shared: Callable[[], Tensor | None] | None = None,
         out: Tensor | None = None,
+        adapters: TokenAdapters | None = None,
     ) -> Tensor:
         """Return the weighted sums ``[T, H]``; see ``Pipeline``."""
+        assert adapters is None, "the plan refuses adapters over ranks"
         experts = self.parts.experts
         with step("dispatch: send", x.device):
             posted = self.dispatcher.send(x, routing, memory, codes=experts.input_codes)
-        shared_rows = None if shared is None else shared()
+        shared_rows = None
+        if shared is not None and self.parts.overlap_shared:
+            shared_rows = shared()
         # ``after_expert`` has to see the rows before other ranks do.
         storing = experts.output_spec(x.dtype) if self.parts.after_expert is None else None
         with step("dispatch: receive", x.device):
-            block_t = _block_t(experts, self.dispatcher.expected_rows(posted), x)
+            block_t = listed_tiles(experts, self.dispatcher.expected_rows(posted), x)
             batch, handle = self.dispatcher.receive(posted, memory, block_t=block_t, storing=storing)
         with step("experts", x.device):
-            rows = _run_experts(self.parts, batch, memory)
+            rows = run_experts(self.parts, batch, memory)
+        if shared is not None and not self.parts.overlap_shared:
+            shared_rows = shared()
         with step("combine", x.device):
             return self.dispatcher.combine(rows, handle, memory, dtype=dtype, shared=shared_rows, out=out)
 
@@ -119,4 +126,6 @@ class SplitKind(PipelineKind):
         """Return the pipeline for the dispatcher of ``parts``."""
         if isinstance(parts.dispatcher, SymmetricDispatcher):
             return OverlappedSplit(parts=parts, dispatcher=parts.dispatcher)
+        if parts.half_batches:
+            return HalfBatches(parts=parts)
         return Split(parts=parts)

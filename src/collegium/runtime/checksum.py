@@ -15,9 +15,10 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-__all__ = ["combined_checksum", "odd_numbers", "tensor_checksum", "weights_checksum"]
+__all__ = ["combined_checksum", "odd_numbers", "row_checksums", "tensor_checksum", "weights_checksum"]
 
 _CHUNK = 1 << 22  # words at a time, so that temporary memory stays below 100 MB
+_ROW_CHUNK = 1 << 16  # words of each row at a time
 _SEED = 0x510E527FADE682D1
 _UINT64 = 1 << 64
 # Constants of SplitMix64 as int64.
@@ -50,6 +51,20 @@ def tensor_checksum(tensor: Tensor) -> Tensor:
     return total
 
 
+def row_checksums(rows: Tensor) -> Tensor:
+    """Return the checksum of each row of ``rows [N, ...]``, int64 ``[N]`` on their device.
+
+    Equal rows have equal checksums, whatever N is. Nothing is kept on the device.
+    """
+    words = _row_words(rows)
+    factors = odd_numbers(torch.arange(1, 1 + min(_ROW_CHUNK, words.shape[1]), device=rows.device), _SEED)
+    total = torch.zeros(words.shape[0], dtype=torch.int64, device=rows.device)
+    for number, start in enumerate(range(0, words.shape[1], _ROW_CHUNK)):
+        chunk = words[:, start : start + _ROW_CHUNK]
+        total += (chunk * factors[: chunk.shape[1]]).sum(dim=1) * _odd(number)
+    return total
+
+
 def combined_checksum(checksums: Mapping[Key, int]) -> int:
     """Return one number below 2^64 for the checksums of several tensors, in any order."""
     total = 0
@@ -74,6 +89,19 @@ def _words(tensor: Tensor) -> Tensor:
     if raw.numel() % 8 or raw.storage_offset() % 8 or raw.data_ptr() % 8:
         padded = raw.new_zeros(-(-raw.numel() // 8) * 8)
         padded[: raw.numel()] = raw
+        raw = padded
+    return raw.view(torch.int64)
+
+
+def _row_words(rows: Tensor) -> Tensor:
+    """Return the bytes of each row of ``rows [N, ...]`` as 64-bit words ``[N, W]``, padded with zeros."""
+    count = rows.shape[0]
+    if not rows.numel():
+        return torch.zeros(count, 0, dtype=torch.int64, device=rows.device)
+    raw = rows.contiguous().view(-1).view(torch.uint8).view(count, rows.element_size() * rows[:1].numel())
+    if raw.shape[1] % 8 or raw.data_ptr() % 8 or raw.storage_offset() % 8:
+        padded = raw.new_zeros(count, -(-raw.shape[1] // 8) * 8)
+        padded[:, : raw.shape[1]] = raw
         raw = padded
     return raw.view(torch.int64)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..errors import InputError
 
-__all__ = ["announce", "moe_layer", "uncompiled_call"]
+__all__ = ["announce", "moe_layer", "moe_layer_apart", "uncompiled_call"]
 
 
 _layers: WeakValueDictionary[int, Any] = WeakValueDictionary()  # by the address of the handle
@@ -37,22 +37,32 @@ def _layer_of(handle: Tensor) -> Any:
     return layer
 
 
-@torch.library.custom_op("collegium::moe_layer", mutates_args=("out",))
-def moe_layer(
-    x: Tensor,
-    router_logits: Tensor | None,
-    topk_ids: Tensor | None,
-    topk_weights: Tensor | None,
-    token_ids: Tensor | None,
-    router_input: Tensor | None,
-    handle: Tensor,
-    out: Tensor,
-) -> None:
+@torch.library.custom_op(
+    "collegium::moe_layer",
+    mutates_args=("out",),
+    schema="(Tensor x, Tensor? router_logits, Tensor? topk_ids, Tensor? topk_weights, Tensor? token_ids, "
+    "Tensor? router_input, Tensor? adapter_ids, Tensor handle, Tensor(a!) out) -> ()",
+)
+def moe_layer(*inputs: Any) -> None:
     """Write ``out [T, D]``, the output for ``x [T, D]`` of the layer that has ``handle``."""
-    _layer_of(handle).compute((x, router_logits, topk_ids, topk_weights, token_ids, router_input, out))
+    *tensors, handle, out = inputs
+    _layer_of(handle).compute((*tensors, out))
+
+
+@torch.library.custom_op(
+    "collegium::moe_layer_apart",
+    mutates_args=("outputs",),
+    schema="(Tensor x, Tensor? router_logits, Tensor? topk_ids, Tensor? topk_weights, Tensor? token_ids, "
+    "Tensor? router_input, Tensor? adapter_ids, Tensor handle, Tensor(a!)[] outputs) -> ()",
+)
+def moe_layer_apart(*inputs: Any) -> None:
+    """Write ``outputs``: the routed experts' sums and the shared expert's output, which are not added."""
+    *tensors, handle, outputs = inputs
+    _layer_of(handle).compute((*tensors, *outputs))
 
 
 @moe_layer.register_fake
+@moe_layer_apart.register_fake
 def _moe_layer_fake(*_: object) -> None:
     return None
 

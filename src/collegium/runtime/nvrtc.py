@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
-from itertools import islice
+from itertools import accumulate, islice
+from operator import mul
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,10 +24,12 @@ from ..errors import PlanError
 from .launch import Step, noted
 from .user_cache import cache_folder, write_atomic
 
-__all__ = ["Boxes", "CudaKernel", "compiled", "nvrtc_found", "start"]
+__all__ = ["Boxes", "CudaKernel", "Elements", "compiled", "nvrtc_found", "start"]
 
 # Constants of the CUDA driver.
 _ELEMENT_TYPES = {torch.float8_e4m3fn: 0, torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
+_WORD_TYPES = {4: 2, 8: 4}  # CUtensorMapDataType of unsigned integers, by bytes
+_NO_SWIZZLE = 0
 _SWIZZLE_128B = 3
 _L2_PROMOTION_256B = 3
 _MAX_DYNAMIC_SHARED_SIZE = 8  # CUfunction_attribute
@@ -48,6 +51,17 @@ class Boxes(NamedTuple):
     box: int
 
 
+class Elements(NamedTuple):
+    """A kernel argument: a tensor map that copies boxes of a contiguous array, innermost dimension first.
+
+    size: bytes of an element, 4 or 8. shape: of the array, in elements. box: of a copy, at most 256 in each dimension.
+    """
+
+    size: int
+    shape: tuple[int, ...]
+    box: tuple[int, ...]
+
+
 class CudaKernel:
     """A kernel in CUDA, compiled once for each set of constants, and loaded once for each set and device.
 
@@ -57,8 +71,8 @@ class CudaKernel:
 
     def __init__(self, name: str, source: Any, shared: int) -> None:
         self.shared = shared
-        self._name = name
-        self._source = source
+        self.name = name
+        self.source = source
         self._loaded: dict[tuple[Any, ...], ctypes.c_void_p] = {}
         self._locks: dict[tuple[Any, ...], threading.Lock] = {}
 
@@ -75,15 +89,15 @@ class CudaKernel:
     def _load(self, constants: Mapping[str, int]) -> ctypes.c_void_p:
         module = ctypes.c_void_p()
         function = ctypes.c_void_p()
-        code = _cached_code(self._source(constants), self._name, constants)
+        code = _cached_code(self.source(constants), self.name, constants)
         mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)  # it may be loaded while a graph is captured, and is no part of it
         _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
         try:
-            _check(_driver().cuModuleLoadData(ctypes.byref(module), code), f"loading {self._name}")
-            _check(_driver().cuModuleGetFunction(ctypes.byref(function), module, self._name.encode()), self._name)
+            _check(_driver().cuModuleLoadData(ctypes.byref(module), code), f"loading {self.name}")
+            _check(_driver().cuModuleGetFunction(ctypes.byref(function), module, self.name.encode()), self.name)
             _check(
                 _driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_SIZE, self.shared),
-                f"shared memory of {self._name}",
+                f"shared memory of {self.name}",
             )
         finally:
             _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
@@ -95,8 +109,9 @@ def start(
 ) -> None:
     """Run a kernel on the current stream of the first tensor's device; sizes: blocks, and threads of one.
 
-    forms: of the kernel's arguments. ``Boxes`` take one of the tensors, a number takes so many, as pointers side by
-    side, and a ctypes structure none. Raises PlanError where NVRTC or the driver refuses.
+    forms: of the kernel's arguments. ``Boxes`` and ``Elements`` take one of the tensors, a tuple of ``Boxes`` takes one
+    for all of its maps, a number takes so many, as pointers side by side, and a ctypes structure none. Raises PlanError
+    where NVRTC or the driver refuses.
     """
     device = tensors[0].device
     addresses = tuple(None if tensor is None else tensor.data_ptr() for tensor in tensors)
@@ -183,35 +198,68 @@ def _cached_code(text: str, name: str, constants: Mapping[str, int]) -> bytes:
 
 def _argument(form: Any, addresses: Iterator[int | None]) -> Any:
     """Return a ctypes value for an argument; the caller keeps it alive."""
-    if isinstance(form, Boxes):
-        return _tensor_map(form, next(addresses))
+    if isinstance(form, Boxes | Elements):
+        return _tensor_maps((form,), next(addresses))
+    if isinstance(form, tuple):
+        return _tensor_maps(form, next(addresses))
     return (ctypes.c_void_p * form)(*islice(addresses, form)) if isinstance(form, int) else form
 
 
-def _tensor_map(rows: Boxes, address: int | None) -> Any:
-    """Return a tensor map for the tensor memory accelerator; elements outside of the matrix are read as zero."""
+def _tensor_maps(forms: tuple[Boxes | Elements, ...], address: int | None) -> Any:
+    """Return tensor maps of one tensor, one after the other; elements outside of it are read as zero."""
     # A tensor map has 16 words and is aligned to 64 bytes.
-    storage = (ctypes.c_uint64 * 24)()
-    tensor_map = (ctypes.c_uint64 * 16).from_buffer(storage, -ctypes.addressof(storage) % 64)
-    rank = 2
+    storage = (ctypes.c_uint64 * (16 * len(forms) + 8))()
+    maps = (ctypes.c_uint64 * (16 * len(forms))).from_buffer(storage, -ctypes.addressof(storage) % 64)
+    for index, form in enumerate(forms):
+        target = ctypes.addressof(maps) + 128 * index
+        if isinstance(form, Boxes):
+            _encode_boxes(target, form, address)
+        else:
+            _encode_elements(target, form, address)
+    return maps
+
+
+def _encode_boxes(tensor_map: int, rows: Boxes, address: int | None) -> None:
+    """Write the tensor map of rows whose boxes are swizzled."""
+    shape = (rows.columns, rows.height)
+    box = (_BOX_BYTES // rows.dtype.itemsize, rows.box)
+    _encode(tensor_map, _ELEMENT_TYPES[rows.dtype], address, shape, (rows.step,), box, _SWIZZLE_128B)
+
+
+def _encode_elements(tensor_map: int, array: Elements, address: int | None) -> None:
+    """Write the tensor map of a contiguous array."""
+    steps = tuple(accumulate(array.shape[:-1], mul, initial=array.size))[1:]
+    _encode(tensor_map, _WORD_TYPES[array.size], address, array.shape, steps, array.box, _NO_SWIZZLE)
+
+
+def _encode(
+    tensor_map: int,
+    element_type: int,
+    address: int | None,
+    shape: Sequence[int],
+    steps: Sequence[int],
+    box: Sequence[int],
+    swizzle: int,
+) -> None:
+    """Write a tensor map for the tensor memory accelerator. steps: bytes, of all dimensions but the first."""
+    rank = len(shape)
     interleave = 0
     out_of_bounds_fill = 0
     code = _driver().cuTensorMapEncodeTiled(
-        ctypes.byref(tensor_map),
-        _ELEMENT_TYPES[rows.dtype],
+        ctypes.c_void_p(tensor_map),
+        element_type,
         rank,
         ctypes.c_void_p(address),
-        (ctypes.c_uint64 * 2)(rows.columns, rows.height),
-        (ctypes.c_uint64 * 1)(rows.step),
-        (ctypes.c_uint32 * 2)(_BOX_BYTES // rows.dtype.itemsize, rows.box),
-        (ctypes.c_uint32 * 2)(1, 1),
+        (ctypes.c_uint64 * rank)(*shape),
+        (ctypes.c_uint64 * (rank - 1))(*steps),
+        (ctypes.c_uint32 * rank)(*box),
+        (ctypes.c_uint32 * rank)(*([1] * rank)),
         interleave,
-        _SWIZZLE_128B,
+        swizzle,
         _L2_PROMOTION_256B,
         out_of_bounds_fill,
     )
-    _check(code, f"describing {rows} for the tensor memory accelerator")
-    return tensor_map
+    _check(code, f"describing {tuple(shape)} to the tensor memory accelerator")
 
 
 def _check(code: int, what: str) -> None:

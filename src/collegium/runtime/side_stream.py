@@ -2,11 +2,13 @@
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["run_on_side_stream"]
+__all__ = ["ForkedStream", "run_on_side_stream"]
 
 
 class _Side(threading.local):
@@ -43,3 +45,29 @@ def run_on_side_stream(work: Callable[[], Tensor], device: torch.device) -> Call
         return result
 
     return wait
+
+
+class ForkedStream:
+    """A second stream, behind what is queued on the current stream of ``device`` when it is made.
+
+    A call returns the context in which work is queued on it. On a CPU everything runs in the order of calls.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = _side.of(device) if device.type == "cuda" else None
+        self.catch_up()
+
+    def __call__(self) -> AbstractContextManager[Any]:
+        """Return a context in which the second stream is the current one."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def catch_up(self) -> None:
+        """Let the second stream wait for what is queued on the current stream."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def join(self) -> None:
+        """Let the current stream wait for what is queued on the second stream."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)

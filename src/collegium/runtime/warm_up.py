@@ -33,10 +33,14 @@ def _kind(layer: Any) -> tuple[Hashable, ...]:
 
     For layers over several ranks it has only what all ranks agree on, since they have to warm up the same layers.
     """
+    if layer.caller_modules:
+        # A function of the caller may differ from that of any other layer. All ranks of a layer have the same ones.
+        return (id(layer),)
+    options = layer.router is None, layer.after_expert is None
     if layer.plan.groups:
-        return layer.plan.problem, layer.router is None, layer.after_expert is None
+        return layer.plan.problem, options
     shared = None if layer.shared is None else layer.shared.experts.key
-    return layer.plan, layer.router is None, layer.after_expert is None, layer.experts.key, shared
+    return layer.plan, options, layer.experts.key, shared
 
 
 def sizes_for(variants: Callable[[int], frozenset[Hashable]], limit: int) -> list[int]:
@@ -61,14 +65,16 @@ def run_all_paths(layer: Any, tokens: int) -> None:
     """Run a batch of ``tokens`` zeros through ``layer``, once for each kind of call that a caller may make."""
     spec = layer.spec
     x = torch.zeros(tokens, spec.hidden_size, dtype=layer.input_dtype, device=layer.handle.device)
-    out = torch.empty_like(x, dtype=layer.output_dtype)
+    out = x.new_empty(tokens, layer.routed_size, dtype=layer.output_dtype)
+    # Sums of another width than x cannot have the shared expert's output added.
+    shared_out = torch.empty_like(x) if layer.routed_size != x.shape[1] and layer.shared is not None else None
     for arguments in _argument_kinds(layer, x):
         # Batches run in parallel, so each has separate memory, only while they are compiled.
-        layer.compute((x, *arguments, out), FreshMemory(x.device))
+        layer.compute((x, *arguments, out, shared_out), FreshMemory(x.device))
 
 
 def _argument_kinds(layer: Any, x: torch.Tensor) -> Iterator[tuple[torch.Tensor | None, ...]]:
-    """Yield logits, ids, weights, token ids and router input, as a caller may pass them with ``x [T, D]``.
+    """Yield the optional inputs of ``Call`` from logits to adapter ids, as a caller may pass them with ``x [T, D]``.
 
     In every dtype that kernels are compiled for: ids in int32 or int64, weights and logits in float32 or x's dtype.
     """
@@ -78,16 +84,20 @@ def _argument_kinds(layer: Any, x: torch.Tensor) -> Iterator[tuple[torch.Tensor 
     ids = torch.arange(tokens * routing.top_k, device=x.device).view(tokens, -1) % experts
     dtypes = tuple(dict.fromkeys((torch.float32, x.dtype)))
     for dtype, id_dtype in product(dtypes, (torch.int64, torch.int32)):
-        yield None, ids.to(id_dtype), torch.ones(ids.shape, dtype=dtype, device=x.device), None, None
-    if layer.router is None and (routing.correction_bias or routing.hash_routing or routing.expert_scale):
+        yield None, ids.to(id_dtype), torch.ones(ids.shape, dtype=dtype, device=x.device), None, None, None
+    if layer.adapters is not None:
+        for id_dtype in (torch.int64, torch.int32):
+            adapter_ids = torch.zeros(tokens, dtype=id_dtype, device=x.device)
+            yield None, ids, torch.ones(ids.shape, dtype=torch.float32, device=x.device), None, None, adapter_ids
+    if not layer.has_router and (routing.correction_bias or routing.hash_routing or routing.expert_scale):
         return
     for dtype, id_dtype in product(dtypes, (torch.int64, torch.int32) if routing.hash_routing else (torch.int64,)):
         logits = torch.zeros(tokens, experts, dtype=dtype, device=x.device)
-        yield logits, None, None, torch.zeros(tokens, dtype=id_dtype, device=x.device), None
-    if layer.router is not None:
+        yield logits, None, None, torch.zeros(tokens, dtype=id_dtype, device=x.device), None, None
+    if layer.has_router:
         # The router's logits are float32, like the first logits above.
         token_ids = torch.zeros(tokens, dtype=torch.int64, device=x.device)
-        yield None, None, None, token_ids, None if routing.input_norm_eps is None else x
+        yield None, None, None, token_ids, None if routing.input_norm_eps is None else x, None
 
 
 def compile_batches(

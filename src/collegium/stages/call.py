@@ -5,12 +5,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..adapters import PackedAdapters
 from ..errors import InputError
 from ..runtime.packed_module import check_tensors
 from ..types import MoESpec, Routing
 from .checks import check_rows
 
-__all__ = ["Call", "PassedInputs", "checked_call"]
+__all__ = ["Call", "PassedInputs", "checked_adapter_ids", "checked_call"]
 
 
 class PassedInputs(NamedTuple):
@@ -28,7 +29,10 @@ class Call(NamedTuple):
     A named tuple, because recorded launches are looked up by these tensors in every call (``runtime/replay.py``).
 
     x: ``[T, D]``. router_logits: ``[T, E]``. topk_ids, topk_weights: ``[T, K]``. token_ids: ``[T]``, for hash routing.
-    router_input: ``[T, D]``, what the router reads instead of x. out: ``[T, D]``; None if only a routing is computed.
+    router_input: ``[T, D]``, what the router reads instead of x. adapter_ids: ``[T]``, the adapter of each token. out:
+    ``[T, D]``, or ``[T, H]`` where the routed sums are not projected back; None if only a routing is computed.
+    shared_out: ``[T, D]``, where the shared expert's output is written instead of being added to ``out``; None: it is
+    added.
     """
 
     x: Tensor
@@ -37,7 +41,9 @@ class Call(NamedTuple):
     topk_weights: Tensor | None = None
     token_ids: Tensor | None = None
     router_input: Tensor | None = None
+    adapter_ids: Tensor | None = None
     out: Tensor | None = None
+    shared_out: Tensor | None = None
 
     @property
     def passed(self) -> PassedInputs:
@@ -57,7 +63,14 @@ class Call(NamedTuple):
     def chunk(self, rows: slice, routing: Routing) -> "Call":
         """Return the call for ``rows`` of the tokens; routing: of those rows."""
         assert self.out is not None
-        return Call(self.x[rows], topk_ids=routing.topk_ids, topk_weights=routing.topk_weights, out=self.out[rows])
+        return Call(
+            self.x[rows],
+            topk_ids=routing.topk_ids,
+            topk_weights=routing.topk_weights,
+            adapter_ids=None if self.adapter_ids is None else self.adapter_ids[rows],
+            out=self.out[rows],
+            shared_out=None if self.shared_out is None else self.shared_out[rows],
+        )
 
 
 def checked_call(
@@ -95,5 +108,23 @@ def checked_call(
         None if routing is None else routing.topk_weights,
         token_ids,
         router_rows,
-        None if out is None else out.view(-1, hidden_size),
+        out=None if out is None else out.view(-1, out.shape[-1]),
     )
+
+
+def checked_adapter_ids(
+    adapter_ids: Tensor, tokens: int, adapters: PackedAdapters | None, device: torch.device
+) -> Tensor:
+    """Return ``adapter_ids [T]`` as contiguous memory; raises InputError for other shapes and dtypes.
+
+    adapters: of the layer, which must have some.
+    """
+    if adapters is None:
+        raise InputError("forward: adapter_ids were passed, and the layer has no adapters; call set_adapters first")
+    check_tensors(device, adapter_ids=adapter_ids)
+    if tuple(adapter_ids.shape) != (tokens,) or adapter_ids.dtype not in (torch.int32, torch.int64):
+        raise InputError(
+            f"forward: adapter_ids is {tuple(adapter_ids.shape)} {adapter_ids.dtype}, this call needs ({tokens},) "
+            f"int32 or int64: for each token 0 to {adapters.count - 1}, or -1 for none"
+        )
+    return adapter_ids.contiguous()

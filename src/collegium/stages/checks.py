@@ -10,14 +10,16 @@ from ..formats.unquantised import DTYPES, FLOAT_FORMATS
 from ..ops.quantize import formats_within
 from ..problem import ExpertsProblem, Problem
 from ..runtime.packed_module import check_tensors
-from ..types import ExpertWeights, LatentWeights, MoESpec, RouterWeights, Routing
+from ..types import ExpertWeights, LatentWeights, MoESpec, RouterModule, RouterWeights, Routing
 
 __all__ = [
     "check_after_expert",
-    "check_extras",
     "check_input",
+    "check_latent",
     "check_presence",
+    "check_router",
     "check_rows",
+    "check_selection",
     "check_tensor",
     "check_weights",
     "output_for",
@@ -94,8 +96,8 @@ def check_rows(name: str, tensor: Tensor, shape: tuple[int, int]) -> None:
         raise InputError(f"forward: {name} has shape {tuple(tensor.shape)}, this call needs {shape}")
 
 
-def check_extras(spec: MoESpec, router: RouterWeights | None, latent: LatentWeights | None) -> None:
-    """Compare the router and the latent projections of a layer with the spec; raises InputError."""
+def check_latent(spec: MoESpec, latent: LatentWeights | None) -> None:
+    """Compare the latent projections of a layer with the spec; raises InputError."""
     check_presence("latent", required=spec.latent_size is not None, present=latent is not None)
     hidden, width = spec.hidden_size, spec.expert_hidden_size
     if latent is not None:
@@ -103,16 +105,21 @@ def check_extras(spec: MoESpec, router: RouterWeights | None, latent: LatentWeig
         check_tensor("latent", "up", latent.up, (hidden, width), f"latent_size={width}")
         if latent.norm is not None or spec.latent_norm_eps is not None:
             check_tensor("latent", "norm", latent.norm, (width,), f"latent_norm_eps={spec.latent_norm_eps}")
-    if router is not None:
-        _check_router(spec, router)
 
 
-def _check_router(spec: MoESpec, router: RouterWeights) -> None:
-    rule, experts, hidden = spec.routing, spec.num_experts, spec.hidden_size
+def check_router(spec: MoESpec, router: RouterWeights) -> None:
+    """Compare the weights of a router with the spec; raises InputError."""
+    experts, hidden = spec.num_experts, spec.hidden_size
     weight_shape = (experts, hidden)
     check_tensor("router", "weight", router.weight, weight_shape, f"num_experts={experts}, hidden_size={hidden}")
     if router.bias is not None:
         check_tensor("router", "bias", router.bias, (experts,), f"num_experts={experts}")
+    check_selection(spec, router)
+
+
+def check_selection(spec: MoESpec, router: RouterWeights | RouterModule) -> None:
+    """Compare what a router selects experts by, apart from logits, with the spec; raises InputError."""
+    rule, experts = spec.routing, spec.num_experts
     shape = (experts,) if rule.correction_bias else None
     correction = router.correction_bias
     check_tensor("router", "correction bias", correction, shape, f"correction_bias={rule.correction_bias}")

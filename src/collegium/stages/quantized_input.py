@@ -21,8 +21,9 @@ def code_scales(caller: str, format_name: str, codes: Tensor, scale: Tensor) -> 
     """Return the scales of ``codes [..., H]`` float8_e4m3fn as float32 rows ``[..., G]``, for the kernels.
 
     format_name: of the plan's activations, E4M3 codes with a scale per row or per group of columns. scale: one number,
-    or one per row ``[...]`` or ``[..., 1]``, or one per group ``[..., G]``. caller: for errors. Raises InputError for
-    another dtype, and for scales that the format does not have.
+    or one per row ``[...]`` or ``[..., 1]``, or one per group ``[..., G]``; of codes ``[E, M, H]`` also one per expert,
+    ``[E, 1, 1]``. caller: for errors. Raises InputError for another dtype, and for scales that the format does not
+    have.
     """
     form = activation_format(format_name)
     check_tensors(codes.device, scale=scale)
@@ -40,6 +41,8 @@ def code_scales(caller: str, format_name: str, codes: Tensor, scale: Tensor) -> 
         scale = scale.unsqueeze(-1)
     elif scale.numel() == 1 and groups == 1:
         scale = scale.reshape((1,) * (len(rows) + 1)).expand(*rows, 1)
+    elif groups == 1 and len(rows) == 2 and shape == (rows[0], 1, 1):
+        scale = scale.expand(*rows, 1)
     elif shape != (*rows, groups):
         raise InputError(f"{caller}: the scales are {shape}; {_allowed(form, rows, groups)}")
     return scale.float().contiguous()
@@ -53,5 +56,6 @@ def dequantized(format_name: str, codes: Tensor, scale: Tensor) -> Tensor:
 
 def _allowed(form: ActivationFormat, rows: tuple[int, ...], groups: int) -> str:
     if groups == 1:
-        return f"with {form.name} activations allowed: one number, {rows} or {(*rows, 1)}"
+        each = f", {(rows[0], 1, 1)}" if len(rows) == 2 else ""
+        return f"with {form.name} activations allowed: one number{each}, {rows} or {(*rows, 1)}"
     return f"with {form.name} activations allowed: {(*rows, groups)}, one for every {form.group} columns"

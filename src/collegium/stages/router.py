@@ -14,11 +14,12 @@ from ..ops.linear import linear
 from ..ops.rms_norm import rms_norm
 from ..ops.route import given_routing, route, route_custom
 from ..runtime.memory import Memory, alloc, part
-from ..types import MoESpec, RouterWeights, Routing
+from ..types import MoESpec, RouterModule, RouterWeights, Routing
 from .call import Call
-from .checks import check_rows
+from .checks import check_router, check_rows, check_selection
+from .modules import RowFunction, rows_of
 
-__all__ = ["Choose", "Router", "autocast_disabled", "in_float32"]
+__all__ = ["Choose", "Router", "autocast_disabled", "router_of"]
 
 
 def autocast_disabled(device: torch.device) -> AbstractContextManager[object]:
@@ -26,10 +27,29 @@ def autocast_disabled(device: torch.device) -> AbstractContextManager[object]:
     return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
 
 
-def in_float32(router: RouterWeights) -> RouterWeights:
+def _in_float32(router: RouterWeights) -> RouterWeights:
     """Return ``router`` with weight and bias in float32, copied where they have another dtype, without gradients."""
     bias = None if router.bias is None else router.bias.detach().float()
     return replace(router, weight=router.weight.detach().float(), bias=bias)
+
+
+def router_of(
+    spec: MoESpec, router: RouterWeights | RouterModule | RowFunction | None
+) -> tuple[RouterWeights | None, RouterModule | None]:
+    """Return the weights or the module of a layer's router; raises InputError where the spec needs others."""
+    if router is None:
+        return None, None
+    if isinstance(router, RouterWeights):
+        check_router(spec, router)
+        return _in_float32(router), None
+    module = router if isinstance(router, RouterModule) else RouterModule(gate=router)
+    if not callable(module.gate):
+        raise InputError(
+            f"router: found a {type(module.gate).__name__}; allowed: RouterWeights, RouterModule, or a function or "
+            "module that returns logits"
+        )
+    check_selection(spec, module)
+    return None, module
 
 
 Choose = Callable[[Tensor, Any, int], tuple[Tensor, Tensor] | Routing]
@@ -39,12 +59,13 @@ Choose = Callable[[Tensor, Any, int], tuple[Tensor, Tensor] | Routing]
 class Router:
     """Chooses the experts of a layer's tokens.
 
-    weights: None where every call passes logits or a routing. choose: a custom rule, see ``MoELayer``. checked: raise
-    RoutingError instead of writing NaN rows.
+    weights, module: one of them, or none where every call passes logits or a routing. choose: a custom rule, see
+    ``MoELayer``. checked: raise RoutingError instead of writing NaN rows.
     """
 
     spec: MoESpec
     weights: RouterWeights | None
+    module: RouterModule | None = None
     choose: Choose | None
     checked: bool
 
@@ -55,10 +76,10 @@ class Router:
                 "forward: this router normalises its own input, which is not x (Gemma-4: the residual before the "
                 "experts' norm); pass router_input, router_logits or a routing"
             )
-        if self.weights is None and self.choose is None:
+        if self.weights is None and self.module is None and self.choose is None:
             raise InputError(
                 "forward: neither router_logits nor a routing was passed, and the layer has no router; pass one of the "
-                "two, or build the layer with router=RouterWeights(...) or choose=..."
+                "two, or build the layer with router=RouterWeights(...), a module as router, or choose=..."
             )
 
     def __call__(self, call: Call, memory: Memory | None = None) -> Routing:
@@ -73,13 +94,13 @@ class Router:
         rule, num_experts = self.spec.routing, self.spec.num_experts
         logits = call.router_logits
         if logits is None:
-            if self.weights is None and self.choose is not None:
+            if self.weights is None and self.module is None and self.choose is not None:
                 return route_custom(self.choose, x, None, rule, num_experts=num_experts, checked=self.checked)
             logits = self._logits(call, part(memory, "router"))
         check_rows("router_logits", logits, (x.shape[0], num_experts))
         if self.choose is not None:
             return route_custom(self.choose, x, logits, rule, checked=self.checked)
-        weights = self.weights
+        weights = self.weights or self.module
         return route(
             logits,
             rule,
@@ -92,12 +113,17 @@ class Router:
         )
 
     def _logits(self, call: Call, memory: Memory | None) -> Tensor:
-        """Return ``[T, E]``: the logits of the layer's router, in float32 or rounded as the spec says."""
-        weights = cast("RouterWeights", self.weights)
+        """Return ``[T, E]``: the logits of the layer's router, in float32 or rounded as the spec says.
+
+        The caller's module returns them in a dtype of its choice.
+        """
         rule = self.spec.routing
         rows = call.x if call.router_input is None else call.router_input
         if rule.input_norm_eps is not None:
             rows = rms_norm(rows, None, rule.input_norm_eps, memory=memory)
+        if self.module is not None:
+            return rows_of("router", self.module.gate, rows, self.spec.num_experts)
+        weights = cast("RouterWeights", self.weights)
         out = None
         if rule.round_logits:
             dtype = call.x.dtype if rule.round_logits is True else DTYPES[rule.round_logits]

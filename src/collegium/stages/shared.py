@@ -17,14 +17,25 @@ from ..experts import ExpertKernel, PackedWeights
 from ..formats.payload import Payload
 from ..ops.linear import sigmoid_gate
 from ..ops.quantize import activation_format
-from ..planning import Plan
+from ..planning import Plan, kernel_named
 from ..problem import Problem
 from ..runtime.memory import Memory, part
 from ..sharing import forced_shared_error
-from ..types import ContiguousBatch, ExpertWeights, SharedWeights, format_names
+from ..types import ActivationSpec, ContiguousBatch, ExpertWeights, SharedWeights, format_names
 from .checks import check_presence, check_tensor, check_weights
+from .modules import RowFunction, SharedModule
 
-__all__ = ["SharedExpert", "check_shared", "check_shared_unchanged", "merge_shared", "pack_shared", "split_shared"]
+__all__ = [
+    "SharedExpert",
+    "check_apart",
+    "check_shared",
+    "check_shared_unchanged",
+    "merge_shared",
+    "pack_shared",
+    "shared_of",
+    "slice_shared",
+    "split_shared",
+]
 
 P = TypeVar("P", bound=Payload)
 
@@ -51,9 +62,51 @@ class SharedExpert:
             return out
         return sigmoid_gate(x, self.gate, out, memory=part(memory, "gate"))
 
+    def with_activation(self, activation: ActivationSpec) -> "SharedExpert":
+        """Return the same weights with another activation."""
+        return replace(self, experts=self.experts.with_activation(activation))
+
     def variants(self, tokens: int) -> frozenset[Hashable]:
         """Return what a batch of ``tokens`` tokens needs compiled."""
         return self.experts.tiling.variants(tokens, unsorted=False)
+
+
+def shared_of(
+    plan: Plan,
+    weights: ExpertWeights[Payload],
+    shared: SharedWeights[Payload] | SharedWeights[Tensor] | RowFunction | None,
+    after_expert: object,
+) -> SharedExpert | SharedModule | None:
+    """Return the shared expert that a layer of ``plan`` runs on this rank, packed or the caller's, or None.
+
+    weights: the routed experts, which contain a merged shared expert. Raises InputError where they disagree.
+    """
+    if shared is not None and not isinstance(shared, SharedWeights):
+        if not callable(shared) or plan.problem.spec.shared is not None:
+            raise InputError(
+                f"shared: found a {type(shared).__name__}, and the spec has {plan.problem.spec.shared or 'none'}; "
+                "allowed: SharedWeights for a spec with SharedSpec(...), or a function or module for one without"
+            )
+        if plan.overrides.shared in ("merged", "side_stream"):
+            raise InputError(
+                f"shared: found a {type(shared).__name__} and Overrides(shared={plan.overrides.shared!r}), which is "
+                "for SharedWeights; allowed: None, 'sequential', 'overlapped', or 'sliced' with the dispatcher partial"
+            )
+        return SharedModule(function=shared) if plan.adds_shared else None
+    payloads = None if shared is None else SharedWeights(experts=as_payloads(shared.experts), gate=shared.gate)
+    check_shared(plan, weights, payloads, after_expert)
+    if payloads is None or not plan.adds_shared:
+        return None
+    return pack_shared(payloads, plan.problem, kernel_named(str(plan.shared_kernel)))
+
+
+def check_apart(plan: Plan) -> None:
+    """Raise InputError where the shared expert's output cannot be returned apart from the routed experts' sums."""
+    if plan.merged_shared_experts:
+        raise InputError(
+            f"shared_and_routed: the plan merges the shared expert into {plan.merged_shared_experts} routed experts; "
+            "plan with Overrides(shared='sequential')"
+        )
 
 
 def pack_shared(shared: SharedWeights[Payload], problem: Problem, kernel: ExpertKernel) -> SharedExpert:
@@ -110,9 +163,12 @@ def check_shared(
 ) -> None:
     """Compare the shared expert that a layer is built from with its plan; raises InputError.
 
-    Raises PlanError where ``after_expert`` would be applied to a merged shared expert.
+    On ranks that do not add it, it may be missing. Raises PlanError where ``after_expert`` would be applied to a merged
+    shared expert.
     """
     spec = plan.problem.spec
+    if shared is None and not plan.adds_shared:
+        return
     if plan.merged_shared_experts:
         experts, planned = weights.gate_up.shape[0], plan.routed_problem.slots
         if shared is not None or experts != planned:
@@ -156,6 +212,21 @@ def check_shared_unchanged(old: Plan, new: Plan) -> None:
             f"the new weights it would need {new.shared_kernel} and {new.activation_format}; force the old choices, or "
             "load another layer"
         )
+
+
+def slice_shared(plan: Plan, shared: SharedWeights[Payload] | SharedWeights[Tensor]) -> SharedWeights[Payload]:
+    """Return this rank's slice of the shared expert's width: rows of gate and up, columns of down.
+
+    Call it with the whole shared expert where ``plan.problem.shared_slices`` is above 1. Raises InputError where
+    weights and plan disagree.
+    """
+    number, count = plan.shared_slice
+    experts = as_payloads(shared.experts)
+    check_weights(experts, replace(plan.problem, shared_slices=1).shared())
+    width = experts.down.shape[-1] // count
+    start, stop = number * width, (number + 1) * width
+    rows, columns = experts.gate_up.rows(start, stop), experts.down.columns(start, stop)
+    return SharedWeights(experts=replace(experts, gate_up=rows, down=columns), gate=shared.gate)
 
 
 def split_shared(shared: ExpertWeights[Payload], count: int) -> ExpertWeights[Payload]:

@@ -29,7 +29,7 @@ from ...runtime.memory import Memory, Regions
 from ...types import ActivationSpec, ContiguousBatch, ExpertWeights
 from ..base import ExpertKernel, PackedWeights, map_tensors, refuse_codes, refuse_fast
 from .decode import PlainMatrix
-from .grouped import cut_rows, fast_activate, starts_of, tokens_of
+from .grouped import add_changes, cut_rows, fast_activate, starts_of, tokens_of
 from .panels import COLUMNS, TASK, FusedMatrix, as_fused, missing_requirement, scratch_bytes
 from .stored import by_row, flat, refuse_faults
 
@@ -62,8 +62,10 @@ class FusedExperts(PackedWeights):
                 experts, starts = starts_of(spans)
                 products = [matrix.multiply(x, experts, starts)[:, : matrix.rows] for matrix in self.gate_up]
                 gate_up = torch.cat(products, dim=1) if len(products) > 1 else products[0]
+                add_changes(batch, "gate_up", chunk, spans, x, gate_up)
                 hidden = fast_activate(gate_up, self.activation).to(x.dtype)
                 rows[chunk] = self.down.multiply(hidden, experts, starts)[:, : self.down.rows]
+                add_changes(batch, "down", chunk, spans, hidden, rows[chunk])
         return rows
 
     def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> FusedExperts:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ...adapters import AdapterMatrices
 from ...formats.payload import Payload
 from ...ops.activation import activate
 from ...problem import ExpertsProblem
@@ -34,7 +35,7 @@ from ..base import ExpertKernel, PackedWeights, map_tensors, refuse_codes, refus
 from .decode import CPU_FORMATS, REORDERED_FORMATS, CodeMatrix, PlainMatrix, Scratch, pack_matrix
 from .panels import FusedMatrix, as_fused, missing_requirement, scratch_bytes
 
-__all__ = ["CpuExperts", "CpuGrouped", "cut_rows", "fast_activate", "starts_of", "tokens_of"]
+__all__ = ["CpuExperts", "CpuGrouped", "add_changes", "cut_rows", "fast_activate", "starts_of", "tokens_of"]
 
 # Weights in one decoded tile, 8 MiB of bfloat16: each call of the CPU library costs about 30 microseconds whatever
 # its size, so tiles that stay in the second-level cache lose more than they save (Xeon with AMX, November 2026).
@@ -88,15 +89,21 @@ class CpuExperts(PackedWeights):
             x = tokens_of(batch, chunk)
             gate_up = buffer[: x.shape[0]]
             _project(self.gate_up, self.gate_up_bias, x.to(compute), spans, gate_up, scratch)
+            add_changes(batch, "gate_up", chunk, spans, x, gate_up)
             hidden = fast_activate(gate_up, self.activation).to(x.dtype)
             _project(self.down, self.down_bias, hidden.to(compute), spans, rows[chunk], scratch)
+            add_changes(batch, "down", chunk, spans, hidden, rows[chunk])
 
     def _run_fused(self, batch: ContiguousBatch, rows: Tensor, gate_up: FusedMatrix, down: FusedMatrix) -> None:
         for chunk, spans in cut_rows(batch):
             x = tokens_of(batch, chunk)
             experts, starts = starts_of(spans)
-            hidden = fast_activate(gate_up.multiply(x, experts, starts), self.activation)
-            rows[chunk].copy_(down.multiply(hidden.to(x.dtype), experts, starts))
+            inner = gate_up.multiply(x, experts, starts)
+            add_changes(batch, "gate_up", chunk, spans, x, inner)
+            hidden = fast_activate(inner, self.activation).to(x.dtype)
+            result = down.multiply(hidden, experts, starts)
+            add_changes(batch, "down", chunk, spans, hidden, result)
+            rows[chunk].copy_(result)
 
     def _as_fused(self) -> tuple[FusedMatrix, FusedMatrix] | None:
         """Return both matrices as ``kernels.cpu_fused`` reads them in place, or None where it cannot."""
@@ -240,6 +247,14 @@ def tokens_of(batch: ContiguousBatch, span: slice) -> Tensor:
     """Return the tokens of rows ``span``, times their input weights where there are any."""
     x = batch.x.index_select(0, batch.source[span])
     return x if batch.input_weights is None else (x.float() * batch.input_weights[span, None]).to(x.dtype)
+
+
+def add_changes(batch: ContiguousBatch, product: str, chunk: slice, spans: _Spans, x: Tensor, out: Tensor) -> None:
+    """Add the adapters' changes of ``x [r, K]``, the rows ``chunk``, to ``out``. product: gate_up or down."""
+    if batch.adapters is None:
+        return
+    matrices: AdapterMatrices = getattr(batch.adapters.packed, product)
+    matrices.add_to(out, x, batch.adapters.ids[batch.source[chunk]], spans)
 
 
 def starts_of(spans: _Spans) -> tuple[Tensor, Tensor]:

@@ -35,6 +35,7 @@ from ...runtime.launch import launch, power_at_least
 from ...runtime.memory import Memory, alloc
 from ...types import ACTIVATION_KINDS, ActivationSpec
 from .layout import Layout, Words
+from .low_rank import LowRankRows
 from .matrix import PackedMatrix
 from .tiles.problem import TileChoice
 
@@ -70,7 +71,7 @@ class TileList:
     counted. top_k: not 0 when nothing is sorted: then expert holds the ids ``[T, top_k]`` of any width and value, and
     row r is assignment r, one tile. early: the tile list was complete before the previous kernel started.
     row_offsets: ``[R]`` int64, where row r is written, in elements from the first of the result (``RemoteOutput``);
-    None: at row r.
+    None: at row r. low_rank: changes of rows with adapters, added before the activation.
     """
 
     expert: Tensor
@@ -81,6 +82,7 @@ class TileList:
     top_k: int = 0
     early: bool = False
     row_offsets: Tensor | None = None
+    low_rank: LowRankRows | None = None
 
     def offset_unit(self, n_out: int) -> int:
         """Return a divisor of all row offsets, 0 where rows are written in order."""
@@ -140,11 +142,12 @@ def grouped_gemm(
     kernel, strides, sizes = _four_bit_launch(layout) if isinstance(layout, Words) else _decoding_launch(layout)
     bounds = activation_bounds(activation)
     counts = (*sizes, tiles.count, layout.shape[0])
-    args = (tokens, packed.pointers, *strides, bounds, *rows, *tile_lists, *counts)
+    low_rank, rank = (None, 0) if tiles.low_rank is None else tiles.low_rank
+    args = (tokens, packed.pointers, *strides, bounds, low_rank, *rows, *tile_lists, *counts)
     tile = tiles.tile
     constants = {
         "FORMAT": operand_format(packed, _x_scale_layout(x_scale, packed)),
-        "PROJ": projections(packed, activation),
+        "PROJ": projections(packed, activation, rank),
         "TILE": kernel_tile(tile),
         "ROWS": RowOrder(source is not None, tiles.top_k, tiles.offset_unit(layout.shape[2])),
         **tiles.constants(x),
@@ -183,10 +186,14 @@ def operand_format(packed: PackedMatrix, x_scale: int) -> OperandFormat:
     )
 
 
-def projections(packed: PackedMatrix, activation: ActivationSpec | None) -> Projections:
-    """Return the kernels' description of what is computed."""
-    has_limit = activation is not None and activation.limit is not None
-    return Projections(count=packed.layout.shape[1], activation=activation_kind(activation), has_limit=has_limit)
+def projections(packed: PackedMatrix, activation: ActivationSpec | None, adapter_rank: int = 0) -> Projections:
+    """Return the kernels' description of what is computed. adapter_rank: of ``AdapterRows.inner``."""
+    return Projections(
+        count=packed.layout.shape[1],
+        activation=activation_kind(activation),
+        has_limit=activation is not None and activation.limit is not None,
+        adapter_rank=adapter_rank,
+    )
 
 
 def kernel_tile(tile: TileChoice) -> Tile:
@@ -198,8 +205,8 @@ def kernel_tile(tile: TileChoice) -> Tile:
         narrow=tile.narrow,
         depth=tile.depth,
         stages=tile.stages,
-        interleave_gate_up=tile.stacked,
-        fuse_k_block=tile.joined,
+        interleave_gate_up=tile.interleave_gate_up,
+        fuse_k_block=tile.fuse_k_block,
         warps=tile.warps,
     )
 

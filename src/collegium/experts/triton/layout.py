@@ -236,6 +236,16 @@ class Words(Layout):
     row_scaled: bool = True
 
     @property
+    def runs_large(self) -> bool:
+        """Whether a large batch can decode these weights in registers."""
+        return self.weight == enums.E2M1_E8M0 and self.shape[2] % 8 == 0
+
+    @property
+    def dequantized_bytes(self) -> int:
+        """These weights are never decoded into memory."""
+        return 0
+
+    @property
     def row_tiles(self) -> int:
         """R."""
         return -(-self.shape[2] // (self.row_tile // self.shape[1]))

@@ -47,6 +47,7 @@ def pack_both(packers: tuple[Packer, Packer], weights: ExpertWeights[Any], probl
         activation=problem.activation,
         machine=machine_at(weights.down.device),
         activations=form,
+        forced=problem.tiles,
         input_reach=weights.input_reach if form is not None and form.static else None,
         expert_scales=scales,
         report=_combine_reports(gate_up.report, down.report),

@@ -12,11 +12,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ...adapters import AdapterMatrices, TokenAdapters
 from ...errors import InputError
 from ...ops.columns import ZeroPointCorrection, gather_columns
 from ...ops.operand import Operand, gather_codes, operand, transpose_scales
 from ...ops.quantize import AS_IS, ActivationFormat, formats_within, reorder_codes
 from ...ops.rows import ExpertScales
+from ...problem import Tiles
 from ...runtime.launch import align_rows
 from ...runtime.machine import Machine
 from ...runtime.memory import Memory, alloc, part
@@ -24,12 +26,15 @@ from ...types import ActivationSpec, ContiguousBatch, RemoteOutput
 from ..base import PackedWeights, refuse_codes
 from .dequantized import dequantized_groups
 from .grouped import TileList, grouped_gemm, rescale, tile_list
+from .layout import Words
+from .low_rank import AdaptedRows, low_rank_rows
 from .matrix import PackedMatrix
 from .prefill import CodeScales, prefill_gemm
 from .tiles.choice import LARGE_BLOCK_N
 from .tiles.problem import TileChoice, TunedTiles
 from .tiling import ProductTiling, TilePair, middle_format, reads_transposed_scales
 from .tuning import MeasuredProduct
+from .w4_prefill import w4_prefill_gemm
 
 __all__ = ["PackedExperts"]
 
@@ -42,13 +47,15 @@ class PackedExperts(PackedWeights):
 
     - sorted (``run``): rows in expert order, cut into token tiles; ``grouped_gemm`` gathers the tokens.
     - large (``run`` with many rows): rows are gathered first, packed weights are dequantised once if that pays, and
-      ``prefill_gemm`` multiplies.
+      ``prefill_gemm`` multiplies; four-bit weights are decoded in registers, by ``w4_prefill_gemm``.
     - unsorted (``run_unsorted``): few assignments in the order of their ids, each in a separate tile.
 
+    A batch with adapters never takes the large flow, whose kernel does not add low-rank changes.
+
     activations: the format of quantised rows, or None to multiply in the dtype of x. input_reach: of a static format.
-    tiles, measured: as in ``ProductTiling``. report: what packing rounded, or how it stores weights
-    whose size a plan cannot tell. forms: the format of each product's rows. expert_scales: where each expert has
-    separate ones, the scales ``[E]`` float32 of both products' rows.
+    tiles, measured, forced: as in ``ProductTiling``. report: what packing rounded, or how it stores weights whose size
+    a plan cannot tell. forms: the format of each product's rows. expert_scales: where each expert has separate ones,
+    the scales ``[E]`` float32 of both products' rows.
     """
 
     gate_up: PackedMatrix
@@ -59,6 +66,7 @@ class PackedExperts(PackedWeights):
     input_reach: tuple[float, float] | None = None
     tiles: TilePair | None = None
     measured: tuple[TunedTiles, TunedTiles] = ((), ())
+    forced: Tiles | None = None
     report: object | None = None
     expert_scales: tuple[Tensor, Tensor] | None = None
     _tiling: ProductTiling = field(init=False, compare=False, repr=False)
@@ -75,6 +83,7 @@ class PackedExperts(PackedWeights):
             activations=self.activations,
             tiles=self.tiles,
             measured=self.measured,
+            forced=self.forced,
             aligned=self.gate_up.values.data_ptr() % 16 == 0 == self.down.values.data_ptr() % 16,
         )
         object.__setattr__(self, "_tiling", tiling)
@@ -87,7 +96,14 @@ class PackedExperts(PackedWeights):
     @property
     def key(self) -> Hashable:
         """Everything besides the tiling that selects kernel variants of these experts."""
-        key: list[Hashable] = [self.activation, self.machine, self.activations, self.tiles, self.measured]
+        key: list[Hashable] = [
+            self.activation,
+            self.machine,
+            self.activations,
+            self.tiles,
+            self.measured,
+            self.forced,
+        ]
         for matrix in (self.gate_up, self.down):
             key.append(matrix.layout)
             tensors = (matrix.values, matrix.scale, matrix.row_scale, matrix.bias, matrix.order)
@@ -124,15 +140,18 @@ class PackedExperts(PackedWeights):
             return out
         batch = replace(batch, x=align_rows(batch.x))
         rows = count if batch.rows is None else batch.rows
-        large = self.tiling.large(rows)
+        large = self.tiling.large(rows) if batch.adapters is None else None
         if large is not None:
-            return self._run_large(batch, large, out, memory)
+            run_large = self._run_large_four_bit if isinstance(self.gate_up.layout, Words) else self._run_large
+            return run_large(batch, large, out, memory)
         return self._run_sorted(batch, self.tiling.pair(rows), out, memory)
 
-    def run_unsorted(self, x: Tensor, ids: Tensor, memory: Memory | None = None) -> Tensor:
+    def run_unsorted(
+        self, x: Tensor, ids: Tensor, memory: Memory | None = None, adapters: TokenAdapters | None = None
+    ) -> Tensor:
         """Return ``[T * K, H]``: what ``run`` returns for few assignments, in the order of ``ids`` and not sorted.
 
-        ids: contiguous ``[T, K]`` integers; rows of ids outside ``0..E-1`` are uninitialised.
+        ids: contiguous ``[T, K]`` integers; rows of ids outside ``0..E-1`` are uninitialised. adapters: of the tokens.
         """
         x = align_rows(x)
         count, top_k = ids.numel(), ids.shape[1]
@@ -149,7 +168,11 @@ class PackedExperts(PackedWeights):
         second = replace(first, tile=self._unsorted_tiles(count)[1], early=True)
         memory_x = part(memory, "x")
         source: Tensor | None = ids
-        x, x_scale = operand(x, self.forms[0], order=self.gate_up.layout.row_order, memory=memory_x)
+        adapted = None if adapters is None else AdaptedRows(adapters.ids, ids, ids, count)
+        gate_up = None if adapters is None else adapters.packed.gate_up
+        first = _with_changes(first, x, gate_up, adapted, memory, gathered=True)
+        order, x_ready = self.gate_up.layout.row_order, first.low_rank is not None
+        x, x_scale = operand(x, self.forms[0], order=order, x_ready=x_ready, memory=memory_x)
         if self.gate_up.order is not None:
             x = gather_columns(x, self.gate_up.order, ids, ids, top_k=top_k, memory=memory_x)
             source = None
@@ -160,7 +183,9 @@ class PackedExperts(PackedWeights):
             x_scale = transpose_scales(x_scale, token, memory=memory_x)
         middle = self._middle(count, out, memory)
         grouped_gemm(x, self.gate_up, ids, first, middle, source=source, x_scale=x_scale, activation=self.activation)
-        h, h_scale = self._second_operand(middle, second.tile, None, memory)
+        down = None if adapters is None else adapters.packed.down
+        second = _with_changes(second, middle, down, adapted, memory)
+        h, h_scale = self._second_operand(middle, second, None, memory)
         return grouped_gemm(h, self.down, ids, second, out, x_scale=h_scale)
 
     def products(self) -> tuple[MeasuredProduct, ...]:
@@ -252,10 +277,15 @@ class PackedExperts(PackedWeights):
         if isinstance(x_scale, Tensor) and reads_transposed_scales(self.activations, self.gate_up.layout, first.tile):
             x_scale = transpose_scales(x_scale, source, used=_used_rows(batch), memory=memory_x)
         middle = self._middle(batch.source.numel(), out, memory)
+        adapters, adapted = batch.adapters, _adapted_rows(batch)
+        gate_up = None if adapters is None else adapters.packed.gate_up
+        first = _with_changes(first, batch.x, gate_up, adapted, memory, gathered=True)
         grouped_gemm(
             x, self.gate_up, offsets, first, middle, source=source, x_scale=x_scale, activation=self.activation
         )
-        h, h_scale = self._second_operand(middle, second.tile, batch, memory)
+        down = None if adapters is None else adapters.packed.down
+        second = _with_changes(second, middle, down, adapted, memory)
+        h, h_scale = self._second_operand(middle, second, batch, memory)
         return grouped_gemm(h, self.down, offsets, second, out, x_scale=h_scale)
 
     def _run_large(self, batch: ContiguousBatch, tile: TileChoice, out: Tensor, memory: Memory | None) -> Tensor:
@@ -290,6 +320,28 @@ class PackedExperts(PackedWeights):
             prefill_gemm(h, matrix, offsets, replace(tiles, row_offsets=_row_offsets(batch)), out, x_scale=h_scale)
         return out
 
+    def _run_large_four_bit(
+        self, batch: ContiguousBatch, tile: TileChoice, out: Tensor, memory: Memory | None
+    ) -> Tensor:
+        """Write both products of four-bit weights to ``out``, with the bits of the small tiles."""
+        offsets, used, memory_x = batch.expert_offsets, _used_rows(batch), part(memory, "x")
+        if batch.input_weights is None:
+            # Each token is quantised once, and its codes are copied for each of its experts.
+            codes, scale = self._token_operand(batch, part(memory_x, "tokens"))
+            assert scale is not None
+            x, x_scale = gather_codes(codes, scale, batch.source, used, memory_x)
+        else:
+            x, x_scale = self._gathered_operand(batch, self.gate_up.layout.row_order, memory_x)
+        count = batch.source.numel()
+        tiles = tile_list(offsets, count, tile, part(memory, "first"))
+        middle = self._middle(count, out, memory)
+        w4_prefill_gemm(x, self.gate_up, offsets, tiles, middle, x_scale=x_scale, activation=self.activation)
+        h, h_scale = operand(
+            middle, self.forms[1], order=self.down.layout.row_order, used=used, memory=part(memory, "h")
+        )
+        tiles = replace(tiles, row_offsets=_row_offsets(batch))
+        return w4_prefill_gemm(h, self.down, offsets, tiles, out, x_scale=h_scale)
+
     def _middle_codes(self, count: int, out: Tensor, memory: Memory | None) -> CodeScales | None:
         """Return where a large batch's first product stores scales, or None where it does not quantise its result."""
         form = self.activations
@@ -322,14 +374,17 @@ class PackedExperts(PackedWeights):
         return _in_order(codes, batch.order, order), scale
 
     def _second_operand(
-        self, middle: Tensor, tile: TileChoice, batch: ContiguousBatch | None, memory: Memory | None
+        self, middle: Tensor, tiles: TileList, batch: ContiguousBatch | None, memory: Memory | None
     ) -> tuple[Tensor, Tensor | ZeroPointCorrection | None]:
-        """Return rows between the products as the second product reads them with ``tile``; batch: None if unsorted."""
+        """Return rows between the products as the second product reads them with ``tiles``; batch: None if unsorted."""
         used = None if batch is None else _used_rows(batch)
         between = self.forms[1] if batch is None else self._form_of(1, batch)
-        form = middle_format(between, self.down.layout, tile)
+        form = middle_format(between, self.down.layout, tiles.tile)
         memory_h = part(memory, "h")
-        rows = operand(middle, form, order=self.down.layout.row_order, used=used, memory=memory_h)
+        # The adapters' kernel has waited for the rows and only reads them, so quantisation may overlap it.
+        x_ready = tiles.low_rank is not None
+        order = self.down.layout.row_order
+        rows = operand(middle, form, order=order, x_ready=x_ready, used=used, memory=memory_h)
         return rescale(rows, self.down, used, memory_h)
 
 
@@ -348,6 +403,32 @@ def _in_order(codes: Tensor, order: int, requested: int) -> Tensor:
 def _used_rows(batch: ContiguousBatch) -> Tensor | None:
     """Return how many rows have an expert, on the device, for a batch with room for more rows than expected."""
     return None if batch.rows is None else batch.expert_offsets[-1:]
+
+
+def _adapted_rows(batch: ContiguousBatch) -> AdaptedRows | None:
+    """Return the rows of a batch with adapters, None for another batch."""
+    if batch.adapters is None:
+        return None
+    count = batch.source.numel()
+    return AdaptedRows(batch.adapters.ids, batch.source, batch.expert_offsets, count, batch.input_weights)
+
+
+def _with_changes(
+    tiles: TileList,
+    x: Tensor,
+    matrices: AdapterMatrices | None,
+    rows: AdaptedRows | None,
+    memory: Memory | None,
+    *,
+    gathered: bool = False,
+) -> TileList:
+    """Return ``tiles`` with the adapters' changes of the first product (gathered) or the second, if there are any."""
+    if matrices is None or rows is None:
+        return tiles
+    if not gathered:
+        rows = rows._replace(input_weights=None)
+    memory = part(memory, "gate_up_adapters" if gathered else "down_adapters")
+    return replace(tiles, low_rank=low_rank_rows(x, matrices, rows, tiles, gathered=gathered, memory=memory))
 
 
 def _row_offsets(batch: ContiguousBatch) -> Tensor | None:

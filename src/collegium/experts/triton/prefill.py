@@ -20,10 +20,11 @@ from ...types import ActivationSpec
 from .grouped import TileList, activation_bounds, activation_kind, row_scales
 from .matrix import PackedMatrix
 
-__all__ = ["KERNEL", "CodeScales", "prefill_gemm", "source_of"]
+__all__ = ["KERNEL", "PARTS", "CodeScales", "prefill_gemm", "product_of", "source_of"]
 
 _STEP_BYTES = 128  # of a row in a step of the K loop
 _M_TILE = 64  # rows of tokens that four warps multiply at once
+PARTS = ("sm90.cu", "activation.cuh", "prefill.cu")
 _SHARED_BYTES = 227 * 1024  # of a block
 _THREADS = 512  # of a block
 _DTYPES = {torch.float8_e4m3fn: 0, torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}  # as in prefill.cu
@@ -89,8 +90,8 @@ def prefill_gemm(
 def source_of(constants: Mapping[str, int]) -> str:
     """Return the source of the kernel: the instructions of sm_90a with the product of its operands, and the kernel."""
     folder = Path(__file__).parents[2] / "kernels"
-    text = "".join((folder / name).read_text(encoding="utf-8") for name in ("sm90.cu", "prefill.cu"))
-    return text.replace("{ MULTIPLY }", _product_of(constants["OPERAND"]))
+    text = "".join((folder / name).read_text(encoding="utf-8") for name in PARTS)
+    return text.replace("{ MULTIPLY }", product_of(constants["OPERAND"]))
 
 
 KERNEL = CudaKernel("prefill", source_of, _SHARED_BYTES)
@@ -103,7 +104,7 @@ class _Sizes(ctypes.Structure):
     )
 
 
-def _product_of(operand: int) -> str:
+def product_of(operand: int) -> str:
     """Return the body of a product of 64 tokens and 128 weight rows, which no template can express."""
     kind, columns = {0: ("e4m3", 32), 1: ("bf16", 16), 2: ("f16", 16)}[operand]
     sums = ", ".join(f"%{i}" for i in range(64))

@@ -133,6 +133,13 @@ class TritonKernel:
             return f"the weights are bnb4 of widths {widths}; supported: multiples of 32"
         return refuse_machine(problem)
 
+    def refuse_adapters(self, problem: ExpertsProblem) -> str | None:
+        """Refuse weights that permute the columns between the products, in which adapters' matrices would be wrong."""
+        ordered = next((form for form in problem.formats if by_name(form).ordered_columns), None)
+        if ordered is None:
+            return None
+        return f"the weights are {ordered}, whose columns between the products are permuted; supported: other formats"
+
     def pack(self, weights: ExpertWeights[Any], problem: ExpertsProblem) -> PackedExperts:
         """Take weights that are multiplied as they are, re-lay others, a few rows at a time.
 
@@ -167,7 +174,7 @@ class TritonKernel:
         machine = machine_for(problem.device)
         gate_up, down = self.layouts(problem, machine)
         activations = operand_format(problem.activation_format)
-        return ProductTiling(gate_up=gate_up, down=down, machine=machine, activations=activations)
+        return ProductTiling(gate_up=gate_up, down=down, machine=machine, activations=activations, forced=problem.tiles)
 
     def regions(self, problem: ExpertsProblem) -> Regions:
         """Return the memory of both products of a batch at most."""

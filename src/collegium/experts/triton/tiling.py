@@ -11,14 +11,14 @@ from ...formats.unquantised import DTYPES
 from ...ops.columns import SUMS
 from ...ops.operand import operand_regions
 from ...ops.permute import tile_count
-from ...ops.quantize import ACTIVATION_FORMATS, AS_IS, ActivationFormat, activation_format
+from ...ops.quantize import ACTIVATION_FORMATS, ActivationFormat, activation_format
 from ...ops.rows import transposed_scale_stride
-from ...problem import ExpertsProblem
+from ...problem import ExpertsProblem, Tiles
 from ...runtime.launch import power_at_least
 from ...runtime.machine import Machine
 from ...runtime.memory import Regions, elementwise_max, with_prefix
 from ..base import Tiling
-from .layout import Layout
+from .layout import Layout, Words
 from .tiles.candidates import TALL
 from .tiles.choice import LARGE_BLOCK_N, choose, nearest, prefill_tile
 from .tiles.problem import TileChoice, TileProblem, TunedTiles
@@ -77,7 +77,8 @@ class ProductTiling(Tiling):
 
     activations: the format of quantised rows, or None. tiles: two tiles to use instead of the choice made
     from the sizes. measured: for each product, tiles measured at some row counts, which replace the choice near those.
-    aligned: weights are at multiples of 16 bytes, as the tiles of large batches need them.
+    forced: the family of all batches, where the caller chose it. aligned: weights are at multiples of 16 bytes, as the
+    tiles of large batches need them.
     """
 
     gate_up: Layout
@@ -86,6 +87,7 @@ class ProductTiling(Tiling):
     activations: ActivationFormat | None = None
     tiles: TilePair | None = None
     measured: tuple[TunedTiles, TunedTiles] = ((), ())
+    forced: Tiles | None = None
     aligned: bool = True
     _decided: dict[int, tuple[TileChoice | None, TilePair]] = field(
         default_factory=dict, init=False, compare=False, repr=False
@@ -104,9 +106,9 @@ class ProductTiling(Tiling):
         """Return the small tiles of both products for a batch of ``rows`` rows."""
         return self._decide(rows)[1]
 
-    def family(self, rows: int) -> str:
-        """Return which tiles run ``rows`` rows."""
-        return SMALL if self.large(rows) is None else LARGE
+    def family(self, rows: int, *, unsorted: bool = False) -> str:
+        """Return which tiles run ``rows`` rows; unsorted rows have small tiles."""
+        return SMALL if unsorted or self.large(rows) is None else LARGE
 
     def block_t(self, rows: int) -> tuple[int, ...]:
         """Return the row counts whose token tile lists a batch of ``rows`` rows needs."""
@@ -135,7 +137,7 @@ class ProductTiling(Tiling):
 
     def variants(self, rows: int, *, unsorted: bool) -> frozenset[Hashable]:
         """Return the tiles of both products, and the sizes that the kernel that orders rows is compiled for."""
-        large = self.large(rows)
+        large = None if unsorted else self.large(rows)
         tiles = self.pair(rows) if large is None else (large, large)
         variants: set[Hashable] = {(index, tile, unsorted) for index, tile in enumerate(tiles)}
         variants.add((unsorted, rows.bit_length(), power_at_least(rows), *self.block_t(rows)))
@@ -146,15 +148,24 @@ class ProductTiling(Tiling):
         decision = self._decided.get(rows)
         if decision is None:
             first, second = self.problem_of(self.gate_up, rows), self.problem_of(self.down, rows)
-            large = None
-            if self.aligned and self.tiles is None and self.gate_up.runs_large and self.down.runs_large:
-                large = prefill_tile(second, self.machine) and prefill_tile(first, self.machine)
+            large = self._large_tile(first, second)
             tiles = self.tiles or (
                 nearest(self.measured[0], rows) or choose(first, self.machine),
                 nearest(self.measured[1], rows) or choose(second, self.machine),
             )
             decision = self._decided[rows] = (large, tiles)
         return decision
+
+    def _large_tile(self, first: TileProblem, second: TileProblem) -> TileChoice | None:
+        """Return the tile of both products of a large batch, or None where small tiles are faster or forced."""
+        if self.forced == "small" or self.tiles is not None or not self.aligned:
+            return None
+        if not (self.gate_up.runs_large and self.down.runs_large):
+            return None
+        always = self.forced == "large"
+        tile = prefill_tile(first, self.machine, always=always)
+        # Weights of two formats may need two kernels, which list different tiles.
+        return tile if tile == prefill_tile(second, self.machine, always=always) else None
 
 
 def reads_transposed_scales(form: ActivationFormat | None, layout: Layout, tile: TileChoice | None = None) -> bool:
@@ -200,7 +211,11 @@ def product_regions(problem: ExpertsProblem, tiling: ProductTiling) -> Regions:
     regions |= with_prefix("first", lists) | with_prefix("second", lists)
     if large:
         # Rows are put in order first.
-        x = elementwise_max(x, operand_regions(rows, hidden, form, order=AS_IS, gathered=True, dtype=dtype))
+        x = elementwise_max(x, operand_regions(rows, hidden, form, order=order, gathered=True, dtype=dtype))
+        if isinstance(tiling.gate_up, Words) and not problem.weighted:
+            # Each token is quantised once, before its codes are copied for each of its experts.
+            tokens = operand_regions(problem.tokens, hidden, form, order=order, dtype=dtype)
+            x |= with_prefix("tokens", tokens)
         regions["scales"] = 4 * rows * -(-intermediate // LARGE_BLOCK_N)
         regions["expanded"] = max(tiling.gate_up.dequantized_bytes, tiling.down.dequantized_bytes)
     return regions | with_prefix("x", x) | with_prefix("h", h)

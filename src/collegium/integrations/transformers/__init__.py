@@ -12,6 +12,7 @@ Two entry points. ``register`` adds an experts implementation, which packs the e
 What replaces or wraps code of transformers is in ``patches.py``.
 """
 
+from .adapters import choose_adapters
 from .decoding import Decoder
 from .loading import build_layers, load_model
 from .modules import experts_modules, routed_weights, spec_of
@@ -23,6 +24,7 @@ __all__ = [
     "Recorder",
     "attach",
     "build_layers",
+    "choose_adapters",
     "experts_forward",
     "experts_modules",
     "layers_of",

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ...errors import InputError
 from ...layer import MoELayer
+from .adapters import adapter_ids_for
 
 __all__ = ["BLOCKS", "Block", "blocks_of", "layer_summary", "replace_blocks"]
 
@@ -56,7 +57,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, *_: object, **__: object) -> Any:
         """Return the layer's output for ``x [..., D]``; raises InputError without a layer."""
-        out = self.layer(x)
+        out = self.layer(x, adapter_ids=adapter_ids_for(self, x.numel() // x.shape[-1]))
         return (out, None) if self.pair else out
 
 

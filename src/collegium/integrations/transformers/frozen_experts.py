@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ...errors import InputError
 from ...layer import MoELayer
 from ...runtime.packed_module import refuse_backward
+from ...stages.latent import Latent
 from .blocks import blocks_of
 from .modules import experts_modules
 from .patches import override_methods
@@ -112,7 +113,7 @@ def _weight_count(layer: MoELayer) -> int:
     others: list[Tensor | None] = []
     if router is not None:
         others += [router.weight, router.bias, router.expert_scale]
-    if latent is not None:
+    if isinstance(latent, Latent):
         others += [latent.down, latent.up, latent.norm]
     return total + sum(tensor.numel() for tensor in others if tensor is not None)
 

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections.abc import Sequence
 from typing import Any, Literal, Never
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from ...checkpoint.adapter import with_adapter
 from ...checkpoint.audit import check_outside_experts
 from ...checkpoint.dense_weights import dense_weight_problems, quantised_dense_weights, sentences
+from ...checkpoint.expert_adapters import read_expert_adapters
 from ...checkpoint.layer_view import CheckpointLayer
 from ...checkpoint.problems import raise_if_any
 from ...checkpoint.reader import Checkpoint
@@ -24,6 +26,7 @@ from ...runtime.arguments import Dtype, dtype_name, refuse_others
 from ...runtime.devices import plain_torch, probe
 from ...runtime.progress import Progress, counted
 from ..extra import import_extra
+from .adapters import set_model_adapters
 from .blocks import BLOCKS, blocks_of
 from .classes import class_and_config
 from .dense_weights import load_dense_weights
@@ -46,6 +49,7 @@ def load_model(  # noqa: PLR0913  flat: calls pass few of these, and an options 
     dtype: Dtype | torch.dtype = "bf16",
     limits: Limits | None = None,
     adapter: str | os.PathLike[str] | None = None,
+    adapters: Sequence[str | os.PathLike[str]] = (),
     progress: Progress | None = None,
     download: bool = False,
     **others: Never,
@@ -60,6 +64,8 @@ def load_model(  # noqa: PLR0913  flat: calls pass few of these, and an options 
     dtype: of the model, as a name or torch.dtype. Tensors outside the experts have this dtype, except those that
     transformers keeps in float32. Quantised matrices outside the experts are decoded, with a warning in the log.
     adapter: folder or id of a PEFT LoRA adapter, merged while loading as ``checkpoint.with_adapter`` does.
+    adapters: adapters of the routed experts that are not merged; ``choose_adapters(model, ids)`` chooses one for each
+    sequence. The weights may be quantised.
     progress: called with (done, total, text).
     download: fetch missing files of the model and the adapter; code in a repository is neither fetched nor run.
 
@@ -78,6 +84,7 @@ def load_model(  # noqa: PLR0913  flat: calls pass few of these, and an options 
         path,
         device=device,
         adapter=adapter,
+        adapters=adapters,
         download=download,
         weight_format=weight_format,
         overrides=overrides,
@@ -92,6 +99,7 @@ def load_model_in(
     *,
     device: torch.device | str | Ranks | None = None,
     adapter: str | os.PathLike[str] | None = None,
+    adapters: Sequence[str | os.PathLike[str]] = (),
     download: bool = False,
     **layer_options: Any,
 ) -> nn.Module:
@@ -100,6 +108,8 @@ def load_model_in(
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path, download=download)
     if adapter is not None:
         checkpoint = with_adapter(checkpoint, adapter, download=download)
+    # Before anything large is read.
+    by_layer = read_expert_adapters(checkpoint, adapters, download=download) if adapters else {}
     install()
     cls, config = class_and_config(checkpoint)
     quantised = quantised_dense_weights(checkpoint)
@@ -113,7 +123,10 @@ def load_model_in(
                 _LOG.warning("%s: %s", checkpoint.path, sentence)
         _check_layer_indices(model, checkpoint)
         _check_fp16_range(model, checkpoint)
-        _attach_layers(model, build_layers(checkpoint, device=device, dtype=dtype, **layer_options))
+        layers = build_layers(checkpoint, device=device, dtype=dtype, **layer_options)
+        _attach_layers(model, layers)
+        if by_layer:
+            set_model_adapters(model, {**experts_modules(model), **blocks_of(model)}, layers, by_layer)
     widen(model)
     freeze_experts(model, checkpoint.path)
     return model

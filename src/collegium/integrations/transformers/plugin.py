@@ -22,6 +22,7 @@ from ...runtime.packed_module import refuse_gradient
 from ...types import Routing
 from ..extra import import_extra
 from . import hooks, trust
+from .adapters import adapter_ids_for
 from .blocks import blocks_of, layer_summary
 from .modules import experts_modules, is_experts, routed_weights, spec_of, write_count
 from .patches import wrap_extra_repr
@@ -186,7 +187,8 @@ def _run(module: nn.Module, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, o
     # A layer that Collegium splits over ranks accepts all ids, and an unknown id is an error.
     if not entry.layer.plan.groups and getattr(module, "_is_expert_parallel", distributed):
         topk_ids = topk_ids.masked_fill(topk_ids >= entry.layer.spec.num_experts, -1)
-    return entry.layer(x, routing=Routing(topk_ids=topk_ids, topk_weights=topk_weights), out=out)
+    routing = Routing(topk_ids=topk_ids, topk_weights=topk_weights)
+    return entry.layer(x, routing=routing, adapter_ids=adapter_ids_for(module, x.shape[0]), out=out)
 
 
 def _entry_of(module: nn.Module) -> _BuiltLayer | None:

@@ -55,5 +55,5 @@ def unpack_bnb4(packed: PackedMatrix, *, half: bool = False) -> Unpacked:
     )
 
 
-def _rows_of(codes: Tensor, columns: int, expert: int, part: int, span: slice) -> Tensor:
-    return unpack_nibbles(codes[expert, part, span])[:, :columns]
+def _rows_of(codes: Tensor, columns: int, experts: slice, span: slice) -> Tensor:
+    return unpack_nibbles(codes[experts, :, span])[..., :columns]

@@ -1,5 +1,6 @@
 """What all packings share. Shape letters: E experts, P parts, N output rows, K input columns, B K blocks, G groups."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +10,11 @@ from torch.nn import functional
 
 from ....errors import InputError
 
-__all__ = ["Unpacked", "add_projection_dim", "empty_weight", "from_scale_words", "to_scale_words"]
+__all__ = ["Unpacked", "add_projection_dim", "empty_weight", "from_scale_words", "row_batches", "to_scale_words"]
+
+# Codes packed at a time: few enough for the caches of a CPU, and many enough to fill a GPU.
+_CPU_BATCH = 1 << 20
+_GPU_BATCH = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +52,19 @@ class Unpacked:
 
     def _by_column(self, groups: Tensor) -> Tensor:
         return groups.double().repeat_interleave(self.group, dim=-1)[..., : self.codes.shape[-1]]
+
+
+def row_batches(experts: int, rows: int, row_codes: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
+    """Yield the experts and rows to pack at a time: all rows of some experts, or some rows of one.
+
+    row_codes: codes of a row, of all parts. Bounds the temporary memory, some tens of bytes a code.
+    """
+    batch = max(1, (_CPU_BATCH if device.type == "cpu" else _GPU_BATCH) // row_codes)
+    expert_step = max(1, batch // rows)
+    row_step = min(batch, rows)
+    for expert in range(0, experts, expert_step):
+        for row in range(0, rows, row_step):
+            yield slice(expert, min(expert + expert_step, experts)), slice(row, min(row + row_step, rows))
 
 
 def add_projection_dim(payload: Any) -> Any:

@@ -67,5 +67,5 @@ def interleave_bytes(codes: Tensor, layout: Lanes) -> Tensor:
     )
 
 
-def _rows_of(codes: Tensor, columns: int, expert: int, part: int, span: slice) -> Tensor:
-    return codes[expert, part, span, :columns]
+def _rows_of(codes: Tensor, columns: int, experts: slice, span: slice) -> Tensor:
+    return codes[experts, :, span, :columns]

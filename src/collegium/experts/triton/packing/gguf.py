@@ -95,17 +95,18 @@ class _Rows:
     payload: Gguf
     zero: int
 
-    def of(self, expert: int, part: int, span: slice) -> Tensor:
-        """Return codes uint8 ``[n, K]``, without those of scales that are no unit."""
+    def of(self, experts: slice, span: slice) -> Tensor:
+        """Return codes uint8 ``[e, P, n, K]``, without those of scales that are no unit."""
         payload, kind = self.payload, self.payload.kind
-        blocks = payload.blocks[expert, part, span]
+        stored = payload.blocks[experts, :, span]
+        blocks = stored.flatten(0, 2)
         codes = kind.codes(blocks.reshape(-1, kind.nbytes)).view(blocks.shape[0], -1)
         two = len(kind.halves) == 2
         if not (two and kind.steps is not None):
             scales = _group_scales(replace(payload, blocks=blocks))
             zero = kind.zero if two else self.zero
             codes = flush_codes(codes + (zero - kind.zero), scales, codes.shape[1] // scales.shape[1], zero)
-        return codes[:, : payload.shape[3]]
+        return codes[:, : payload.shape[3]].unflatten(0, stored.shape[:3])
 
 
 def _report(title: str, layout: Layout) -> str:

@@ -84,15 +84,17 @@ class _Rows:
     zeros: Tensor | None
     order: Tensor | None
 
-    def of(self, expert: int, part: int, span: slice) -> Tensor:
-        """Return codes uint8 ``[n, K]``."""
+    def of(self, experts: slice, span: slice) -> Tensor:
+        """Return codes uint8 ``[e, P, n, K]``."""
         payload = self.payload
-        stored = payload.codes[expert, part, span]
-        codes = (unpack_nibbles(stored) if self.bits == 4 else stored.contiguous())[:, : payload.shape[3]]
+        stored = payload.codes[experts, :, span]
+        codes = (unpack_nibbles(stored) if self.bits == 4 else stored.contiguous())[..., : payload.shape[3]]
         if self.order is not None:
-            codes = codes.index_select(1, self.order[expert])
-        zero = 1 << (self.bits - 1) if self.zeros is None else self.zeros[expert, part, span]
-        return flush_codes(codes, payload.scales[expert, part, span], payload.group_size, zero)
+            orders = self.order[experts].long()
+            pairs = zip(codes, orders, strict=True)
+            codes = torch.stack([matrix.index_select(-1, order) for matrix, order in pairs])
+        zero = 1 << (self.bits - 1) if self.zeros is None else self.zeros[experts, :, span]
+        return flush_codes(codes, payload.scales[experts, :, span], payload.group_size, zero)
 
 
 def _zero_points(payload: Integers, bits: int) -> Tensor | None:

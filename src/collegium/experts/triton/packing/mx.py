@@ -96,8 +96,8 @@ def _interleave_e2m1(codes: Tensor, layout: Lanes, *, half: bool) -> Tensor:
     return interleave(layout, _e2m1(half=half), partial(_rows_of, codes, layout.shape[3]), device=codes.device)
 
 
-def _rows_of(codes: Tensor, columns: int, expert: int, part: int, span: slice) -> Tensor:
-    return unpack_nibbles(codes[expert, part, span])[:, :columns]
+def _rows_of(codes: Tensor, columns: int, experts: slice, span: slice) -> Tensor:
+    return unpack_nibbles(codes[experts, :, span])[..., :columns]
 
 
 def _e2m1(*, half: bool) -> LaneCodec:

@@ -14,12 +14,12 @@ def flush_scales(scales: Tensor) -> Tensor:
 
 
 def flush_codes(codes: Tensor, scales: Tensor, group: int, zero: Tensor | int) -> Tensor:
-    """Return codes ``[n, K]``, with ``zero`` in groups of columns whose scale of ``[n, G]`` is no unit."""
+    """Return codes ``[..., K]``, with ``zero`` in groups of columns whose scale of ``[..., G]`` is no unit."""
     flushed = scales.abs() <= _MIN_UNIT
     if not bool(flushed.any()):
         return codes
     zeros = torch.as_tensor(zero, device=codes.device).to(codes.dtype).expand_as(flushed)
-    columns = codes.shape[1]
-    flushed = flushed.repeat_interleave(group, dim=-1)[:, :columns]
-    zeros = zeros.repeat_interleave(group, dim=-1)[:, :columns]
+    columns = codes.shape[-1]
+    flushed = flushed.repeat_interleave(group, dim=-1)[..., :columns]
+    zeros = zeros.repeat_interleave(group, dim=-1)[..., :columns]
     return torch.where(flushed, zeros, codes)

@@ -31,12 +31,11 @@ from ....formats.codecs import E2M1_VALUES, e2m1_codes, power_of_two, unpack_nib
 from ....kernels import enums
 from ..layout import WORDS, Words
 from ..matrix import PackedMatrix, RangeReport
-from .common import Unpacked, empty_weight
+from .common import Unpacked, empty_weight, row_batches
 from .integers import int4_scales, scales_by_word
 
 __all__ = ["pack_w4a8", "unpack_w4a8"]
 
-_CHUNK = 1 << 20  # codes re-laid at a time
 _ROW_TILE = WORDS["mxfp4"].row_tile
 _BLOCK_K = WORDS["mxfp4"].block_k
 _TOP_FIELD = 12  # exponent field of a row's largest group
@@ -93,12 +92,12 @@ def unpack_w4a8(packed: PackedMatrix) -> Unpacked:
 
 
 class _RowRange(NamedTuple):
-    """Rows ``span`` of both parts of an expert, padded to ``rows`` rows and ``blocks`` K blocks.
+    """Rows ``span`` of both parts of some experts, padded to ``rows`` rows and ``blocks`` K blocks.
 
     counts: groups beyond the range and weights changed, added to.
     """
 
-    expert: int
+    experts: slice
     span: slice
     rows: int
     blocks: int
@@ -107,9 +106,9 @@ class _RowRange(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _PackedRows:
-    """Rows of a payload. codes: ``[P, rows, B, 64]`` uint8. scales: words ``[P, rows, B, words]``.
+    """Rows of a payload. codes: ``[e, P, rows, B, 64]`` uint8. scales: words ``[e, P, rows, B, words]``.
 
-    factor: of each row, ``[P, rows]``, or None where the layout has none.
+    factor: of each row, ``[e, P, rows]``, or None where the layout has none.
     """
 
     codes: Tensor
@@ -130,45 +129,44 @@ def _pack_rows(
     pairs = layout.scale_dtype == torch.uint8  # four bytes of a row and block, packed as one word
     dtype = torch.int32 if pairs else layout.scale_dtype
     scale = torch.empty((experts, tiles, blocks, layout.words, _ROW_TILE), dtype=dtype, device=device)
-    row_scale = torch.zeros((experts, tiles * _ROW_TILE), device=device) if layout.row_scaled else None
+    row_scale = torch.zeros((experts, tiles, _ROW_TILE), device=device) if layout.row_scaled else None
     counts = torch.zeros(2, dtype=torch.int64, device=device)
-    step = max(1, _CHUNK // (_ROW_TILE * blocks * _BLOCK_K))
-    for expert in range(experts):
-        for start in range(0, tiles, step):
-            stop = min(start + step, tiles)
-            span = slice(start * tile_rows, min(stop * tile_rows, n_out))
-            rows = rows_of(payload, _RowRange(expert, span, (stop - start) * tile_rows, blocks, counts))
-            values[expert, start:stop] = _to_tiles(rows.codes).transpose(1, 2)
-            scale[expert, start:stop] = _to_tiles(rows.scales).permute(0, 2, 3, 1)
-            if row_scale is not None and rows.factor is not None:
-                row_scale[expert, start * _ROW_TILE : stop * _ROW_TILE] = _to_tiles(rows.factor).flatten()
+    for some, span in row_batches(experts, tiles, _ROW_TILE * blocks * _BLOCK_K, device):
+        stored = slice(span.start * tile_rows, min(span.stop * tile_rows, n_out))
+        rows = rows_of(payload, _RowRange(some, stored, (span.stop - span.start) * tile_rows, blocks, counts))
+        values[some, span] = _to_tiles(rows.codes).transpose(2, 3)
+        scale[some, span] = _to_tiles(rows.scales).permute(0, 1, 3, 4, 2)
+        if row_scale is not None and rows.factor is not None:
+            row_scale[some, span] = _to_tiles(rows.factor)
     if pairs:
         scale = scale.view(torch.uint8).view(experts, tiles, blocks, _ROW_TILE, 4)
+    if row_scale is not None:
+        row_scale = row_scale.flatten(1)
     beyond, changed = counts.tolist()
     report = RangeReport(groups=payload.scales.numel(), beyond=beyond, changed=changed)
     return PackedMatrix(layout=layout, values=values, scale=scale, row_scale=row_scale, bias=bias, report=report)
 
 
 def _pair_rows(payload: MxFp4, rows: _RowRange) -> _PackedRows:
-    codes = _pad(payload.codes[rows.expert, :, rows.span], rows, 2, 0)
-    scales = _pad(payload.scales[rows.expert, :, rows.span], rows, payload.group, 127)
+    codes = _pad(payload.codes[rows.experts, :, rows.span], rows, 2, 0)
+    scales = _pad(payload.scales[rows.experts, :, rows.span], rows, payload.group, 127)
     return _PackedRows(codes=codes.unflatten(-1, (rows.blocks, -1)), scales=_scale_words(scales, rows))
 
 
 def _mxfp4_rows(payload: MxFp4, rows: _RowRange) -> _PackedRows:
     codes = _codes(payload, rows, 0)
-    exponent = _pad(payload.scales[rows.expert, :, rows.span], rows, payload.group, 0).to(torch.int16)
+    exponent = _pad(payload.scales[rows.experts, :, rows.span], rows, payload.group, 0).to(torch.int16)
     field, top = _fields(codes, exponent, None, payload.group, rows.counts)
     return _PackedRows(codes=_to_words(codes), scales=_scale_words(field << 3, rows), factor=_power(top - 133))
 
 
 def _nvfp4_rows(payload: NvFp4, rows: _RowRange) -> _PackedRows:
     codes = _codes(payload, rows, 0)
-    scales = payload.scales[rows.expert, :, rows.span].float()
+    scales = payload.scales[rows.experts, :, rows.span].float()
     mantissa, exponent = torch.frexp(_pad(scales, rows, payload.group, 0))
     low = ((mantissa * 16) - 8).clamp(min=0).to(torch.int16)
     field, top = _fields(codes, exponent.to(torch.int16), low, payload.group, rows.counts)
-    stored = payload.global_scale[rows.expert].float()
+    stored = payload.global_scale[rows.experts].float()
     global_scale = (1 / stored if payload.global_divides else stored).unsqueeze(-1)
     # frexp's mantissa lies in [0.5, 1).
     factor = _power(top - _TOP_FIELD + 5) * global_scale
@@ -177,28 +175,28 @@ def _nvfp4_rows(payload: NvFp4, rows: _RowRange) -> _PackedRows:
 
 def _int4_rows(payload: Int4Group, rows: _RowRange) -> _PackedRows:
     codes = _codes(payload, rows, 8) ^ 8  # in two's complement
-    words = scales_by_word(payload, payload.scales[rows.expert, :, rows.span], *int4_scales(payload))
+    words = scales_by_word(payload, payload.scales[rows.experts, :, rows.span], *int4_scales(payload))
     if words.shape[-1] > 1:
         # Quarter, half, t and column of four become t, quarter, half and column.
-        codes = codes.unflatten(-1, (words.shape[-2], 4, 2, 4, 4)).permute(0, 1, 2, 5, 3, 4, 6).flatten(2)
-    words = functional.pad(words, (0, 0, 0, 0, 0, rows.rows - words.shape[1]))
+        codes = codes.unflatten(-1, (words.shape[-2], 4, 2, 4, 4)).permute(0, 1, 2, 3, 6, 4, 5, 7).flatten(3)
+    words = functional.pad(words, (0, 0, 0, 0, 0, rows.rows - words.shape[2]))
     return _PackedRows(codes=_to_words(codes), scales=words)
 
 
 def _codes(payload: Any, rows: _RowRange, padding: int) -> Tensor:
-    """Return codes ``[P, rows, B * 128]`` uint8."""
+    """Return codes ``[e, P, rows, B * 128]`` uint8."""
     columns = payload.shape[3]
-    nibbles = unpack_nibbles(payload.codes[rows.expert, :, rows.span])[..., :columns]
+    nibbles = unpack_nibbles(payload.codes[rows.experts, :, rows.span])[..., :columns]
     return _pad(nibbles, rows, 1, padding)
 
 
 def _scale_words(scales: Tensor, rows: _RowRange) -> Tensor:
-    """Return group bytes ``[P, rows, G]`` as int32 words ``[P, rows, B, words]``."""
-    return scales.to(torch.uint8).view(*scales.shape[:2], rows.blocks, -1).view(torch.int32)
+    """Return group bytes ``[e, P, rows, G]`` as int32 words ``[e, P, rows, B, words]``."""
+    return scales.to(torch.uint8).unflatten(-1, (rows.blocks, -1)).view(torch.int32)
 
 
 def _fields(codes: Tensor, exponent: Tensor, low: Tensor | None, group: int, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each group's exponent field 1 to 12 and the exponent of field 12, ``[P, rows]`` int32.
+    """Return each group's exponent field 1 to 12 and the exponent of field 12, ``[e, P, rows]`` int32.
 
     codes are changed in place where a group is below its row's range.
     """
@@ -229,17 +227,17 @@ def _power(exponent: Tensor) -> Tensor:
 
 
 def _pad(values: Tensor, rows: _RowRange, group: int, padding: int) -> Tensor:
-    """Return ``[P, n, k]``, one for each ``group`` columns, as ``[P, rows, B * 128 / group]``."""
+    """Return ``[e, P, n, k]``, one for each ``group`` columns, as ``[e, P, rows, B * 128 / group]``."""
     columns = rows.blocks * _BLOCK_K // group - values.shape[-1]
-    return functional.pad(values, (0, columns, 0, rows.rows - values.shape[1]), value=padding)
+    return functional.pad(values, (0, columns, 0, rows.rows - values.shape[2]), value=padding)
 
 
 def _to_words(codes: Tensor) -> Tensor:
-    """Return codes ``[P, rows, B * 128]`` as bytes of words ``[P, rows, B, 64]``."""
-    eight = codes.view(*codes.shape[:2], -1, 8)
+    """Return codes ``[e, P, rows, B * 128]`` as bytes of words ``[e, P, rows, B, 64]``."""
+    eight = codes.unflatten(-1, (-1, 8))
     magnitudes, signs = eight & 7, eight & 8
     words = magnitudes[..., 0::2] | (magnitudes[..., 1::2] << 4) | signs[..., 4:] | (signs[..., :4] << 4)
-    return words.reshape(*codes.shape[:2], -1, _BLOCK_K // 2)
+    return words.reshape(*codes.shape[:3], -1, _BLOCK_K // 2)
 
 
 def _from_words(words: Tensor) -> Tensor:
@@ -251,10 +249,10 @@ def _from_words(words: Tensor) -> Tensor:
 
 
 def _to_tiles(rows: Tensor) -> Tensor:
-    """Return ``[P, rows, ...]`` as ``[tiles, 64, ...]``, eight rows of each part in turn."""
-    parts, _, *rest = rows.shape
-    by_eight = rows.view(parts, -1, _ROW_TILE // parts // 8, 8, *rest).movedim(0, 2)
-    return by_eight.reshape(-1, _ROW_TILE, *rest)
+    """Return ``[e, P, rows, ...]`` as ``[e, tiles, 64, ...]``, eight rows of each part in turn."""
+    experts, parts, _, *rest = rows.shape
+    by_eight = rows.view(experts, parts, -1, _ROW_TILE // parts // 8, 8, *rest).movedim(1, 3)
+    return by_eight.reshape(experts, -1, _ROW_TILE, *rest)
 
 
 def _from_tiles(tiles: Tensor, layout: Words) -> Tensor:

@@ -25,11 +25,11 @@ def candidates(problem: TileProblem, machine: Machine) -> tuple[TileChoice, ...]
 
 def _stored_candidates(problem: TileProblem, machine: Machine) -> Iterator[TileChoice]:
     overlap = starts_early(problem, machine)
-    for block_t, (block_n, warps, stacked) in product(
+    for block_t, (block_n, warps, interleave) in product(
         (16, 32, 64, 128, 256), product((64, 128), (4, 8), (False, True))
     ):
         # Stacking gains only with eight warps and few tokens.
-        if stacked and (problem.parts == 1 or (block_n, warps) != (128, 8)):
+        if interleave and (problem.parts == 1 or (block_n, warps) != (128, 8)):
             continue
         tile = TileChoice(
             block_n=block_n,
@@ -37,7 +37,7 @@ def _stored_candidates(problem: TileProblem, machine: Machine) -> Iterator[TileC
             warps=warps,
             stages=1,
             group_t=_group_t(problem, block_t),
-            stacked=stacked,
+            interleave_gate_up=interleave,
             overlap=overlap,
             narrow=machine.copies and block_t >= 64,
         )
@@ -106,7 +106,7 @@ def deep_tile(problem: TileProblem, machine: Machine) -> TileChoice | None:
         warps=4,
         stages=3,
         group_t=_group_t(problem, block_t),
-        stacked=problem.parts == 2,
+        interleave_gate_up=problem.parts == 2,
         overlap=starts_early(problem, machine),
         narrow=block_t >= 64,
         depth=depth,
@@ -137,18 +137,20 @@ def _decoded_candidates(problem: TileProblem, machine: Machine) -> Iterator[Tile
             warps = 8 if problem.operands == 2 or (problem.quartered and block_t == 32) else 4
         # One operand per part, with half of the weight rows.
         separate = block_t == 64 and problem.promoted and not machine.copies
-        stacked = problem.parts == 2 and not separate
+        interleave = problem.parts == 2 and not separate
         for block_n in _decoded_block_n(known, block_t, warps, separate=separate):
             tile = TileChoice(
                 block_n=block_n,
                 block_t=block_t,
                 warps=warps,
                 stages=2,
-                stacked=stacked,
+                interleave_gate_up=interleave,
                 overlap=starts_early(problem, machine),
                 narrow=machine.copies and block_t >= 64,
                 registers=registers,
-                joined=machine.copies and not problem.quartered and _joined(known, problem, block_n, block_t),
+                fuse_k_block=machine.copies
+                and not problem.quartered
+                and _fuses_k_block(known, problem, block_n, block_t),
             )
             max_stages = 3 if separate or warps == 8 else 4
             stages = _decoded_stages(problem, machine, tile, max_stages)
@@ -162,11 +164,11 @@ def _decoded_block_n(known: DecodedTiles, block_t: int, warps: int, *, separate:
     return (64, 128) if block_t == 16 and warps == 4 and known.block_n_64 else (128,)
 
 
-def _joined(known: DecodedTiles, problem: TileProblem, block_n: int, block_t: int) -> bool:
+def _fuses_k_block(known: DecodedTiles, problem: TileProblem, block_n: int, block_t: int) -> bool:
     """Return whether a tile multiplies the quarters of a K block as one product."""
     if block_t == 64:
-        return known.joined_at_64_stacked if problem.parts == 2 else known.joined_at_64
-    return known.joined_64x16 or (block_n, block_t) != (64, 16)
+        return known.fuse_at_64_interleaved if problem.parts == 2 else known.fuse_at_64
+    return known.fuse_64x16 or (block_n, block_t) != (64, 16)
 
 
 def _decoded_stages(problem: TileProblem, machine: Machine, tile: TileChoice, max_stages: int) -> int:

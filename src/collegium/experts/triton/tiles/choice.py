@@ -10,9 +10,19 @@ from .fitted import DEQUANTIZE, LARGE
 from .problem import Operands, TileChoice, TileProblem, TunedTiles
 from .score import score
 
-__all__ = ["LARGE_BLOCK_N", "choose", "dequantize_threshold", "large_from", "nearest", "prefill_tile"]
+__all__ = [
+    "FOUR_BIT_TOKENS",
+    "LARGE_BLOCK_N",
+    "choose",
+    "dequantize_threshold",
+    "large_from",
+    "nearest",
+    "prefill_tile",
+]
 
 LARGE_BLOCK_N = 128  # weight rows of an operand of a large batch's tile, which has two
+FOUR_BIT_TOKENS = 160  # of the widest tile of four-bit weights in a large batch
+_FOUR_BIT_ROWS = 256  # weight rows of a block of threads there
 _MIN_K = DEQUANTIZE.min_k
 _LARGE_GROUP_T = 8  # token tiles of one expert in a large batch that share a pass over its weights
 
@@ -36,14 +46,30 @@ def choose(problem: TileProblem, machine: Machine) -> TileChoice:
     return min(tiles, key=lambda tile: score(problem, tile, machine))
 
 
-def prefill_tile(problem: TileProblem, machine: Machine) -> TileChoice | None:
-    """Return the tile of ``prefill_gemm`` for ``problem`` where that product is faster, otherwise None.
+def prefill_tile(problem: TileProblem, machine: Machine, *, always: bool = False) -> TileChoice | None:
+    """Return the tile of ``prefill_gemm`` or ``w4_prefill_gemm`` for ``problem`` where it is faster, otherwise None.
 
-    It needs a Hopper GPU with NVRTC, operands of one width, or weights that are decoded to 16 bits first, rows of a
-    multiple of 16 bytes, and enough rows for each expert.
+    They need a Hopper GPU with NVRTC, operands of one width, weights that are decoded to 16 bits first, or four-bit
+    weights with one operand and scale, rows of a multiple of 16 bytes, and enough rows for each expert. always: with
+    any number of rows.
     """
     if not machine.compiles or problem.experts * problem.parts * problem.n_out >= 1 << 31:
         return None
+    # Blocks come in pairs, which share their tokens.
+    programs = machine.sms // 2 * 2
+    if problem.kind is Operands.FOUR_BIT:
+        if problem.promoted or problem.operands > 1:
+            return None
+        if not always and problem.rows < large_from(problem, machine) * problem.experts:
+            return None
+        return TileChoice(
+            block_n=_FOUR_BIT_ROWS,
+            block_t=FOUR_BIT_TOKENS,
+            warps=8,
+            stages=5,
+            group_t=_LARGE_GROUP_T,
+            programs=programs,
+        )
     if problem.kind is Operands.STORED:
         one_width = problem.weight_bits == problem.x_bits and problem.block_k * problem.x_bits == 1024
         fits = one_width and problem.k_in * problem.x_bits % 128 == 0
@@ -51,15 +77,17 @@ def prefill_tile(problem: TileProblem, machine: Machine) -> TileChoice | None:
     else:
         fits = problem.x_bits >= 16 and problem.k_in % 8 == 0 and problem.k_in >= _MIN_K
         min_rows = dequantize_threshold(problem, machine)
-    if not fits or problem.rows < min_rows * problem.experts:
+    if not fits or (not always and problem.rows < min_rows * problem.experts):
         return None
-    # Three groups of warps multiply 64 rows each; two blocks share their tokens.
-    programs = machine.sms // 2 * 2
+    # Three groups of warps multiply 64 rows each.
     return TileChoice(block_n=LARGE_BLOCK_N, block_t=192, warps=12, stages=5, group_t=_LARGE_GROUP_T, programs=programs)
 
 
 def large_from(problem: TileProblem, machine: Machine) -> float:
-    """Return the rows of an expert from which on weights as stored run with the tiles of large batches."""
+    """Return the rows of an expert from which on weights that are not decoded first run as large batches."""
+    if problem.kind is Operands.FOUR_BIT:
+        enough = problem.experts * problem.n_out >= _FOUR_BIT_ROWS * machine.sms
+        return LARGE.four_bits * (1 if enough else LARGE.few_experts)
     min_rows = LARGE.sixteen_bits if problem.x_bits > 8 else LARGE.eight_bits
     if problem.promoted:
         min_rows = LARGE.promoted

@@ -68,13 +68,13 @@ class TileProblem:
 class TileChoice:
     """How one grouped product is cut and launched.
 
-    block_n: weight rows of an operand. stacked: half of them are gate and half up of the same columns, otherwise
-    every part has a separate operand. block_t: rows. group_t: token tiles that share a pass over the weights.
+    block_n: weight rows of an operand. interleave_gate_up: half of them are gate and half up of the same columns,
+    otherwise every part has a separate operand. block_t: rows. group_t: token tiles that share a pass over the weights.
     overlap: the kernel may start before the previous one ends. programs: number of programs that share the tiles of a
     large batch; 0: one program per tile. narrow: few rows run as a tile of half or a quarter of block_t. depth: K
     blocks that a step of the loop multiplies; with weights of 8 and 16 bits it divides K, and a tile has one operand.
-    registers: limit per thread, set where more would leave room for fewer programs; 0: no limit. joined: the quarters
-    of a K block are one product.
+    registers: limit per thread, set where more would leave room for fewer programs; 0: no limit. fuse_k_block: the
+    quarters of a K block are one product.
     """
 
     block_n: int
@@ -82,22 +82,22 @@ class TileChoice:
     warps: int
     stages: int
     group_t: int = 8
-    stacked: bool = False
+    interleave_gate_up: bool = False
     overlap: bool = False
     programs: int = 0
     narrow: bool = False
     depth: int = 1
     registers: int = 0
-    joined: bool = False
+    fuse_k_block: bool = False
 
     @property
     def columns(self) -> int:
         """Output columns of a program."""
-        return self.block_n // 2 if self.stacked else self.block_n
+        return self.block_n // 2 if self.interleave_gate_up else self.block_n
 
     def weight_rows(self, problem: TileProblem) -> int:
         """Return the weight rows of a program."""
-        return self.block_n * (1 if self.stacked else problem.parts)
+        return self.block_n * (1 if self.interleave_gate_up else problem.parts)
 
     def stage_bytes(self, problem: TileProblem) -> float:
         """Return the shared memory of one K block."""

@@ -54,7 +54,7 @@ def _stored_slowdown(problem: TileProblem, tile: TileChoice, waves: float) -> fl
         return factor * STORED.one_wave  # two operands a step keep fewer bytes in flight than one of eight warps
     if rows == 256:
         factor *= STORED.rows_256_32 if tile.block_t == 32 else STORED.rows_256
-    return factor * (STORED.rows_64 if rows == 64 or (tile.stacked and problem.x_bits == 8) else 1.0)
+    return factor * (STORED.rows_64 if rows == 64 or (tile.interleave_gate_up and problem.x_bits == 8) else 1.0)
 
 
 def _stored_resident(problem: TileProblem, tile: TileChoice, machine: Machine) -> int:

@@ -1,0 +1,249 @@
+// Tiles, copies and the sum over K of w4_prefill.cu.
+
+constexpr int GROUPS = 2;           // of four warps, which multiply
+constexpr int WARPS = 4 * GROUPS;
+constexpr int ROW_TILES = 2;        // of a group: 64 weight rows each, with separate operands and sums
+constexpr int BLOCK_TILES = GROUPS * ROW_TILES;
+constexpr int BLOCK_ROWS = BLOCK_TILES * ROW_TILE;
+constexpr int MAX_TOKENS = 160;     // of a tile
+constexpr int TOKEN_STEP = 16;      // widths of tiles are its multiples
+constexpr int WIDTHS = MAX_TOKENS / TOKEN_STEP;
+constexpr int STAGES = 5;
+constexpr int K_BLOCK = 128;        // columns of a stage
+constexpr int TOKEN_BYTES = MAX_TOKENS * K_BLOCK;
+constexpr int STAGE_BYTES = TOKEN_BYTES + BLOCK_TILES * (CODE_BYTES + SCALE_BYTES);
+constexpr int OUT_TOKENS = 32;      // that the epilogue stores at once
+constexpr int OUT_COLUMNS = ROW_TILES * ROW_TILE / PARTS;  // results of a group for one token
+constexpr int OUT_PITCH = 2 * OUT_COLUMNS + 16;            // bytes, so that eight rows begin in different banks
+constexpr int RING = 8;             // tiles that were drawn and are not finished
+// Warps after those that multiply, one task each.
+constexpr int COPY_WARP = WARPS, DRAW_WARP = WARPS + 1, FACTOR_WARP = WARPS + 2;
+constexpr int THREADS = 32 * WARPS + 128;
+// Registers of a thread that multiplies, and of the others; at first all have the same number.
+constexpr int FIRST = 65536 / THREADS / 8 * 8, MULTIPLYING = 232, COPYING = 40;
+static_assert(32 * WARPS * MULTIPLYING + 128 * COPYING <= THREADS * FIRST, "more registers than a block has");
+static_assert(STAGE_BYTES % 1024 == 0, "tokens are swizzled from multiples of 1024 on");
+static_assert(OUT_TOKENS * OUT_PITCH >= 16 * 4 * OUT_COLUMNS, "float32 results of 16 tokens do not fit");
+static_assert(STAGES + 2 <= RING, "a tile might be replaced before it is finished");
+
+// Tokens row to row + count - 1 of one expert and a column of weights; width: tokens that are multiplied. No tokens: the
+// end. The two blocks of a cluster have the same tile: row tiles of weights 2 * column * BLOCK_TILES on.
+struct alignas(16) Tile { int expert, column, row, count_and_width; };
+
+__device__ __forceinline__ int tokens_of(const Tile& t) { return t.count_and_width & 0xFFFF; }
+__device__ __forceinline__ int width_of(const Tile& t) { return t.count_and_width >> 16; }
+
+// What the epilogue multiplies and adds: of each weight row of the block and of each token.
+struct Factors { float row_scale[BLOCK_ROWS], bias[BLOCK_ROWS], x_scale[MAX_TOKENS]; };
+
+struct Shared {
+    u8 stage[STAGES][STAGE_BYTES];
+    alignas(16) u8 out[GROUPS][OUT_TOKENS * OUT_PITCH];
+    alignas(16) Factors factors[2];
+    Tile tile[RING];
+    Barrier full[STAGES], empty[STAGES], ready[RING], nearly_copied[RING], factors_full[2], factors_empty[2];
+};
+
+static_assert(sizeof(Shared) + 1023 <= 227 * 1024, "more shared memory than a block may have");
+
+struct TokenMaps { Map of_width[WIDTHS]; };  // boxes of half of the tokens of a tile
+struct Sizes { int n_out, row_tiles, k_blocks, group_t, sixteen; float limit, alpha, gate_bound, up_bound; };
+struct Lists { const i64* expert_offsets; const int* tile_expert; const i64* tile_row; const int* tiles_used; };
+struct Parameters { const float *x_scale, *row_scale; const void* bias; };
+
+// A stage, and the parity of its barriers.
+struct Cursor { int stage; u32 parity; };
+
+__device__ __forceinline__ void next(Cursor& c) { if (++c.stage == STAGES) c.stage = 0, c.parity ^= 1; }
+
+// --- tiles ---
+
+// The tile at a place of the grid of token tiles and weight columns; group_t token tiles of one expert share a pass over
+// its weights. The tokens of an expert are spread evenly over its tiles.
+__device__ __forceinline__ Tile tile_at(int place, int columns, int group_t, const Lists& lists) {
+    int listed = place / columns;
+    int expert = __ldg(lists.tile_expert + listed);
+    int start = (int)__ldg(lists.expert_offsets + expert);
+    int rows = (int)__ldg(lists.expert_offsets + expert + 1) - start;
+    int first_listed = listed - ((int)__ldg(lists.tile_row + listed) - start) / MAX_TOKENS;
+    int index = place - first_listed * columns;
+    int tiles = (rows + MAX_TOKENS - 1) / MAX_TOKENS;
+    int group = index / (group_t * columns);
+    int group_tiles = min(tiles - group * group_t, group_t);
+    index -= group * group_t * columns;
+    int tile = group * group_t + index % group_tiles;
+    int steps = (rows + TOKEN_STEP - 1) / TOKEN_STEP;
+    int quotient = steps / tiles, rest = steps % tiles;
+    int first = (tile * quotient + min(tile, rest)) * TOKEN_STEP;
+    int width = (quotient + (tile < rest)) * TOKEN_STEP;
+    return {expert, index / group_tiles, start + first, min(rows - first, width) | width << 16};
+}
+
+// Draws tiles for the cluster, each when the copies of the one before are nearly complete: tiles that follow each other,
+// and read the same weights, begin at about the same time, and weights come from memory once. One thread of the first
+// block of the cluster.
+__device__ __forceinline__ void draw_tiles(Shared& s, const Lists& lists, const Sizes& z, int* counters) {
+    int columns = (z.row_tiles + 2 * BLOCK_TILES - 1) / (2 * BLOCK_TILES);
+    int places = __ldg(lists.tiles_used) * columns, clusters = gridDim.x / 2;
+#pragma unroll 1
+    for (u32 turn = 0;; turn++) {
+        int slot = turn % RING, place = blockIdx.x / 2;
+        if (turn) {
+            u32 before = turn - 1;
+            wait_at_most(&s.nearly_copied[before % RING], before / RING % 2);
+            place = clusters + atomicAdd(counters, 1);
+        }
+        Tile t{0, 0, 0, 0};
+        if (place < places) t = tile_at(place, columns, z.group_t, lists);
+        for (u32 rank = 0; rank < 2; rank++)
+            send_four(rank, &s.tile[slot], t.expert, t.column, t.row, t.count_and_width, &s.ready[slot]);
+        if (tokens_of(t) == 0) break;
+    }
+    // The last cluster leaves the counters as it found them.
+    if (atomicAdd(counters + 1, 1) == clusters - 1) counters[0] = counters[1] = 0;
+}
+
+// --- copies ---
+
+// Copies the operands of tile after tile: the block's own weights, and half of the tokens for both blocks. One thread.
+__device__ __forceinline__ void copy_operands(
+    Shared& s, u32 rank, const TokenMaps& tokens, const Map& codes, const Map& scales, const Sizes& z
+) {
+    Cursor c{0, 0};
+#pragma unroll 1
+    for (u32 turn = 0;; turn++) {
+        int slot = turn % RING;
+        expect(&s.ready[slot], sizeof(Tile));
+        wait_at_most(&s.ready[slot], turn / RING % 2);
+        Tile t = s.tile[slot];
+        if (tokens_of(t) == 0) break;
+        int width = width_of(t), half = width / 2 * rank;
+        int row_tile = (2 * t.column + rank) * BLOCK_TILES;
+        const Map& box = tokens.of_width[width / TOKEN_STEP - 1];
+#pragma unroll 1
+        for (int block = 0; block < z.k_blocks; block++, next(c)) {
+            if (block == max(0, z.k_blocks - 4)) arrive_at(0, &s.nearly_copied[slot]);
+            wait_at_most(&s.empty[c.stage], c.parity ^ 1);
+            u8* to = s.stage[c.stage];
+            Barrier* full = &s.full[c.stage];
+            expect(full, BLOCK_TILES * (CODE_BYTES + SCALE_BYTES) + width * K_BLOCK);
+            copy_5d(to + TOKEN_BYTES, codes, 0, 0, block, row_tile, t.expert, full);
+            copy_4d(to + TOKEN_BYTES + BLOCK_TILES * CODE_BYTES, scales, 0, block, row_tile, t.expert, full);
+            copy_to_both(to + half * K_BLOCK, box, block * K_BLOCK, t.row + half, full);
+        }
+    }
+}
+
+// --- factors of the epilogue ---
+
+__device__ __forceinline__ float bias_at(const void* bias, i64 i) {
+    if (BIAS == 1) return __uint_as_float((u32)__ldg((const u16*)bias + i) << 16);
+    if (BIAS == 3) return __ldg((const float*)bias + i);
+    return from_half(__ldg((const u16*)bias + i));
+}
+
+// The part (gate or up) and channel of row r of all row tiles of an expert: eight rows of each part alternate.
+__device__ __forceinline__ int part_of(int r) { return PARTS == 2 ? r / 8 % 2 : 0; }
+__device__ __forceinline__ int channel_of(int r) { return PARTS == 2 ? r / 16 * 8 + r % 8 : r; }
+
+// Loads the factors of tile after tile. One warp.
+__device__ __forceinline__ void load_factors(Shared& s, u32 rank, const Parameters& p, const Sizes& z) {
+    int lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (u32 turn = 0;; turn++) {
+        int slot = turn % RING, side = turn % 2;
+        wait_at_most(&s.ready[slot], turn / RING % 2);
+        Tile t = s.tile[slot];
+        if (tokens_of(t) == 0) break;
+        Factors& f = s.factors[side];
+        int first = (2 * t.column + rank) * BLOCK_ROWS, rows = z.row_tiles * ROW_TILE;
+        float scale[BLOCK_ROWS / 32], of_token[MAX_TOKENS / 32];
+#pragma unroll
+        for (int i = 0; i < BLOCK_ROWS / 32; i++)
+            scale[i] = __ldg(p.row_scale + (i64)t.expert * rows + min(first + 32 * i + lane, rows - 1));
+#pragma unroll
+        for (int i = 0; i < MAX_TOKENS / 32; i++)
+            of_token[i] = __ldg(p.x_scale + t.row + min(32 * i + lane, tokens_of(t) - 1));
+        wait_at_most(&s.factors_empty[side], turn / 2 % 2 ^ 1);
+#pragma unroll
+        for (int i = 0; i < BLOCK_ROWS / 32; i++) f.row_scale[32 * i + lane] = scale[i];
+#pragma unroll
+        for (int i = 0; i < MAX_TOKENS / 32; i++) f.x_scale[32 * i + lane] = of_token[i];
+        if (BIAS) {
+#pragma unroll 2
+            for (int i = 0; i < BLOCK_ROWS / 32; i++) {
+                int row = first + 32 * i + lane, channel = channel_of(row);
+                i64 at_bias = ((i64)t.expert * PARTS + part_of(row)) * z.n_out + channel;
+                f.bias[32 * i + lane] = channel < z.n_out ? bias_at(p.bias, at_bias) : 0.0f;
+            }
+        }
+        __syncwarp();
+        if (lane == 0) arrive(&s.factors_full[side]);
+    }
+}
+
+// --- the sum over K ---
+
+// Where a thread of a warp that multiplies reads.
+struct Reader {
+    int codes, scales;  // bytes from the start of a stage
+    u32 selector, sixteen;
+    u32 peer;
+    bool releases;
+};
+
+__device__ __forceinline__ Reader reader_of(u32 rank, const Sizes& z) {
+    int warp = threadIdx.x / 32, group = warp / 4, lane = threadIdx.x % 32;
+    Reader r;
+    r.codes = TOKEN_BYTES + group * ROW_TILES * CODE_BYTES + first_code(warp % 4, lane);
+    r.scales = TOKEN_BYTES + BLOCK_TILES * CODE_BYTES + group * ROW_TILES * SCALE_BYTES + first_scale(warp % 4, lane);
+    r.selector = scale_selector(lane);
+    r.sixteen = z.sixteen;
+    r.peer = rank ^ 1;
+    r.releases = lane == 0;
+    return r;
+}
+
+__device__ __forceinline__ Codes load_codes(const u8* stage, const Reader& r, int row_tile) {
+    return load_codes(stage + r.codes + row_tile * CODE_BYTES, stage + r.scales + row_tile * SCALE_BYTES);
+}
+
+template <int N> __device__ __forceinline__ void multiply_block(float (&d)[N / 2], const u32 (&a)[16], const u8* tokens) {
+    begin_products();
+#pragma unroll
+    for (int k = 0; k < 4; k++) multiply_registers(d, a[4 * k], a[4 * k + 1], a[4 * k + 2], a[4 * k + 3], tokens, k);
+    commit_products();
+}
+
+// Sums of all K blocks for N tokens and a group's two row tiles. One row tile is decoded while the other is multiplied.
+// No product is left running at the end of a step: ptxas would keep the registers it reads from all other uses. Every sum
+// has the same order, whatever N is: instructions of 32 columns, in the order of K.
+template <int N> __device__ __forceinline__ void sum_over_k(
+    Shared& s, Cursor& c, int k_blocks, const Reader& r, float (&acc)[ROW_TILES][N / 2]
+) {
+    u32 a[16];
+    wait_at_most(&s.full[c.stage], c.parity);
+    Codes codes = load_codes(s.stage[c.stage], r, 0);
+    decode(codes, r.selector, r.sixteen, a);
+#pragma unroll 1
+    for (int block = 0; block < k_blocks; block++) {
+        u32 b[16];
+        const u8* stage = s.stage[c.stage];
+        Barrier* empty = &s.empty[c.stage];
+        codes = load_codes(stage, r, 1);
+        multiply_block<N>(acc[0], a, stage);
+        decode(codes, r.selector, r.sixteen, b);
+        multiply_block<N>(acc[1], b, stage);
+        next(c);
+        bool more = block + 1 < k_blocks;
+        if (more) {
+            wait_at_most(&s.full[c.stage], c.parity);
+            codes = load_codes(s.stage[c.stage], r, 0);
+        }
+        await_products<1>();
+        if (more) decode(codes, r.selector, r.sixteen, a);
+        await_products<0>();
+        if (r.releases) arrive_at_both(r.peer, empty);
+    }
+}
+
