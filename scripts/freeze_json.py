@@ -95,6 +95,7 @@ def shapes(folder: Path) -> dict[str, Any]:
     Of errors: one for an option that does not exist, and one for a model or a file that is nowhere.
     """
     model, trace, cpu = _remarkable(folder / "model"), folder / "trace.npz", ("--device", "cpu")
+    _run("quantize", SHIPPED, "--to", "nvfp4", "--out", folder / "four")
     lines: dict[str, tuple[object, ...]] = {
         "demo": ("--tokens", 1, *cpu),
         "generate": (SHIPPED, "--tokens", 3, *cpu),
@@ -104,6 +105,7 @@ def shapes(folder: Path) -> dict[str, Any]:
         # The last format loses its encoder below: a row without a time.
         "bench-model": (SHIPPED, "--batches", 1, "--layers", 1, "--format", "bnb4", *cpu),
         "quantize": (model, "--to", "mxfp4", "--out", folder / "out"),
+        "calibrate": (folder / "four", "--out", folder / "scaled", "--tokens", 32, "--steps", 1, *cpu),
         "verify": (SHIPPED, "--experts", 1, *cpu),
         "balance record": (SHIPPED, "--out", trace, "--steps", 4, *cpu),
         "balance simulate": (trace, "--ranks", 2, "--replicas", "0,2"),

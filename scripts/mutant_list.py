@@ -25,6 +25,8 @@ _HOST = ("tests/cpu/test_activation.py", "tests/cpu/test_layer.py")
 _CPU = ("tests/cpu/test_cpu_grouped.py", "tests/cpu/test_verify.py")
 _LOAD = ("tests/cpu/test_loader.py",)
 _STATIC = ("tests/cpu/test_static_scales.py",)
+_NVFP4 = "tests/cpu/test_nvfp4_activations.py"
+_CALIBRATE = ("tests/cpu/test_calibrate.py",)
 _WHOLE_GGUF = ("tests/cpu/test_whole_gguf.py",)
 _KERNEL = tuple(
     f"tests/cpu/test_grouped_gemm.py::{name}"
@@ -53,6 +55,7 @@ _GPU_FOUR = ("tests/gpu/test_w4a8.py",)
 _GPU_LARGE = ("tests/gpu/test_prefill.py", "tests/gpu/test_expanded.py")
 _PREFILL = ("tests/cpu/test_prefill_products.py", "tests/cpu/test_prefill.py")
 _GPU_SMALL = ("tests/gpu/test_small_kernels.py", "tests/gpu/test_layer.py")
+_GPU_NVFP4 = "tests/gpu/test_nvfp4_activations.py"
 _GPU_BESIDE = ("tests/gpu/test_layer.py::test_gpu_shared_expert_on_side_stream",)
 _GPU_CLOSE = ("tests/gpu/test_direct.py",)
 _SMALL = ("tests/cpu/test_small_kernels.py",)
@@ -1659,6 +1662,56 @@ MUTANTS: tuple[Mutant, ...] = (
         "a row's own scale instead of the calibrated one", "kernels/scales.py",
         (Edit("scaled", "tl.where($finite, $static_scale, $scale)", "$scale + 0.0 * $static_scale"),), ("tests/cpu/test_small_kernels.py::test_codes_of_a_calibrated_scale",),
     ),
+    # NVFP4 rows for 16-bit tensor cores, and scales of each expert.
+    Mutant(
+        "the sign of an E2M1 number lost", "kernels/quantize.py",
+        (Edit("_e2m1_number", "$code & 8", "$code & 0"),), (f"{_NVFP4}::test_decoded_rows_are_the_codes",),
+    ),
+    Mutant(
+        "the first row of an expert with the scale before it", "kernels/quantize.py",
+        (Edit("nvfp4_decoded_kernel", "$end <= $row", "$end < $row"),), (f"{_NVFP4}::test_kernel_finds_the_scale_of_the_expert",),
+    ),
+    Mutant(
+        "the scale of NVFP4 rows forgotten", "ops/quantize.py",
+        (Edit("_DecodedNvFp4.quantize", "scales=rows.global_scale", "scales=torch.ones(x.shape[0], 1)", text=True),),
+        (f"{_NVFP4}::test_decoded_rows_are_the_codes",),
+    ),
+    Mutant(
+        "rows between the products rounded before they are quantised", "experts/triton/packed.py",
+        (Edit("PackedExperts._middle", "$form.exact_rows", "not $form.exact_rows"),), (f"{_NVFP4}::test_experts_match_emulation",),
+    ),
+    Mutant(
+        "the experts' scales of gate and up used for down", "experts/triton/packed.py",
+        (Edit("PackedExperts._form_of", "self.expert_scales[$product]", "self.expert_scales[0]"),), (f"{_NVFP4}::test_experts_have_separate_scales",),
+    ),
+    Mutant(
+        "scales left behind by a moved expert", "experts/triton/packed.py",
+        (Edit("PackedExperts._map_tensors", "change($scales[0])", "$scales[0]"),), (f"{_NVFP4}::test_scales_move_with_their_experts",),
+    ),
+    Mutant(
+        "the scales of the first experts on every rank", "checkpoint/activation_scales.py",
+        (Edit("Reach.fields", "self.by_expert[list($slots)]", "self.by_expert[: len($slots)]"),), (f"{_NVFP4}::test_checkpoint_scales_of_each_expert",),
+    ),
+    Mutant(
+        "unequal calibrated scales accepted", "checkpoint/activation_scales.py",
+        (Edit("reach_of", "$scales.unequal and $request.unequal == 'refuse'", "False"),), ("tests/cpu/test_loader_cases.py::test_unequal_activation_scales_are_refused",),
+    ),
+    Mutant(
+        "negative inputs not calibrated", "commands/calibrate.py",
+        (Edit("_watched", "$values.abs().amax()", "$values.amax()"),), _CALIBRATE,
+    ),
+    Mutant(
+        "an expert without tokens calibrated to nothing", "commands/calibrate.py",
+        (Edit("_filled", "torch.where($inputs > 0, $inputs, $largest)", "$inputs"),), _CALIBRATE,
+    ),
+    Mutant(
+        "the input of down calibrated after gate and up", "commands/calibrate.py",
+        (Edit("_watched", "('down', $middle)", "('down', $rows)"),), _CALIBRATE,
+    ),
+    Mutant(
+        "a divisor of compressed-tensors written as a multiplier", "commands/calibrate.py",
+        (Edit("_stored_scale", "$scale.reciprocal()", "$scale"),), _CALIBRATE,
+    ),
     # Weights that an engine passes one at a time.
     Mutant(
         "gate and up of one tensor swapped", "checkpoint/parameters.py",
@@ -1804,7 +1857,7 @@ _ON_GPU: dict[str, tuple[str, ...]] = {
     "kernels/weighted_sum.py": (*_GPU_CLOSE, *_GPU_SMALL),
     "kernels/route.py": _GPU_SMALL,
     "kernels/prefill.cu": _GPU_LARGE,
-    "kernels/quantize.py": _GPU_SMALL,
+    "kernels/quantize.py": (*_GPU_SMALL, _GPU_NVFP4),
     "kernels/scales.py": _GPU_SMALL,
     "experts/triton/packing/bnb4.py": (*_GPU, "tests/gpu/test_verify.py"),
     "experts/triton/packing/fp8.py": (*_GPU, "tests/gpu/test_verify.py"),
@@ -1815,7 +1868,7 @@ _ON_GPU: dict[str, tuple[str, ...]] = {
     "experts/triton/packing/plain.py": (*_GPU, "tests/gpu/test_verify.py"),
     "experts/triton/packing/units.py": (*_GPU, "tests/gpu/test_verify.py"),
     "experts/triton/pack_experts.py": ("tests/gpu/test_static_scales.py", *_GPU_SMALL, *_GPU),
-    "experts/triton/packed.py": ("tests/gpu/test_static_scales.py", *_GPU_SMALL, *_GPU),
+    "experts/triton/packed.py": ("tests/gpu/test_static_scales.py", _GPU_NVFP4, *_GPU_SMALL, *_GPU),
     "experts/triton/packing/w4a8.py": _GPU_FOUR,
 }
 GPU_MUTANTS: tuple[Mutant, ...] = (

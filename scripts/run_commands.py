@@ -89,7 +89,7 @@ class Outcome:
 
 def cases(device: str, work: Path) -> list[Case]:
     """Return every case of a machine whose ``device`` is cpu or cuda; files go to ``work``."""
-    gpu, small = device.startswith("cuda"), str(work / "model-mxfp4")
+    gpu, small, scaled = device.startswith("cuda"), str(work / "model-mxfp4"), str(work / "model-w4a4")
     here, gguf = ("--device", device), str(work / "tiny.gguf")
     text = ("--prompt", PROMPT, "--tokens", "12", *here, "--json")
     formats = [f.name for f in FORMATS if not f.read_only]
@@ -98,7 +98,13 @@ def cases(device: str, work: Path) -> list[Case]:
         Case(words=("demo", *here), alone=True, says="tok/s", within=_DEMO_SECONDS if gpu else 600, limit=600),
         Case(words=("demo", *here, "--json"), alone=True, judge=_demo(gpu), limit=600),
         Case(words=("quantize", SHIPPED, "--to", "mxfp4", "--out", small), alone=True, says="mxfp4 experts"),
-        Case(words=("quantize", SHIPPED, "--to", "nvfp4", "--out", f"{small}-not", "--json"), judge=_quantize),
+        Case(
+            words=("quantize", SHIPPED, "--to", "nvfp4", "--out", f"{small}-not", "--json"), alone=True, judge=_quantize
+        ),
+        Case(
+            words=("calibrate", f"{small}-not", "--out", scaled, "--steps", "2", *here), alone=True, says="nvfp4_static"
+        ),
+        Case(words=("generate", scaled, "--activations", "nvfp4_static", *text), judge=_text),
         Case(words=("generate", SHIPPED, "--prompt", PROMPT, *here), says=PROMPT),
         Case(words=("generate", SHIPPED, "--format", "nvfp4", "--prompt", "The old king", *here), says="The old king"),
         Case(words=("generate", SHIPPED, *text), judge=_text),

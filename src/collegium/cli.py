@@ -12,7 +12,7 @@ import os
 import sys
 from errno import EPIPE
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -32,6 +32,7 @@ from .commands.options import (
     ShapeOrModel,
     Steps,
     Trace,
+    UnequalScales,
     WholeModel,
     WrittenFormat,
     ceilings_of,
@@ -116,6 +117,7 @@ def generate(
     weight_format: Format = None,
     kernel: Kernel = None,
     activations: Activations = None,
+    unequal_scales: UnequalScales = None,
     device: Device = None,
     download: Download = False,
 ) -> Report:
@@ -138,12 +140,13 @@ def generate(
     adapters = [find_model(path, download) for path in adapter or ()]
     texts = prompts_of(prompt or [DEFAULT_PROMPT], adapters)
     limits = prompt_limits(checkpoint.path, texts)
+    overrides = Overrides(kernel=kernel, activation_format=activations, unequal_scales=cast("Any", unequal_scales))
     with process_group(os.environ, device, same_tokens=True) as place:
         with progress_bar("loading") as progress:
             loaded = load_model(
                 checkpoint,
                 weight_format=weight_format,
-                overrides=Overrides(kernel=kernel, activation_format=activations),
+                overrides=overrides,
                 device=place,
                 limits=limits,
                 adapter=adapters[0] if len(adapters) == 1 else None,
@@ -338,6 +341,27 @@ def quantize(
 
 
 @app.command()
+@prints(printing.print_calibration)
+def calibrate(
+    model: Model,
+    text: Annotated[str | None, typer.Option(help="Text file to run. Default: heldout.txt of the model.")] = None,
+    target: Annotated[str | None, typer.Option("--out", help="Output folder. Default: MODEL-calibrated.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens per step (one forward pass).")] = 256,
+    steps: Annotated[int | None, typer.Option(min=1, help="Stop after this many steps.")] = None,
+    device: Device = None,
+    download: Download = False,
+) -> Report:
+    """Find the activation scales of a checkpoint in FP8 or NVFP4 from a text, and write the checkpoint with them."""
+    from .commands.calibrate import calibrate_model
+
+    folder = find_model(model, download)
+    if target is None and folder != model:
+        target = f"{Path(model).name}-calibrated"  # in the current folder, not in the cache or the package
+    with progress_bar("calibrate") as progress:
+        return calibrate_model(folder, text, target, tokens=tokens, steps=steps, device=device, progress=progress)
+
+
+@app.command()
 @prints(printing.print_verification, on_ranks=True, passed=lambda report: report.passed)
 def verify(
     model: Model,
@@ -346,6 +370,7 @@ def verify(
     device: Device = None,
     kernel: Kernel = None,
     activations: Activations = None,
+    unequal_scales: UnequalScales = None,
     weight_format: Format = None,
     download: Download = False,
 ) -> Report:
@@ -356,13 +381,14 @@ def verify(
     from .commands.verify import verify_model
     from .parallel.torchrun import process_group
 
+    overrides = Overrides(kernel=kernel, activation_format=activations, unequal_scales=cast("Any", unequal_scales))
     folder = find_model(model, download)
     with process_group(os.environ, device, same_tokens=False) as place, progress_bar("verify") as progress:
         return verify_model(
             folder,
             experts=None if every else experts,
             device=place,
-            overrides=Overrides(kernel=kernel, activation_format=activations),
+            overrides=overrides,
             weight_format=weight_format,
             progress=progress,
         )

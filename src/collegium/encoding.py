@@ -65,13 +65,14 @@ def as_payloads(weights: ExpertWeights[Any]) -> ExpertWeights[Payload]:
     """Return ``weights`` with plain tensors wrapped in payloads; raises the InputError of ``expert_weights``."""
     if isinstance(weights.gate_up, Payload) and isinstance(weights.down, Payload):
         return weights
-    return expert_weights(
+    payloads = expert_weights(
         weights.gate_up,
         weights.down,
         gate_up_bias=weights.gate_up_bias,
         down_bias=weights.down_bias,
         input_reach=weights.input_reach,
     )
+    return replace(payloads, expert_reach=weights.expert_reach)
 
 
 def encode_experts(

@@ -14,7 +14,7 @@ from .errors import InputError, MissingTensorError
 from .formats import by_name
 from .formats.unquantised import DTYPES
 from .layer import MoELayer
-from .loading import assemble, dummy_layer, problem_of, requested_activations, with_weight_format
+from .loading import assemble, dummy_layer, problem_of, scale_request, with_weight_format
 from .models import Declared, declared_format, describe, family_of
 from .parallel.placement import linear
 from .parallel.ranks import Ranks
@@ -201,9 +201,9 @@ class LayerBuilder:
         missing = parameters.missing()
         self._refuse_missing(missing)
         slots = list(range(len(self._slots())))
-        activations = requested_activations(self._overrides)
-        experts = parameters.experts(slots, activations)
-        shared, router, latent = parameters.shared(activations), parameters.router(), parameters.latent()
+        scales = scale_request(self._overrides)
+        experts = parameters.experts(slots, scales)
+        shared, router, latent = parameters.shared(scales), parameters.router(), parameters.latent()
         self._agree(parameters, experts)
         # The tensors are no longer needed once the payloads exist.
         self._parameters = None

@@ -8,7 +8,7 @@ from typing import Any, Literal, Never
 import torch
 
 from .adapters import ExpertAdapters
-from .checkpoint.activation_scales import input_reach
+from .checkpoint.activation_scales import ScaleRequest, input_reach
 from .checkpoint.audit import check_dense_layers
 from .checkpoint.expert_adapters import read_expert_adapters
 from .checkpoint.layer_view import CheckpointLayer
@@ -46,7 +46,7 @@ __all__ = [
     "load_layer",
     "load_routed",
     "problem_of",
-    "requested_activations",
+    "scale_request",
     "with_weight_format",
 ]
 
@@ -102,7 +102,7 @@ def load_layer(  # noqa: PLR0913  flat: calls pass few of these, and an options 
     )
     experts = _load_experts(view, weight_format, facts.place, placement, overrides)
     raise_if_any(checkpoint, [*check_dense_layers(checkpoint), *check_non_expert_weights(view)])
-    shared = load_shared(view, device=facts.place, activations=requested_activations(overrides))
+    shared = load_shared(view, device=facts.place, scales=scale_request(overrides))
     router, latent = load_router(view, device=facts.place), load_latent(view, device=facts.place)
     problem = problem_of(view.spec, experts, shared, facts, placement, limits=limits or Limits(), dtype=dtype)
     return assemble(problem, overrides, experts, router=router, shared=shared, latent=latent, checked=checked)
@@ -299,10 +299,11 @@ def _stored_spec(spec: MoESpec, weights: ExpertWeights[Payload], shared: SharedW
     return spec if spec.shared_alone().formats == stored.shared_alone().formats else stored
 
 
-def requested_activations(overrides: Overrides | None) -> str:
-    """Return the activation format that ``overrides`` forces, or a format without scales if it forces none."""
-    # The plan refuses an argument that is not an Overrides.
-    return (overrides.activation_format if isinstance(overrides, Overrides) else None) or "fp32"
+def scale_request(overrides: Overrides | None) -> ScaleRequest:
+    """Return which static activation scales ``overrides`` requests: none unless it forces a format that has them."""
+    if not isinstance(overrides, Overrides):  # which the plan refuses
+        return ScaleRequest()
+    return ScaleRequest(activations=overrides.activation_format or "fp32", unequal=overrides.unequal_scales or "refuse")
 
 
 def _load_experts(
@@ -318,7 +319,10 @@ def _load_experts(
     """
     placement = placement or linear(layer.spec.num_experts, 0, 1)
     sources = (source for _, source in layer.sources())
-    reach = input_reach(layer.checkpoint, sources, layer.both_stored, requested_activations(overrides))
+    request = scale_request(overrides)
+    reach = input_reach(layer.checkpoint, sources, layer.both_stored, request)
     weights = load_experts(layer, placement, device=place, pad=placement.tp_size > 1, convert=weight_format is not None)
-    weights = replace(weights, input_reach=reach)
+    if reach is not None:
+        slots = placement.expert_ids + placement.expert_ids[:1] * placement.spare
+        weights = replace(weights, **reach.fields(slots, request.activations))
     return encoded(weights, weight_format)

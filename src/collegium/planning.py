@@ -280,10 +280,25 @@ class Plan:
 
     def _formats_text(self) -> str:
         problem = self.problem
-        text = f"weights {format_names(problem.spec.formats)}, activations {self.activation_format}"
+        text = f"weights {format_names(problem.spec.formats)}, activations {self._activations_text()}"
         if problem.output_dtype != problem.dtype:
             text += f", {problem.dtype} input, {problem.output_dtype} output"
         return text
+
+    def _activations_text(self) -> str:
+        """Return the activation format, whether its scales are calibrated, and how its codes are multiplied."""
+        form = activation_format(self.activation_format)
+        notes: list[str] = []
+        if form.static:
+            notes.append("calibrated scales of each expert" if form.by_expert else "calibrated scales")
+            if self.overrides.unequal_scales == "largest":
+                notes.append("the larger of unequal ones")
+        elif form.bits < 8:
+            notes.append("scales of each row")
+        multiplied = kernel_named(self.kernel).multiplied_as(self.activation_format)
+        if multiplied is not None:
+            notes.append(f"multiplied as {multiplied} without rounding")
+        return form.name + (f" ({', '.join(notes)})" if notes else "")
 
     def _adapters_text(self) -> str:
         large = any(token_range.tiles == "large tiles" for token_range in self.token_ranges)
@@ -468,6 +483,17 @@ def plan(problem: Problem, overrides: Overrides | None = None) -> Plan:
     )
 
 
+def _refuse_unequal_scales(overrides: Overrides, activations: str) -> None:
+    """Raise PlanError where unequal calibrated scales were accepted for a format that has none."""
+    if overrides.unequal_scales != "largest" or activation_format(activations).static:
+        return
+    static = ", ".join(form.name for form in ACTIVATION_FORMATS if form.static)
+    raise PlanError(
+        f"unequal_scales='largest' was requested with activation format {activations}, which computes its scales; "
+        f"formats with calibrated scales: {static}. Remove the override, or request one of them"
+    )
+
+
 def plan_swap(old: Plan, formats: Mapping[str, Any], overrides: Overrides | None = None) -> Plan:
     """Return the plan of the layer of ``old`` with routed experts in other ``formats``; see ``MoELayer.swap``.
 
@@ -490,6 +516,7 @@ def plan_swap(old: Plan, formats: Mapping[str, Any], overrides: Overrides | None
 
 def _choose_kernel(problem: Problem, overrides: Overrides, refusals: list[Refusal]) -> ExpertKernel:
     """Return the kernel of the routed experts; raises PlanError."""
+    _refuse_unequal_scales(overrides, problem.activation_format or problem.dtype)
 
     def refuse(kernel: ExpertKernel) -> str | None:
         return _cannot_capture(kernel, problem) or kernel.refuse(problem.routed) or _refuse_tiles(kernel, problem)

@@ -10,6 +10,7 @@ __all__ = [
     "COMBINES",
     "SHARED_MODES",
     "TILES",
+    "UNEQUAL_SCALES",
     "Combine",
     "DeviceFacts",
     "ExpertsProblem",
@@ -19,6 +20,7 @@ __all__ = [
     "Refusal",
     "SharedMode",
     "Tiles",
+    "UnequalScales",
 ]
 
 Combine = Literal["exact", "reduced", "reduced_fp8"]
@@ -27,6 +29,8 @@ SharedMode = Literal["sequential", "side_stream", "overlapped", "merged", "slice
 SHARED_MODES = ("sequential", "side_stream", "overlapped", "merged", "sliced")
 Tiles = Literal["small", "large"]
 TILES = ("small", "large")
+UnequalScales = Literal["refuse", "largest"]
+UNEQUAL_SCALES: tuple[UnequalScales, ...] = ("refuse", "largest")
 _DTYPES = ("bf16", "fp16", "fp32")
 
 
@@ -231,6 +235,8 @@ class Overrides:
     shared expert. microbatches: 2: a batch runs as two halves, and one half's tokens travel between ranks while the
     experts run the other half; None: 1. tiles: one of ``TILES``: whether sorted batches of any size run in small tiles
     or in those of large batches, which have the same bits; None: those that are faster for the number of rows.
+    unequal_scales: what to do where a checkpoint has different calibrated activation scales for gate and up of an
+    expert, which read one input: ``refuse`` (None) it or use the ``largest``. For static activation formats only.
     """
 
     kernel: str | None = None
@@ -241,8 +247,11 @@ class Overrides:
     shared: SharedMode | None = None
     microbatches: int | None = None
     tiles: Tiles | None = None
+    unequal_scales: UnequalScales | None = None
 
     def __post_init__(self) -> None:
+        allowed = ", ".join(UNEQUAL_SCALES)
+        require(self.unequal_scales in (None, *UNEQUAL_SCALES), "unequal_scales", self.unequal_scales, allowed)
         require(self.shared in (None, *SHARED_MODES), "shared", self.shared, ", ".join(SHARED_MODES))
         count = self.microbatches
         require(count is None or (type(count) is int and count in (1, 2)), "microbatches", count, "None, 1 or 2")

@@ -309,6 +309,7 @@ class ExpertWeights(Generic[F_co]):
     gate_up_bias ``[E, P, I]`` and down_bias ``[E, H]``: floating point, or None when the model has no biases.
     input_reach: the largest inputs of gate_up and of down that the calibration represents, for static activation
         formats; the same on every rank that shares the layer. None: unknown.
+    expert_reach: ``[E, 2]`` float32, the same of each expert, for formats with a scale per expert. None: unknown.
     """
 
     gate_up: F_co
@@ -316,6 +317,7 @@ class ExpertWeights(Generic[F_co]):
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     input_reach: tuple[float, float] | None = None
+    expert_reach: Tensor | None = None
 
     @property
     def formats(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from .checkpoint.activation_scales import ScaleRequest
 from .checkpoint.layer_parameters import LayerParameters, LoadSummary, Shard, Stored, candidates_of
 from .checkpoint.name_mapping import MappedTensor, NameMapping
 from .checkpoint.parameters import check_plain
@@ -17,6 +18,7 @@ from .formats import by_name
 from .formats.payload import Payload
 from .layer import MoELayer
 from .layer_builder import declared_layer, load_mapped, named_mapping
+from .ops.quantize import activation_format
 from .parallel.placement import linear
 from .planning import kernel_named
 from .problem import ExpertsProblem
@@ -81,6 +83,11 @@ class WeightUpdater:
         self._layer = layer
         self._partial = partial
         layer.experts.slots()  # refuses packings that mix experts
+        if activation_format(layer.plan.activation_format).by_expert:
+            raise InputError(
+                f"WeightUpdater: the layer has activation format {layer.plan.activation_format}, whose scales are "
+                "packed with each expert; build a new layer, or use nvfp4_static or nvfp4"
+            )
         spec = layer.spec
         self._candidates = candidates_of(stored, spec.formats)
         self._shared_candidates = None
@@ -219,7 +226,9 @@ class WeightUpdater:
         built = self._layer.experts.input_reach
         if built is None:
             return
-        largest = self._parameters.largest_inputs(self._layer.plan.activation_format)
+        plan = self._layer.plan
+        unequal = plan.overrides.unequal_scales or "refuse"
+        largest = self._parameters.largest_inputs(ScaleRequest(activations=plan.activation_format, unequal=unequal))
         if largest is not None and any(
             new > old * (1 + _REL_TOLERANCE) for new, old in zip(largest, built, strict=True)
         ):

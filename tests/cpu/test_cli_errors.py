@@ -30,7 +30,7 @@ from raising import raises_with
 from run_commands import write_gguf
 
 SHIPPED = Path(__file__).resolve().parents[2] / "demo" / "fables-16m"
-ON_MODELS = ("generate", "inspect", "plan", "verify", "quantize", "bench", "bench-model", "tune", "demo")
+ON_MODELS = ("generate", "inspect", "plan", "verify", "quantize", "calibrate", "bench", "bench-model", "tune", "demo")
 
 
 @pytest.fixture

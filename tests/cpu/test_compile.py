@@ -26,6 +26,7 @@ PLAIN = {"BLOCK_K": 64}
 BLOCKS = {"WEIGHT": 2, "SCALE": 1, "X_SCALE": 1}
 MXFP4 = {"WEIGHT": 3, "SCALE": 2, "ROW_SCALE": True}
 NVFP4 = {"WEIGHT": 3, "SCALE": 3, "ROW_SCALE": True, "BLOCK_K": 64}
+NVFP4_ROWS = NVFP4 | {"X_SCALE": 2}  # rows in NVFP4 too, decoded but for their scales
 INT4 = {"WEIGHT": 4, "SCALE": 5, "WORDS": 2}
 ZEROS = {"WEIGHT": 4, "SCALE": 6}
 INT8 = {"WEIGHT": 5, "SCALE": 6}
@@ -74,6 +75,10 @@ CASES: tuple[tuple[int, str, dict[str, Any], str, int, int], ...] = (
     (90, "i16", MXFP4, "HGMMA", 104, 43),
     (90, "i16", MXFP4 | DIRECT, "HGMMA", 104, 43),
     (90, "i16", NVFP4, "HGMMA", 72, 23),
+    (90, "i16", NVFP4_ROWS, "HGMMA", 72, 23),
+    (90, "i16", NVFP4_ROWS | DIRECT | EARLY, "HGMMA", 72, 23),
+    (90, "i16", NVFP4_ROWS | DOWN | MIDDLE, "HGMMA", 168, 50),
+    (90, "i16", NVFP4_ROWS | INTERLEAVED | TALL | {"STAGES": 4}, "HGMMA", 255, 80),
     (90, "i16", INT4, "HGMMA", 148, 45),
     (90, "i16", MXFP8, "HGMMA", 112, 67),
     (90, "i16", W8A16, "HGMMA", 96, 67),
@@ -157,6 +162,7 @@ CASES: tuple[tuple[int, str, dict[str, Any], str, int, int], ...] = (
     (80, "i16", MXFP4 | ALONE, "HMMA", 168, 50),
     (80, "i16", MXFP4 | ALONE | INTERLEAVED | HALF, "HMMA", 168, 50),
     (80, "i16", NVFP4 | ALONE | HALF, "HMMA", 168, 50),
+    (80, "i16", NVFP4_ROWS | ALONE, "HMMA", 168, 50),
     (80, "i16", MXFP8 | ALONE | HALF, "HMMA", 168, 75),
     (80, "i16", INT4 | ALONE, "HMMA", 168, 50),
     (100, "bf16", PLAIN, "UTC", 128, 90),
@@ -164,6 +170,7 @@ CASES: tuple[tuple[int, str, dict[str, Any], str, int, int], ...] = (
     (100, "i16", MXFP4, "UTC", 168, 90),
     (100, "i16", MXFP4 | HALF, "UTC", 168, 90),
     (100, "i16", NVFP4 | HALF, "UTC", 168, 90),
+    (100, "i16", NVFP4_ROWS, "UTC", 168, 90),
     (100, "i16", ZEROS, "UTC", 168, 90),
     (100, "i16", INT8, "UTC", 168, 110),
     (100, "i16", Q4_K, "UTC", 192, 90),
@@ -259,6 +266,8 @@ _WHOLE_ROW = {"FORMAT": {"CodeFormat": _CODES | {"group": 8192}}, "BLOCK_C": 819
 _MXFP8 = {"FORMAT": {"CodeFormat": _CODES | {"group": 32, "power_of_two": True, "e8m0": True}}}
 _E8M0 = {"FORMAT": {"CodeFormat": _CODES | {"power_of_two": True, "e8m0": True}}}
 _NVFP4 = {"BLOCK_C": 8192, "index": None, "weights": None, "valid_rows": None, "SOFTWARE_ROUNDING": False}
+_DECODED = {"BLOCK_C": 8192, "index": None, "weights": None, "valid_rows": None}
+_OF_ROW = {"expert_scales": None, "expert_offsets": None, "BLOCK_E": 16}
 # Small kernels: (file, kernel, types that are not the rule, constants, warps, most registers); FP8 from sm_90 on.
 _HALVES = {"halves": "fp16", "scales": "fp32", "sums": "fp16"}
 SMALL: tuple[tuple[str, str, dict[str, str], dict[str, Any], int, int], ...] = (
@@ -289,6 +298,10 @@ SMALL: tuple[tuple[str, str, dict[str, str], dict[str, Any], int, int], ...] = (
     ("quantize", "e4m3_kernel", {"codes": "fp8e4nv"}, _STATIC | _ALL_ROWS | _WHOLE_ROW, 16, 80),
     ("quantize", "nvfp4_kernel", {"codes": "u8", "scales": "fp8e4nv"}, _NVFP4 | {"static_scale": None}, 16, 96),
     ("quantize", "nvfp4_kernel", {"codes": "u8", "scales": "fp8e4nv"}, _NVFP4, 16, 96),
+    ("quantize", "nvfp4_decoded_kernel", {"numbers": "bf16"}, _DECODED | _OF_ROW | {"static_scale": None}, 16, 96),
+    ("quantize", "nvfp4_decoded_kernel", {"numbers": "bf16"}, _DECODED | _OF_ROW, 16, 96),
+    ("quantize", "nvfp4_decoded_kernel", {"numbers": "bf16"}, _DECODED | {"static_scale": None, "BLOCK_E": 256}, 16,
+     96),
 )  # fmt: skip
 _POINTERS = {
     **dict.fromkeys(("source", "slots", "expert_offsets", "tile_row_a", "tile_row_b", "ids"), "i64"),
@@ -297,6 +310,7 @@ _POINTERS = {
     **dict.fromkeys(("tile_expert_a", "tile_expert_b", "histograms", "order"), "i32"),
     **dict.fromkeys(("weights", "weights_by_row", "scales", "global_scales", "logits", "bias"), "fp32"),
     "expert_scale": "fp32",
+    "expert_scales": "fp32",
     **dict.fromkeys(("x", "rows", "shared", "out"), "bf16"),
 }
 

@@ -99,7 +99,10 @@ def test_codebook_values_become_two_terms(half: bool) -> None:
         ("nvfp4", "fp16", 128),
         ("fp8_block", "bf16", 128),
         ("bnb4", "bf16", 64),
-        *exhaustive(("nvfp4", "bf16", 128), ("mxfp4", "fp16", 128), ("fp8_block", "fp16", 128)),
+        ("nvfp4", "nvfp4_expert", 128),
+        *exhaustive(
+            ("nvfp4", "bf16", 128), ("nvfp4", "nvfp4", 128), ("mxfp4", "fp16", 128), ("fp8_block", "fp16", 128)
+        ),
     ],
 )
 def test_large_batches_equal_small_tiles(name: str, act: str, group: int, monkeypatch: pytest.MonkeyPatch) -> None:

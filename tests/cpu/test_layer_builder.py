@@ -278,7 +278,7 @@ def test_slices_match_files_with_padding(tmp_path: Path, family: str, name: str,
 
 
 def test_static_scales_count_for_all_experts(tmp_path: Path) -> None:
-    force = Overrides(activation_format="nvfp4_static")
+    force = Overrides(activation_format="nvfp4_static", unequal_scales="largest")
     tiny = write_checkpoint(tmp_path, "mixtral", "nvfp4", "modelopt", size=SIZE)
     for number, name in enumerate(n for n in tiny.tensors if n.endswith(".input_scale")):
         tiny.tensors[name] = torch.tensor(0.01 * (1 + number % 7))
@@ -290,6 +290,10 @@ def test_static_scales_count_for_all_experts(tmp_path: Path) -> None:
     whole.load_all(tiny.tensors.items())
     layer = whole.finish()
     assert layer.experts.input_reach == wanted.experts.input_reach
+    strict = LayerBuilder.from_config(tiny.config, 1, device="cpu", overrides=replace(force, unequal_scales=None))
+    strict.load_all(tiny.tensors.items())
+    with raises_with(BadScaleError, "expert 0, w3", "w1", "unequal_scales='largest'"):
+        strict.finish()
     one = LayerBuilder.from_config(
         tiny.config,
         1,

@@ -158,8 +158,10 @@ def test_gguf_packed_size_matches_layout(kind: str, bits: float, half: bool) -> 
 def test_layouts_of_formats_differ() -> None:
     known = [*tables.ROWS.values(), *tables.LANES.values(), *tables.WORDS.values()]
     assert len({layout.of((2, 1, 64, 128)) for layout in known}) == len(known) > 15
-    # MXFP8 differs from other E4M3 lanes by its scales; all others by their number too.
-    assert len({(own.weight, own.scale_kind, own.words, own.block_k, own.operand) for own in known}) == len(known)
+    # MXFP8 differs from other E4M3 lanes by its scales, NVFP4 by those of rows; all others by their number too.
+    assert len(
+        {(own.weight, own.scale_kind, own.words, own.block_k, own.operand, own.scaled_rows) for own in known}
+    ) == len(known)
 
 
 def test_no_two_formats_share_a_number() -> None:

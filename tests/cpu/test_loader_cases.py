@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import struct
 import time
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -16,7 +17,15 @@ from safetensors.torch import load_file, save_file
 
 from collegium.checkpoint import Checkpoint, CheckpointLayer, audit, describe_checkpoint, load_all, load_experts
 from collegium.encoding import encode_experts
-from collegium.errors import BadScaleError, ConfigError, InputError, TensorMismatchError, UnknownTensorError
+from collegium.errors import (
+    BadScaleError,
+    ConfigError,
+    InputError,
+    PlanError,
+    SpecError,
+    TensorMismatchError,
+    UnknownTensorError,
+)
 from collegium.formats import by_name
 from collegium.formats.unquantised import as_stored
 from collegium.layer import MoELayer
@@ -26,7 +35,7 @@ from collegium.placement import Placement
 from collegium.planning import plan
 from collegium.problem import DeviceFacts, Overrides, Problem
 from collegium.types import ActivationSpec, ExpertWeights, MoESpec, Routing, RoutingSpec
-from raising import raises_with
+from raising import assert_values, raises_with
 from toys import TinySize, write_checkpoint
 
 if TYPE_CHECKING:
@@ -232,10 +241,9 @@ def test_gate_and_up_scales_stay_separate(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("storage", "suffix", "refused"),
-    [("compressed-tensors", ".input_global_scale", True), ("modelopt", ".input_scale", False)],
+    ("storage", "suffix"), [("compressed-tensors", ".input_global_scale"), ("modelopt", ".input_scale")]
 )
-def test_unequal_activation_scales_are_reported(tmp_path: Path, storage: str, suffix: str, refused: bool) -> None:
+def test_unequal_activation_scales_are_refused(tmp_path: Path, storage: str, suffix: str) -> None:
     write_checkpoint(tmp_path, "mixtral", "nvfp4", storage, size=TinySize(experts=2, layers=1))
     base = "model.layers.0.block_sparse_moe.experts.1."
     one, static = torch.tensor(0.25), Overrides(activation_format="nvfp4_static")
@@ -246,12 +254,16 @@ def test_unequal_activation_scales_are_reported(tmp_path: Path, storage: str, su
     other = rewrite(tmp_path, **{f"{base}w3{suffix}": one * 1.001})
     findings = " ".join(audit(other).findings)
     assert "1 experts" in findings
-    assert ("expert 1, up" in findings) is refused
-    if refused:
-        with raises_with(BadScaleError, "layer 0", "expert 1, up"):
-            load_layer(other, 0, device="cpu", overrides=static)
-    else:
+    assert_values(findings, "expert 1, up", "unequal_scales='largest'")
+    with raises_with(BadScaleError, "layer 0", "expert 1, up", "unequal_scales='largest'"):
         load_layer(other, 0, device="cpu", overrides=static)
+    layer = load_layer(other, 0, device="cpu", overrides=replace(static, unequal_scales="largest"))
+    assert "calibrated scales, the larger of unequal ones" in str(layer)
+    load_layer(other, 0, device="cpu")  # nothing uses the scales
+    with raises_with(PlanError, "unequal_scales='largest'", "bf16", "nvfp4_static"):
+        load_layer(other, 0, device="cpu", overrides=Overrides(unequal_scales="largest"))
+    with raises_with(SpecError, "unequal_scales", "smallest", "largest"):
+        Overrides(unequal_scales=cast("Any", "smallest"))
     wrong = rewrite(tmp_path, **{f"{base}w2{suffix}": one * -4, f"{base}w3{suffix}": one})
     assert f"w2{suffix} is -1" in " ".join(audit(wrong).findings)
     with raises_with(BadScaleError, "w2", "-1"):

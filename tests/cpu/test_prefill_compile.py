@@ -43,6 +43,8 @@ CASES: tuple[dict[str, Any], ...] = (
     PLAIN,
     PLAIN | DOWN | {"BIAS": 3, "PLACED": 1},
     PLAIN | {"FAST": 1, "KIND": 5},
+    PLAIN | {"ROW_SCALE": 1, "X_SCALE": 2, "OUT": 3, "ALIGNED": 0},
+    PLAIN | DOWN | {"ROW_SCALE": 1, "X_SCALE": 2},
     HALF,
     HALF | DOWN | {"ROW_SCALE": 1, "X_SCALE": 2},
     GROUPS,

@@ -16,10 +16,10 @@ SCALED = ["fp8_group128", "fp8_group128_pow2", "fp8_group128_e8m0", "fp8_token",
 GROUP = {"mxfp8": 32} | {name: 128 for name in SCALED if name.startswith("fp8_group128")}
 EIGHT = SCALED[:5]
 POWERS = ("fp8_group128_pow2", "fp8_group128_e8m0", "mxfp8")
-STATIC = ["fp8_static", "nvfp4_static"]
+STATIC = ["fp8_static", "nvfp4_static", "nvfp4_expert"]
 # Bounds on the relative L2 error of a Gaussian: half a step of the format's mantissa, and a scale rounding.
 BOUNDS = {"fp32": 0, "bf16": 0.002, "fp16": 0.0003, **dict.fromkeys(EIGHT, 0.03), "nvfp4": 0.1}
-BOUNDS |= {"fp8_static": 0.03, "nvfp4_static": 0.1}
+BOUNDS |= {"fp8_static": 0.03, "nvfp4_static": 0.1, "nvfp4_expert": 0.1}
 
 E4M3 = [(byte & 7) * 2.0**-9 if byte < 8 else (1 + (byte & 7) / 8) * 2.0 ** ((byte >> 3) - 7) for byte in range(127)]
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -44,8 +44,9 @@ def heavy(rows, columns, seed=0):
 
 
 def form_of(name, reach=256.0):
-    """The format, calibrated for numbers up to ``reach`` where it is static."""
-    return formats_within(name, (reach, reach))[0]
+    """The format, calibrated for numbers up to ``reach`` where it is static: that of one expert where each has some."""
+    form = activation_format(name)
+    return form.within(reach) if form.static else form
 
 
 def groups_of(x, size):
@@ -324,9 +325,10 @@ def test_activation_format_names():
         "mxfp8",
         "nvfp4",
         "nvfp4_static",
+        "nvfp4_expert",
     ]
-    assert [f.bits for f in ACTIVATION_FORMATS] == [32, 16, 16, 8, 8, 8, 8, 8, 8, 4, 4]
-    assert [f.group for f in ACTIVATION_FORMATS] == [0, 0, 0, 128, 128, 128, 0, 0, 32, 16, 16]
+    assert [f.bits for f in ACTIVATION_FORMATS] == [32, 16, 16, 8, 8, 8, 8, 8, 8, 4, 4, 4]
+    assert [f.group for f in ACTIVATION_FORMATS] == [0, 0, 0, 128, 128, 128, 0, 0, 32, 16, 16, 16]
     assert [f.name for f in ACTIVATION_FORMATS if f.static] == STATIC
     with raises_with(InputError, "'fp8'", "fp32", "nvfp4"):
         activation_format("fp8")

@@ -117,7 +117,11 @@ def test_layers_use_the_largest_scales(tmp_path: Path, name: str, storage: str) 
     x, routing = tokens()
     for layer, scales in largest.items():
         made = load_layer(
-            tmp_path, layer, device="cpu", dtype="fp32", overrides=Overrides(activation_format=STATIC[name])
+            tmp_path,
+            layer,
+            device="cpu",
+            dtype="fp32",
+            overrides=Overrides(activation_format=STATIC[name], unequal_scales="largest"),
         )
         weights = load_experts(CheckpointLayer.open(Checkpoint.open(tmp_path), layer), linear(SIZE.experts))
         found, wanted = made(x, routing=routing), judged(x, weights, routing, scales, name)
@@ -147,7 +151,7 @@ def test_scales_serve_both_formats(tmp_path: Path) -> None:
     """A scale says how large numbers may be; 448 and 6 * 448 are the largest codes."""
     largest = calibrated(tmp_path, "fp8_tensor", "modelopt")
     for wish, ratio in (("fp8_static", 1), ("nvfp4_static", 6)):
-        force = Overrides(activation_format=wish)
+        force = Overrides(activation_format=wish, unequal_scales="largest")
         made: Any = load_layer(tmp_path, 1, device="cpu", weight_format="mxfp4", overrides=force)
         forms = made.experts.activations
         assert [form.scale for form in forms] == pytest.approx([float(s) / ratio for s in largest[1]], rel=1e-7)
@@ -170,7 +174,9 @@ def test_stacks_with_one_or_many_scales(tmp_path: Path, each: bool) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     block = {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["*router*"]}
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": block}))
-    made: Any = load_layer(tmp_path, 0, device="cpu", overrides=Overrides(activation_format="fp8_static"))
+    made: Any = load_layer(
+        tmp_path, 0, device="cpu", overrides=Overrides(activation_format="fp8_static", unequal_scales="largest")
+    )
     assert [form.scale for form in made.experts.activations] == pytest.approx([0.01, 0.003], rel=1e-6)
 
 
@@ -179,7 +185,12 @@ def test_ranks_use_scales_of_all_experts(tmp_path: Path) -> None:
     calibrated(tmp_path, "fp8_tensor", "compressed-tensors")
     opened = CheckpointLayer.open(Checkpoint.open(tmp_path), 1)
     x, routing = tokens()
-    whole: Any = load_routed(opened, device="cpu", dtype="fp32", overrides=Overrides(activation_format="fp8_static"))
+    whole: Any = load_routed(
+        opened,
+        device="cpu",
+        dtype="fp32",
+        overrides=Overrides(activation_format="fp8_static", unequal_scales="largest"),
+    )
     parts = torch.zeros(x.shape)
     ranks = ((3, 0), (1,), (2,))
     for rank, held in enumerate(ranks):
@@ -208,7 +219,9 @@ def test_tensor_core_kernels_match_reference_codes(tmp_path: Path, name: str) ->
     pytest.importorskip("triton")
     calibrated(tmp_path, name, "modelopt")
     opened = CheckpointLayer.open(Checkpoint.open(tmp_path), 0)
-    loaded: Any = load_routed(opened, device="cpu", overrides=Overrides(activation_format="fp8_static"))
+    loaded: Any = load_routed(
+        opened, device="cpu", overrides=Overrides(activation_format="fp8_static", unequal_scales="largest")
+    )
     weights = replace(load_experts(opened, linear(4)), input_reach=loaded.experts.input_reach)
     spec = opened.spec.routed_alone()
     facts = DeviceFacts(kind="cuda", capability=(9, 0))
@@ -266,7 +279,9 @@ def test_the_commands_take_them_by_name(tmp_path: Path) -> None:
         "generate", folder, "--device", "cpu", "--activations", "fp8_static", "--tokens", "6", "--json"
     )
     assert code == 0, said
-    model = load_model(folder, device="cpu", overrides=Overrides(activation_format="fp8_static"))
+    model = load_model(
+        folder, device="cpu", overrides=Overrides(activation_format="fp8_static", unequal_scales="largest")
+    )
     made = layers_of(model)
     assert all(layer.experts.input_reach == pytest.approx((20.0, 20.0)) for layer in made)
     ids = torch.arange(12)[None] + 5
@@ -278,7 +293,7 @@ def test_the_commands_take_them_by_name(tmp_path: Path) -> None:
 
 def test_verify_detects_swapped_product_scales(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calibrated(tmp_path, "fp8_tensor", "modelopt")
-    force = Overrides(activation_format="fp8_static")
+    force = Overrides(activation_format="fp8_static", unequal_scales="largest")
     assert verify_model(str(tmp_path), device="cpu", overrides=force).passed
 
     def turned(name: str, reach: Any) -> Any:
@@ -346,7 +361,7 @@ def test_shared_expert_has_separate_scales(tmp_path: Path) -> None:
         if name.endswith("weight_scale")
     }
     rewrite(tmp_path, dict(routed))
-    force = Overrides(activation_format="fp8_static")
+    force = Overrides(activation_format="fp8_static", unequal_scales="largest")
     with raises_with(InputError, "bf16"):
         load_layer(tmp_path, number, device="cpu", overrides=force)
     base, changed = f"model.layers.{number}.mlp.shared_experts.", dict[str, torch.Tensor | None]()
@@ -386,7 +401,9 @@ def test_shared_expert_has_separate_scales(tmp_path: Path) -> None:
 def test_weights_without_scales_refused_by_name(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "mixtral", "bf16", size=SIZE)
     with raises_with(InputError, "expert 0, gate", "bf16", "fp8_tensor", "fp8_token"):
-        load_layer(tmp_path, 0, device="cpu", overrides=Overrides(activation_format="fp8_static"))
+        load_layer(
+            tmp_path, 0, device="cpu", overrides=Overrides(activation_format="fp8_static", unequal_scales="largest")
+        )
     opened = CheckpointLayer.open(Checkpoint.open(tmp_path), 0)
     problem = Problem(spec=opened.spec.routed_alone(), device=DeviceFacts(kind="cpu"))
     with raises_with(InputError, "nvfp4_static", "input_reach"):

@@ -15,7 +15,7 @@ from collegium.encoding import encode_experts
 from collegium.layer import MoELayer
 from collegium.ops.linear import linear, sigmoid_gate
 from collegium.ops.permute import Permutation, permute
-from collegium.ops.quantize import ACTIVATION_FORMATS, formats_within, quantize_rows
+from collegium.ops.quantize import ACTIVATION_FORMATS, activation_format, quantize_rows
 from collegium.ops.rms_norm import rms_norm
 from collegium.ops.route import route
 from collegium.ops.weighted_sum import weighted_sum
@@ -117,7 +117,8 @@ def test_codes_and_scales(name: str, rows: int, columns: int, dtype: torch.dtype
     x = x.to(dtype)
     source = torch.randint(0, rows, (rows + 5,))
     for at, scale in ((None, None), (source, torch.rand(rows + 5))):
-        form, _ = formats_within(name, (100.0, 1.0))
+        form = activation_format(name)
+        form = form.within(100.0) if form.static else form
         wanted = quantize_rows(x, form, source=at, weights=scale)
         moved = [None if t is None else t.cuda() for t in (at, scale)]
         found = quantize_rows(x.cuda(), form, source=moved[0], weights=moved[1], memory=Poisoned("cuda"))

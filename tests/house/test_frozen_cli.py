@@ -23,6 +23,7 @@ COMMANDS = {
         "--format",
         "--kernel",
         "--activations",
+        "--unequal-scales",
         "--device",
         "--download",
         "--json",
@@ -42,6 +43,7 @@ COMMANDS = {
     "bench-model": {"WHAT", "--format", "--batches", "--layers", "--parallel", "--device", "--download", "--json"},
     "tune": {"WHAT", "--format", "--tokens", "--candidates", "--device", "--download", "--json"},
     "quantize": {"MODEL", "--to", "--out", "--download", "--json"},
+    "calibrate": {"MODEL", "--text", "--out", "--tokens", "--steps", "--device", "--download", "--json"},
     "verify": {
         "MODEL",
         "--experts",
@@ -49,6 +51,7 @@ COMMANDS = {
         "--device",
         "--kernel",
         "--activations",
+        "--unequal-scales",
         "--format",
         "--download",
         "--json",

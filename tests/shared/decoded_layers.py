@@ -30,6 +30,7 @@ _KERNELS: tuple[Any, ...] = (TritonBf16(), TritonFp8(), TritonW4A16(), TritonW8A
 DECODED = (
     *((name, act, 128) for name in ("mxfp4", "nvfp4", "mxfp8", "fp8_block", "fp8_channel") for act in ("bf16", "fp16")),
     ("fp8_tensor", "bf16", 128),
+    *(("nvfp4", act, 128) for act in ("nvfp4", "nvfp4_static", "nvfp4_expert")),
     *(("int4_group", act, group) for act in ("bf16", "fp16") for group in (32, 128)),
     *((f"int{bits}_affine", "bf16", group) for bits in (4, 8) for group in (32, 128)),
     *((f"int{bits}_affine", "fp16", 128) for bits in (4, 8)),
@@ -68,7 +69,7 @@ def decoded_layer(
         weight_format="gguf" if name in KINDS else name,
         expert_bias=True,
     )
-    dtype: Any = act
+    dtype: Any = act if act in DTYPES else "bf16"
     problem = Problem(spec=spec, device=device, dtype=dtype, activation_format=act)
     made = _made(name, group, random_experts(experts, 2, wide, hidden, seed=1, bias=True))
     made = replace(
@@ -79,12 +80,14 @@ def decoded_layer(
         down_bias=None if made.down_bias is None else made.down_bias.to(where),
     )
     kernel = next(kernel for kernel in _KERNELS if kernel.refuse(problem.routed) is None)
-    x = heavy_tailed(tokens, hidden, seed=3).to(where, DTYPES[act])
+    x = heavy_tailed(tokens, hidden, seed=3).to(where, DTYPES[dtype])
     ids = uneven_ids(tokens, 2, experts, seed=2)
     ids[0, 0] = -1
     routing = Routing(topk_ids=ids.to(where), topk_weights=torch.rand(tokens, 2).to(where))
     batch = Local(num_experts=experts).dispatch(x, routing)[0]
-    judge = Reference().pack(made, replace(problem, activation_format="fp32").routed)
+    # Rows of 16 bits lose nothing; codes of rows are part of what is true.
+    exact = "fp32" if act in DTYPES else act
+    judge = Reference().pack(made, replace(problem, activation_format=exact).routed)
     return kernel.pack(made, problem.routed), batch, judge.run(batch)
 
 

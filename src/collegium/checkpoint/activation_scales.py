@@ -3,26 +3,62 @@
 Unused scales are reported as findings. Faulty scales are refused only where they are used.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..errors import BadScaleError, CheckpointError, InputError, MissingTensorError, TensorMismatchError
 from ..ops.quantize import activation_format
+from ..problem import UnequalScales
 from .header import FLOATS
 from .layout import Source
 from .problems import raise_if_any
 from .reader import Checkpoint
 from .stored_format import ACTIVATION_SCALES, StoredFormat
 
-__all__ = ["ActivationScales", "activation_scales", "input_reach", "reach_of", "static_format"]
+__all__ = [
+    "ActivationScales",
+    "Reach",
+    "ScaleRequest",
+    "activation_scales",
+    "input_reach",
+    "is_unequal",
+    "reach_of",
+    "static_format",
+]
 
 _REL_TOLERANCE = 1e-5  # relative; gate and up read one input, so compressed-tensors gives both one scale
+_ACCEPT = "Overrides(unequal_scales='largest') or --unequal-scales largest accepts the larger"
 _ALTERNATIVE = "use fp8_token or nvfp4, which compute a scale per row"
 # Weight format to the activation format whose scales its checkpoints store.
 _STATIC_FORMATS = {"fp8_tensor": "fp8_static", "fp8_channel": "fp8_static", "nvfp4": "nvfp4_static"}
+
+
+class Reach(NamedTuple):
+    """``ExpertWeights.input_reach``, and ``expert_reach`` of all experts."""
+
+    largest: tuple[float, float]
+    by_expert: Tensor
+
+    def fields(self, slots: Sequence[int], activations: str) -> dict[str, Any]:
+        """Return the fields of ``ExpertWeights`` for the experts in ``slots`` and an activation format."""
+        by_expert = self.by_expert[list(slots)] if activation_format(activations).by_expert else None
+        return {"input_reach": self.largest, "expert_reach": by_expert}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScaleRequest:
+    """The activation format of a layer, and which static scales it accepts.
+
+    unequal: whether different scales of gate and up of an expert are refused, or the largest one is used.
+    """
+
+    activations: str = "fp32"
+    unequal: UnequalScales = "refuse"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,8 +66,8 @@ class ActivationScales:
     """The static activation scales of a set of experts.
 
     gate_up, down: multipliers of codes; gate and up have one entry each. missing: labels of projections without a
-    scale. unequal: labels of up projections whose scale differs from that of gate. problems: scales that are not finite
-    and positive, and unequal scales in a storage that shares one scale between gate and up.
+    scale. unequal: up projections whose scale differs from that of gate, as sentences. problems: scales that are not
+    finite and positive.
     """
 
     gate_up: list[float] = field(default_factory=list)
@@ -55,7 +91,10 @@ class ActivationScales:
             more = f", and {len(self.problems) - 1} more are wrong" if len(self.problems) > 1 else ""
             texts.append(f"{self.problems[0]}{more}; static activations, which would use them, are refused")
         if self.unequal:
-            texts.append(f"{where}: gate and up of {len(self.unequal)} experts have different static activation scales")
+            texts.append(
+                f"{where}: gate and up of {len(self.unequal)} experts have different static activation scales, which "
+                f"static activations refuse unless {_ACCEPT}: {self.unequal[0]}"
+            )
         if self.missing:
             texts.append(f"{self.missing[0]} and {len(self.missing) - 1} more have no static activation scale")
         return texts
@@ -66,13 +105,13 @@ def static_format(stored: StoredFormat) -> str | None:
     return stored.static_activations or _STATIC_FORMATS.get(stored.name)
 
 
-def activation_scales(
-    checkpoint: Checkpoint, sources: Iterable[Source], stored: tuple[StoredFormat, StoredFormat]
-) -> ActivationScales:
-    """Read the scales of ``sources``.
+def is_unequal(first: float, second: float) -> bool:
+    """Return whether two scales differ by more than rounding."""
+    return abs(first - second) > _REL_TOLERANCE * max(first, second)
 
-    stored: the format of gate and up, and that of down.
-    """
+
+def activation_scales(checkpoint: Checkpoint, sources: Iterable[Source]) -> ActivationScales:
+    """Read the scales of ``sources``."""
     scales = ActivationScales()
     cache: dict[str, Tensor] = {}
     gate_scale = 0.0
@@ -88,14 +127,10 @@ def activation_scales(
             scales.problems.append(error)
             continue
         (scales.down if projection == "down" else scales.gate_up).append(scale)
-        if projection == "up" and gate_scale and abs(scale - gate_scale) > _REL_TOLERANCE * max(scale, gate_scale):
-            scales.unequal.append(source.label)
-            if stored[0].storage == "compressed-tensors":
-                scales.problems.append(
-                    BadScaleError(
-                        f"{source.label}: {name} is {scale:g}, that of gate is {gate_scale:g}; they share one input"
-                    )
-                )
+        if projection == "up" and gate_scale and is_unequal(scale, gate_scale):
+            scales.unequal.append(
+                f"{source.label}: {name} is {scale:g}, that of gate is {gate_scale:g}; they share one input"
+            )
         gate_scale = scale if projection == "gate" else 0.0
     return scales
 
@@ -126,20 +161,20 @@ def _read_scale(checkpoint: Checkpoint, source: Source, name: str, cache: dict[s
 
 
 def input_reach(
-    checkpoint: Checkpoint, sources: Iterable[Source], stored: tuple[StoredFormat, StoredFormat], activations: str
-) -> tuple[float, float] | None:
-    """Return ``ExpertWeights.input_reach`` of ``sources`` for a static format ``activations``, None for other formats.
+    checkpoint: Checkpoint, sources: Iterable[Source], stored: tuple[StoredFormat, StoredFormat], request: ScaleRequest
+) -> Reach | None:
+    """Return the inputs that the scales of ``sources`` represent, None where no static format is requested.
 
     Raises InputError where the weight format has no such scales, MissingTensorError where one is missing, and
     BadScaleError.
     """
-    if not activation_format(activations).static:
+    if not activation_format(request.activations).static:
         return None
     sources = list(sources)
-    _static_formats(stored, activations, sources[0].label)  # refuses formats without scales before any is read
-    scales = activation_scales(checkpoint, sources, stored)
+    _static_formats(stored, request.activations, sources[0].label)  # refuses formats without scales before any is read
+    scales = activation_scales(checkpoint, sources)
     raise_if_any(checkpoint, scales.problems)
-    return reach_of(scales, stored, activations)
+    return reach_of(scales, stored, request)
 
 
 def _static_formats(stored: tuple[StoredFormat, StoredFormat], activations: str, label: str) -> list[str]:
@@ -157,13 +192,12 @@ def _static_formats(stored: tuple[StoredFormat, StoredFormat], activations: str,
     return [name for name in names if name is not None]
 
 
-def reach_of(
-    scales: ActivationScales, stored: tuple[StoredFormat, StoredFormat], activations: str
-) -> tuple[float, float]:
-    """Return ``ExpertWeights.input_reach`` for the static format ``activations``, of the largest of ``scales``.
+def reach_of(scales: ActivationScales, stored: tuple[StoredFormat, StoredFormat], request: ScaleRequest) -> Reach:
+    """Return the inputs that ``scales`` represent, for the static format of ``request``.
 
-    Raises InputError and MissingTensorError as ``input_reach`` does.
+    Raises InputError, MissingTensorError and BadScaleError as ``input_reach`` does.
     """
+    activations = request.activations
     gate_up_format, down_format = _static_formats(stored, activations, "the first projection")
     if scales.missing:
         present = len(scales.gate_up) + len(scales.down)
@@ -171,9 +205,18 @@ def reach_of(
             f"{_requested(activations)}: {scales.missing[0]} has no {ACTIVATION_SCALES[0]}, and "
             f"{len(scales.missing) - 1} more of {present + len(scales.missing)} have none; all need one; {_ALTERNATIVE}"
         )
+    if scales.unequal and request.unequal == "refuse":
+        more = f", and {len(scales.unequal) - 1} more experts have such scales" if len(scales.unequal) > 1 else ""
+        raise BadScaleError(f"{_requested(activations)}: {scales.unequal[0]}{more}; {_ACCEPT}, or {_ALTERNATIVE}")
     gate_up_max = activation_format(gate_up_format).max_value
     down_max = activation_format(down_format).max_value
-    return max(scales.gate_up) * gate_up_max, max(scales.down) * down_max
+    experts = len(scales.down)
+    gate_up = torch.tensor(scales.gate_up, dtype=torch.float64).view(experts, -1).amax(1) * gate_up_max
+    down = torch.tensor(scales.down, dtype=torch.float64) * down_max
+    return Reach(
+        largest=(max(scales.gate_up) * gate_up_max, max(scales.down) * down_max),
+        by_expert=torch.stack((gate_up, down), dim=1).float(),
+    )
 
 
 def _requested(activations: str) -> str:

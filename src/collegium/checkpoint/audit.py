@@ -282,7 +282,7 @@ def _check_values(layer: CheckpointLayer, weight_findings: Findings) -> tuple[li
     gate: Payload | None = None
     cache: dict[str, Tensor] = {}
     sources = [source for _, source in layer.sources()]
-    scales = activation_scales(layer.checkpoint, sources, layer.both_stored)
+    scales = activation_scales(layer.checkpoint, sources)
     findings = scales.findings(f"layer {layer.number}", layer.both_stored)
     problems: list[CheckpointError] = []
     for source in sources:

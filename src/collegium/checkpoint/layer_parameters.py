@@ -13,7 +13,7 @@ from ..formats.payload import Payload
 from ..ops.quantize import activation_format
 from ..placement import Placement
 from ..types import ExpertWeights, LatentWeights, MoESpec, RouterWeights, SharedWeights
-from .activation_scales import ActivationScales, reach_of
+from .activation_scales import ActivationScales, Reach, ScaleRequest, is_unequal, reach_of
 from .layout import Cut, local_range
 from .non_expert_weights import check_hash_entries
 from .parameters import MatrixParameters, Piece, Target, check_plain
@@ -190,28 +190,31 @@ class LayerParameters:
         """The tensors of router, latent projections and the shared expert's gate that have arrived, by parameter."""
         return self._dense
 
-    def experts(self, slots: Sequence[int], activations: str = "fp32") -> ExpertWeights[Payload]:
+    def experts(self, slots: Sequence[int], scales: ScaleRequest | None = None) -> ExpertWeights[Payload]:
         """Return the experts of ``slots``, which ``missing`` finds complete.
 
-        activations: the activation format, whose static scales are those of all experts. Raises CheckpointErrors.
+        scales: the activation format, whose static scales are those of all experts. Raises CheckpointErrors.
         """
         upper, lower = self._experts
         gate_up, down = upper.payload(slots), lower.payload(slots)
         gate_up_bias, down_bias = upper.bias(slots), lower.bias(slots)
         if down_bias is not None and self._tp_rank:  # the sum over slices must contain it once
             down_bias = torch.zeros_like(down_bias)
-        reach = self._reach(self._experts, activations, range(self.spec.num_experts))
-        return ExpertWeights(
-            gate_up=gate_up, down=down, gate_up_bias=gate_up_bias, down_bias=down_bias, input_reach=reach
-        )
+        request = scales or ScaleRequest()
+        reach = self._reach(self._experts, request, range(self.spec.num_experts))
+        expert_of = {slot: expert for expert, owned in self._slots_of.items() for slot in owned}
+        fields = {} if reach is None else reach.fields([expert_of[slot] for slot in slots], request.activations)
+        return ExpertWeights(gate_up=gate_up, down=down, gate_up_bias=gate_up_bias, down_bias=down_bias, **fields)
 
-    def shared(self, activations: str = "fp32") -> SharedWeights[Payload] | None:
+    def shared(self, scales: ScaleRequest | None = None) -> SharedWeights[Payload] | None:
         """Return the shared expert, None where the layer has none; arguments and errors as ``experts``."""
         if self._shared is None:
             return None
         upper, lower = self._shared
-        reach = self._reach(self._shared, activations, [None])
-        experts = ExpertWeights(gate_up=upper.payload([0]), down=lower.payload([0]), input_reach=reach)
+        request = scales or ScaleRequest()
+        reach = self._reach(self._shared, request, [None])
+        fields = {} if reach is None else reach.fields([0], request.activations)
+        experts = ExpertWeights(gate_up=upper.payload([0]), down=lower.payload([0]), **fields)
         return SharedWeights(experts=experts, gate=self._dense.get("shared.gate"))
 
     def router(self) -> RouterWeights | None:
@@ -233,10 +236,11 @@ class LayerParameters:
         norm = self._dense.get("latent.norm")
         return LatentWeights(down=down, up=up, norm=norm, norm_eps=self.spec.latent_norm_eps or 0.0)
 
-    def largest_inputs(self, activations: str) -> tuple[float, float] | None:
+    def largest_inputs(self, scales: ScaleRequest) -> tuple[float, float] | None:
         """Return the largest inputs that the static scales so far represent, None without any."""
         present = [expert for expert in range(self.spec.num_experts) if (expert, "w2") in self._input_scales]
-        return self._reach(self._experts, activations, present) if present else None
+        reach = self._reach(self._experts, scales, present) if present else None
+        return None if reach is None else reach.largest
 
     def _matrices(
         self, spec: MoESpec, candidates: Candidates, labels: Sequence[str], placement: Placement, *, bias: bool
@@ -353,15 +357,16 @@ class LayerParameters:
     def _reach(
         self,
         matrices: tuple[MatrixParameters, MatrixParameters],
-        activations: str,
+        request: ScaleRequest,
         experts: Sequence[int | None] | range,
-    ) -> tuple[float, float] | None:
-        """Return the largest inputs that the static scales of ``experts`` represent; None for other formats."""
-        if not activation_format(activations).static:
+    ) -> Reach | None:
+        """Return the inputs that the static scales of ``experts`` represent; None for other formats."""
+        if not activation_format(request.activations).static:
             return None
         scales = ActivationScales()
         for expert in experts:
             who = "the shared expert" if expert is None else f"expert {expert}"
+            gate_scale = None
             for shard in (*self._upper, "w2"):
                 value = self._input_scales.get((-1 if expert is None else expert, shard))
                 if value is None:
@@ -373,8 +378,13 @@ class LayerParameters:
                         f"{who}, {shard}: input_scale is {number:g}, allowed are finite and positive numbers"
                     )
                 (scales.down if shard == "w2" else scales.gate_up).append(number)
+                if shard == "w3" and gate_scale is not None and is_unequal(number, gate_scale):
+                    scales.unequal.append(
+                        f"{who}, w3: input_scale is {number:g}, that of w1 is {gate_scale:g}; they share one input"
+                    )
+                gate_scale = number if shard == "w1" else None
         upper, lower = matrices
-        return reach_of(scales, (upper.stored, lower.stored), activations)
+        return reach_of(scales, (upper.stored, lower.stored), request)
 
     def _load_dense(self, parameter: str, tensor: Tensor, shard: Shard | None, expert: int | None) -> None:
         """Take a tensor of router, latent projections or the shared expert's gate."""

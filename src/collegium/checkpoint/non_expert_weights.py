@@ -23,7 +23,7 @@ from ..models import declared_format
 from ..models.base import Config
 from ..runtime.devices import probe
 from ..types import ExpertWeights, LatentWeights, RouterWeights, SharedWeights
-from .activation_scales import input_reach
+from .activation_scales import ScaleRequest, input_reach
 from .detect import stored_format
 from .findings import Findings
 from .header import FLOATS, TensorInfo
@@ -40,6 +40,7 @@ __all__ = [
     "load_latent",
     "load_router",
     "load_shared",
+    "shared_sources",
 ]
 
 _MATRICES = {"router_weight": "router", "shared_gate": "gate of the shared expert"}
@@ -399,12 +400,24 @@ def load_latent(layer: CheckpointLayer, *, device: torch.device | str = "cpu") -
     return LatentWeights(down=down, up=up, norm=norm, norm_eps=layer.spec.latent_norm_eps or 0.0)
 
 
+def shared_sources(layer: CheckpointLayer) -> list[tuple[Source, StoredFormat]]:
+    """Return the matrices of the shared expert and their stored formats, gate before up before down; none without one.
+
+    Raises the errors of ``load_shared`` for headers.
+    """
+    module = _shared_module(layer)
+    if module is None:
+        return []
+    stored = _stored_formats(layer, module)
+    return [(source, stored[source.path]) for source in module.sources]
+
+
 def load_shared(
-    layer: CheckpointLayer, *, device: torch.device | str = "cpu", activations: str = "fp32"
+    layer: CheckpointLayer, *, device: torch.device | str = "cpu", scales: ScaleRequest | None = None
 ) -> SharedWeights[Payload] | None:
     """Read the shared expert of ``layer`` as one expert in its stored format; None if the layer has none.
 
-    activations: the activation format; the scales of a static format are read too. Raises ConfigError,
+    scales: the activation format; the scales of a static format are read too. Raises ConfigError,
     MissingTensorError, TensorMismatchError, BadScaleError, and the InputError of ``input_reach``.
     """
     device = probe(device).place
@@ -420,5 +433,7 @@ def load_shared(
     gate = _read_tensor(layer, "shared_gate").to(device) if "shared_gate" in _required_tensors(layer) else None
     stored = _stored_formats(layer, module)
     both = stored[module.sources[0].path], stored[module.sources[-1].path]
-    reach = input_reach(layer.checkpoint, module.sources, both, activations)
-    return SharedWeights(experts=ExpertWeights(gate_up=gate_up, down=down, input_reach=reach), gate=gate)
+    request = scales or ScaleRequest()
+    reach = input_reach(layer.checkpoint, module.sources, both, request)
+    fields = {} if reach is None else reach.fields([0], request.activations)
+    return SharedWeights(experts=ExpertWeights(gate_up=gate_up, down=down, **fields), gate=gate)

@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Self, cast
@@ -20,7 +20,9 @@ from ..formats.find_storage import SAFETENSORS_DTYPES
 from ..formats.payload import Payload, Storage
 from .header import TensorInfo
 
-__all__ = ["Shard", "entry_of", "matrix_parts", "whole_folder"]
+__all__ = ["Shard", "copy_other_files", "entry_of", "matrix_parts", "whole_folder"]
+
+_WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
 
 _NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
@@ -115,6 +117,25 @@ def entry_of(tensor: Tensor, experts: int | None = None) -> tuple[str, tuple[int
     """Return (dtype, shape) for the header, of a tensor or of a stack of ``experts`` such tensors."""
     shape = tuple(tensor.shape)
     return _NAMES[tensor.dtype], shape if experts is None else (experts, *shape)
+
+
+def copy_other_files(source: Path, folder: Path, replaced: Collection[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Copy a model's other files (tokenizer, licence); return the names of copied and of skipped entries.
+
+    replaced: names that the new folder has otherwise. Folders and other weight files are skipped. Raises
+    CheckpointError.
+    """
+    others = sorted(set(os.listdir(source)) - set(replaced))
+    skipped = [name for name in others if (source / name).is_dir() or name.endswith(_WEIGHT_FILES)]
+    copied = [name for name in others if name not in skipped]
+    for name in copied:
+        try:
+            shutil.copy2(source / name, folder / name)
+        except OSError as error:
+            raise CheckpointError(
+                f"{source / name}: cannot be copied ({error.strerror or error}); repair or remove it"
+            ) from error
+    return tuple(copied), tuple(skipped)
 
 
 @contextmanager

@@ -33,6 +33,7 @@ __all__ = [
     "ShapeOrModel",
     "Steps",
     "Trace",
+    "UnequalScales",
     "WholeModel",
     "WrittenFormat",
     "ceilings_of",
@@ -47,9 +48,10 @@ N = TypeVar("N", int, float)
 # Literal lists: looking the values up would import torch, which takes a second. A test keeps them in sync.
 FORMATS = "bf16, fp16, fp32, fp8_block, fp8_tensor, fp8_channel, mxfp8, mxfp4, nvfp4 or int4_group"
 ACTIVATIONS = (
-    "fp32, bf16, fp16, fp8_group128, fp8_group128_pow2, fp8_group128_e8m0, fp8_token, fp8_static, mxfp8, nvfp4 or "
-    "nvfp4_static"
+    "fp32, bf16, fp16, fp8_group128, fp8_group128_pow2, fp8_group128_e8m0, fp8_token, fp8_static, mxfp8, nvfp4, "
+    "nvfp4_static or nvfp4_expert"
 )
+UNEQUAL_SCALES = "refuse or largest"
 KERNELS = "triton_fp8, triton_w4a8, triton_w4a16, triton_w8a16, triton_bf16, cpu_fused, cpu_grouped or reference"
 
 
@@ -103,6 +105,13 @@ Kernel = Annotated[
 Activations = Annotated[
     str | None,
     typer.Option(autocompletion=_complete(ACTIVATIONS), help=f"Use this activation format, or fail: {ACTIVATIONS}."),
+]
+UnequalScales = Annotated[
+    str | None,
+    typer.Option(
+        autocompletion=_complete(UNEQUAL_SCALES),
+        help="Where gate and up of an expert have different calibrated activation scales: refuse (default) or largest.",
+    ),
 ]
 MODEL_HELP = (
     "Folder with config.json and safetensors files, GGUF file, fables-16m (the bundled model), or Hugging Face Hub id "

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ..planning import Plan
     from .bench import BenchReport
     from .bench_model import ModelReport
+    from .calibrate import CalibrationReport
     from .demo import DemoReport
     from .generate import AdapterTexts, Written
     from .inspect import Inspection
@@ -32,6 +33,7 @@ __all__ = [
     "err",
     "out",
     "print_bench",
+    "print_calibration",
     "print_conversion",
     "print_demo",
     "print_inspection",
@@ -309,6 +311,28 @@ def print_verification(report: VerifyReport) -> None:
             "[green]ok[/green]" if check.passed else "[bold red]WRONG[/bold red]",
         ),
     )
+
+
+def print_calibration(report: CalibrationReport) -> None:
+    """Print the largest inputs of every layer's experts and the files that were linked, copied or skipped."""
+    _print_table(
+        f"{report.path}: {report.scales:,} activation scales from {report.tokens:,} tokens, for "
+        f"{' and '.join(report.activations)}",
+        ("layer ", "largest input ", "before down ", "experts not reached "),
+        report.layers,
+        lambda layer: (
+            layer.layer,
+            f"{layer.gate_up:.5g}",
+            f"{layer.down:.5g}",
+            f"{len(layer.unreached)} of {layer.experts}",
+        ),
+    )
+    lines = [
+        f"{action:<8} {', '.join(names)}"
+        for action, names in (("linked", report.linked), ("copied", report.copied), ("skipped", report.skipped))
+        if names
+    ]
+    out.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
 def print_conversion(report: QuantizeReport) -> None:

@@ -6,7 +6,6 @@ names and ``quantization_config`` are those of published checkpoints in the targ
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -26,8 +25,8 @@ from ..checkpoint.layout import projections, stack_paths
 from ..checkpoint.loader import load_experts
 from ..checkpoint.problems import raise_if_any
 from ..checkpoint.reader import INDEX, Checkpoint
-from ..checkpoint.writer import Shard, entry_of, matrix_parts, whole_folder
-from ..errors import CheckpointError, ConfigError, InputError
+from ..checkpoint.writer import Shard, copy_other_files, entry_of, matrix_parts, whole_folder
+from ..errors import ConfigError, InputError
 from ..formats import Fp8Tensor, NvFp4, by_name
 from ..formats.payload import Payload, Storage
 from ..formats.unquantised import CONFIG_NAMES
@@ -62,7 +61,6 @@ _REPLACED_FILES = {
     "quantization_config.json",
     INDEX,
 }
-_WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,7 +123,8 @@ def quantize_model(
     needed = sum(info.nbytes for info in copied_tensors.values())
     needed += expert_bytes(target_spec) * job.spec.num_experts * len(layers)
     with whole_folder(folder.absolute(), needed) as (partial_folder, removed):
-        copied, skipped = _copy_files(checkpoint, partial_folder)  # first, because it can fail
+        replaced = {info.file.name for info in checkpoint.tensors.values()} | _REPLACED_FILES
+        copied, skipped = copy_other_files(checkpoint.path, partial_folder, replaced)  # first, because it can fail
         converted_layers = _write_tensors(job, layers, copied_tensors, partial_folder, progress)
         (partial_folder / "config.json").write_text(json.dumps(new_config(job, copied_tensors), indent=2) + "\n")
         written = Checkpoint.open(partial_folder)
@@ -367,20 +366,3 @@ def _layer_entries(
         for name, tensor in _expert_tensors(job, layer, expert, matrices).items():
             entries[name] = entry_of(tensor, stacked_experts)
     return entries
-
-
-def _copy_files(checkpoint: Checkpoint, folder: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Copy the other files (tokenizer, licence); return the names of copied and of skipped entries."""
-    source = checkpoint.path
-    replaced = {info.file.name for info in checkpoint.tensors.values()} | _REPLACED_FILES
-    others = sorted(set(os.listdir(source)) - replaced)
-    skipped = [name for name in others if (source / name).is_dir() or name.endswith(_WEIGHT_FILES)]
-    copied = [name for name in others if name not in skipped]
-    for name in copied:
-        try:
-            shutil.copy2(source / name, folder / name)
-        except OSError as error:
-            raise CheckpointError(
-                f"{source / name}: cannot be copied ({error.strerror or error}); repair or remove it"
-            ) from error
-    return tuple(copied), tuple(skipped)

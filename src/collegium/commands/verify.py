@@ -24,7 +24,7 @@ from ..encoding import encoded
 from ..errors import InputError
 from ..formats.payload import Payload
 from ..layer import MoELayer
-from ..loading import load_routed, requested_activations
+from ..loading import load_routed, scale_request
 from ..models import moe_layers
 from ..ops.quantize import activation_format
 from ..parallel.ranks import Ranks
@@ -184,7 +184,7 @@ def _check_shared(
     ranks: Ranks | None,
 ) -> list[LayerCheck]:
     """Check the shared expert as a layer with one routed expert, as the kernel sees it; every rank runs all of it."""
-    shared = load_shared(layer, device=facts.place, activations=requested_activations(overrides))
+    shared = load_shared(layer, device=facts.place, scales=scale_request(overrides))
     plain = load_shared(layer)
     if shared is None or plain is None:
         return []
@@ -223,7 +223,7 @@ def _check_experts(
     for index, sample in enumerate(samples):
         count = _ROWS_PER_EXPERT[index % len(_ROWS_PER_EXPERT)]
         values = heavy_tailed(count, spec.hidden_size, seed=7919 * layer + sample.expert)
-        x, truth = _truth(sample.weights, sample.slot, built, values)
+        x, truth = _truth(sample, built, values)
         rows.append(x)
         truths.append(truth)
         row_experts += [sample.expert] * count
@@ -278,13 +278,14 @@ def _row_errors(output: Tensor, truth: Tensor) -> Tensor:
     return torch.where(error.isfinite(), error, math.inf)
 
 
-def _truth(weights: ExpertWeights[Payload], slot: int, built: MoELayer, x: Tensor) -> tuple[Tensor, Tensor]:
+def _truth(sample: _Sample, built: MoELayer, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return bfloat16 rows, scaled for sensitivity, and this expert's float64 output for them.
 
     Static activation scales saturate: the rows are scaled to stay within range, and intermediate values are clamped.
     """
-    spec = built.spec
-    input_reach, intermediate_reach = built.experts.input_reach or (math.inf, math.inf)
+    spec, weights, slot = built.spec, sample.weights, sample.slot
+    built_slot = built.plan.problem.local_experts.index(sample.expert)
+    input_reach, intermediate_reach = built.experts.reach_of(built_slot) or (math.inf, math.inf)
     x = x.bfloat16()
     gate_up, down = weights.gate_up[slot], weights.down[slot]
     parts, intermediate_size, _ = gate_up.shape

@@ -63,6 +63,7 @@ def random_weights(
         gate_up_bias=bias(parts, intermediate_size),
         down_bias=bias(hidden),
         input_reach=(_INPUT_REACH, _INPUT_REACH),
+        expert_reach=torch.full((len(ids), 2), _INPUT_REACH),
     )
 
 

@@ -16,12 +16,21 @@ from torch import Tensor
 
 from ..adapters import TokenAdapters
 from ..errors import InputError
-from ..ops.quantize import formats_within
+from ..ops.quantize import ActivationFormat, activation_format
 from ..problem import ExpertsProblem
 from ..runtime.memory import Memory, Regions
 from ..types import ActivationSpec, ContiguousBatch, ExpertWeights
 
-__all__ = ["ExpertKernel", "PackedWeights", "Product", "Tiling", "map_tensors", "refuse_codes", "refuse_fast"]
+__all__ = [
+    "ExpertKernel",
+    "PackedWeights",
+    "Product",
+    "Tiling",
+    "map_tensors",
+    "refuse_codes",
+    "refuse_fast",
+    "require_expert_reach",
+]
 
 
 class Tiling:
@@ -90,8 +99,14 @@ class PackedWeights:
         report = "" if self.report is None else f"\nweights    {self.report}"
         if self.input_reach is None:
             return report
-        first, second = (form.scale for form in formats_within(activations, self.input_reach))
-        return f"\nscales     {first:g} before gate_up, {second:g} before down (maximum over the experts){report}"
+        form = activation_format(activations)
+        first, second = (form.within(reach).scale for reach in self.input_reach)
+        note = "maximum over the experts" + ("; each expert has separate ones" if form.by_expert else "")
+        return f"\nscales     {first:g} before gate_up, {second:g} before down ({note}){report}"
+
+    def reach_of(self, slot: int) -> tuple[float, float] | None:
+        """Return the largest inputs of gate_up and down that do not saturate in ``slot``, None where none do."""
+        return self.input_reach
 
     @property
     def tiling(self) -> Tiling:
@@ -278,6 +293,19 @@ def refuse_codes(batch: ContiguousBatch, kernel: str, format_name: str | None = 
         )
 
 
+def require_expert_reach(weights: ExpertWeights[Any], form: ActivationFormat) -> None:
+    """Raise InputError where ``form`` has a scale per expert and ``weights`` have not the reach of each expert."""
+    if not form.by_expert:
+        return
+    experts, reach = weights.down.shape[0], weights.expert_reach
+    if reach is None or reach.shape != (experts, 2):
+        found = "none" if reach is None else f"{tuple(reach.shape)}"
+        raise InputError(
+            f"activation format {form.name}: found expert_reach {found}, allowed: ({experts}, 2); load weights with "
+            "calibrated scales, pass ExpertWeights(expert_reach=...), or take nvfp4_static or nvfp4"
+        )
+
+
 def refuse_fast(problem: ExpertsProblem) -> str | None:
     """Return why a kernel without approximate activation functions cannot run ``problem``, or None."""
     if problem.activation.fast:
@@ -311,6 +339,10 @@ class ExpertKernel(Protocol):
     def repacks(self, weight_format: str, activation_format: str) -> bool:
         """Return whether packing copies the codes of ``weight_format`` into new tensors."""
         return False
+
+    def multiplied_as(self, activation_format: str) -> str | None:
+        """Return the dtype, by name, in which tensor cores multiply decoded codes of ``activation_format``, or None."""
+        return None
 
     def tiling(self, problem: ExpertsProblem) -> Tiling:
         """Return how batches of ``problem`` will be cut, as far as that follows from the problem."""

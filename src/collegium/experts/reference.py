@@ -15,7 +15,7 @@ expert's weights are decoded at a time. All other kernels are tested against thi
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import torch
@@ -27,19 +27,26 @@ from ..ops.quantize import ActivationFormat, QuantizedRows, formats_within
 from ..problem import ExpertsProblem
 from ..runtime.memory import Memory, Regions
 from ..types import ActivationSpec, ContiguousBatch, ExpertWeights
-from .base import ExpertKernel, PackedWeights, map_tensors, refuse_codes, refuse_fast
+from .base import ExpertKernel, PackedWeights, map_tensors, refuse_codes, refuse_fast, require_expert_reach
 
-__all__ = ["Reference", "ReferenceExperts"]
+__all__ = ["Observer", "Reference", "ReferenceExperts"]
+
+Observer = Callable[[int, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReferenceExperts(PackedWeights):
-    """The weights as they are stored."""
+    """The weights as they are stored.
+
+    observer: called with an expert, its input rows ``[R, H]`` and its rows between the products ``[R, I]``, both
+    float32 before they are quantised; for calibration.
+    """
 
     weights: ExpertWeights[Payload]
     activation: ActivationSpec
     activations: tuple[ActivationFormat, ActivationFormat]
     input_reach: tuple[float, float] | None = None
+    observer: Observer | None = field(default=None, compare=False, repr=False)
 
     def run(self, batch: ContiguousBatch, memory: Memory | None = None) -> Tensor:
         """Return ``[R, H]`` float32; rows of dropped assignments are zero. torch allocates the memory."""
@@ -53,6 +60,22 @@ class ReferenceExperts(PackedWeights):
                 rows[start:stop] = _one_expert(batch, self, expert, slice(start, stop))
         return rows
 
+    def reach_of(self, slot: int) -> tuple[float, float] | None:
+        """Return the largest inputs of ``slot`` that do not saturate."""
+        if not self.activations[0].by_expert:
+            return self.input_reach
+        before_gate_up, before_down = self.forms_of(slot)
+        return before_gate_up.largest_input, before_down.largest_input
+
+    def forms_of(self, expert: int) -> tuple[ActivationFormat, ActivationFormat]:
+        """Return the formats of an expert's rows, with its scales where each expert has some."""
+        first, second = self.activations
+        reach = self.weights.expert_reach
+        if not first.by_expert or reach is None:
+            return self.activations
+        before_gate_up, before_down = reach[expert].tolist()
+        return first.within(before_gate_up), second.within(before_down)
+
     def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> ReferenceExperts:
         def changed(payload: Payload) -> Payload:
             result = map_tensors(payload, change, *payload.tensors())
@@ -60,7 +83,7 @@ class ReferenceExperts(PackedWeights):
             return replace(result, shape=(count, *payload.shape[1:]))
 
         weights = replace(self.weights, gate_up=changed(self.weights.gate_up), down=changed(self.weights.down))
-        return replace(self, weights=map_tensors(weights, change, "gate_up_bias", "down_bias"))
+        return replace(self, weights=map_tensors(weights, change, "gate_up_bias", "down_bias", "expert_reach"))
 
 
 class Reference(ExpertKernel):
@@ -83,12 +106,15 @@ class Reference(ExpertKernel):
         """Return the weights as they are."""
         forms = formats_within(problem.activation_format, weights.input_reach)
         reach = weights.input_reach if forms[0].static else None
+        require_expert_reach(weights, forms[0])
+        by_expert = weights.expert_reach if forms[0].by_expert else None
+        weights = replace(weights, expert_reach=None if by_expert is None else by_expert.to(weights.down.device))
         return ReferenceExperts(weights=weights, activation=problem.activation, activations=forms, input_reach=reach)
 
 
 def _one_expert(batch: ContiguousBatch, packed: ReferenceExperts, expert: int, span: slice) -> Tensor:
     weights = packed.weights
-    source, (form, between) = batch.source[span], packed.activations
+    source, (form, between) = batch.source[span], packed.forms_of(expert)
     x = batch.x[source]
     if batch.input_weights is not None:
         x = (x.float() * batch.input_weights[span, None]).to(x.dtype)
@@ -108,6 +134,8 @@ def _one_expert(batch: ContiguousBatch, packed: ReferenceExperts, expert: int, s
         ids = batch.adapters.ids[source]
         batch.adapters.packed.gate_up.add_to(both.view(-1, parts * intermediate), tokens, ids, rows)
     hidden = activate(both, packed.activation)
+    if packed.observer is not None:
+        packed.observer(expert, tokens.float(), hidden)
     inner = between.round_trip(hidden)
     out = inner @ weights.down[expert].decode().T
     if weights.down_bias is not None:

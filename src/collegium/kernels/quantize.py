@@ -11,7 +11,7 @@ from .arguments import CodeRows, InputRows
 from .scales import INFINITY, scaled
 from .tiles import pdl_wait
 
-__all__ = ["cast_kernel", "e4m3_kernel", "load_rows", "nvfp4_kernel", "store_codes"]
+__all__ = ["cast_kernel", "e4m3_kernel", "load_rows", "nvfp4_decoded_kernel", "nvfp4_kernel", "store_codes"]
 
 
 @triton.jit
@@ -204,6 +204,52 @@ def nvfp4_kernel(
     tl.store(global_scales + row, tl.where(finite, global_scale, float("nan")))
 
 
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["valid_rows"])
+def nvfp4_decoded_kernel(
+    x,
+    index,
+    weights,
+    valid_rows,
+    numbers,
+    global_scales,
+    rows,
+    columns,
+    x_stride,
+    static_scale,
+    expert_scales,
+    expert_offsets,
+    experts,
+    BLOCK_C: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Write what ``nvfp4_kernel`` quantises, decoded but for the global scale: bfloat16 ``[rows, columns]``, exactly.
+
+    expert_scales ``[experts]``: global scales of the rows of each expert, which end at ``expert_offsets[e + 1]`` int64;
+    None: as ``static_scale`` says. Other arguments as there. Scales of groups are rounded to E4M3 by integer
+    arithmetic, since sm_80 has no conversion.
+    """
+    pdl_wait(PDL)
+    if valid_rows is not None:
+        rows = tl.minimum(tl.load(valid_rows), rows)
+        if tl.program_id(0) >= rows:
+            return
+    row = tl.program_id(0).to(tl.int64)
+    source = InputRows(x=x, index=index, weights=weights, rows=rows, columns=columns, stride=x_stride)
+    column = tl.arange(0, BLOCK_C)
+    value = tl.reshape(load_rows(source, row + tl.arange(0, 1), column), [BLOCK_C // 16, 16])
+    if expert_scales is not None:
+        expert = tl.arange(0, BLOCK_E)
+        end = tl.load(expert_offsets + 1 + expert, mask=expert < experts, other=0x7FFFFFFFFFFFFFFF)
+        owner = tl.minimum(tl.sum((end <= row).to(tl.int32), 0), experts - 1)
+        static_scale = tl.load(expert_scales + owner)
+    within, scale, global_scale, finite = _nvfp4_scaled(value, static_scale, tl.float32, True)
+    number = _e2m1_number(_to_e2m1(within)) * scale[:, None]
+    number = tl.reshape(number, [BLOCK_C]).to(numbers.dtype.element_ty)
+    tl.store(numbers + row * columns + column, number, mask=column < columns)
+    tl.store(global_scales + row, tl.where(finite, global_scale, float("nan")))
+
+
 @triton.jit
 def _nvfp4_scaled(value, static_scale, dtype: tl.constexpr, SOFTWARE_ROUNDING: tl.constexpr):
     """Return a row ``value [GROUPS, 16]`` divided by its scales, the scales ``[GROUPS]`` and of the row, and if finite.
@@ -235,3 +281,13 @@ def _to_e2m1(value):
     code += (magnitude >= 1.75).to(tl.int32) + (magnitude > 2.5).to(tl.int32) + (magnitude >= 3.5).to(tl.int32)
     code += (magnitude > 5.0).to(tl.int32)
     return code | ((value.to(tl.int32, bitcast=True) >> 28) & 8)
+
+
+@triton.jit
+def _e2m1_number(code):
+    """Return the float32 numbers of E2M1 codes 0 to 15, as int32."""
+    magnitude = code & 7
+    # The exponent field is that of float32 minus 126; codes 0 and 1 are the subnormals 0 and 0.5.
+    normal = ((magnitude << 22) + (126 << 23)).to(tl.float32, bitcast=True)
+    number = tl.where(magnitude < 2, 0.5 * magnitude.to(tl.float32), normal)
+    return (number.to(tl.int32, bitcast=True) | ((code & 8) << 28)).to(tl.float32, bitcast=True)

@@ -9,11 +9,11 @@ finite and nothing depends on subnormals; all-zero groups get the floor and zero
 infinity gets a NaN scale and zero codes, hence decodes to NaN throughout: visible, and contained in its group
 (in its row for ``nvfp4``, whose global scale belongs to the row). A partial last group is a group.
 
-Static formats have one calibrated scale for all rows, which ``within`` sets.
+Static formats have one calibrated scale for all rows, which ``within`` sets, or one for the rows of each expert.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self, final
 
 import torch
@@ -29,6 +29,7 @@ from ..types import named
 from .buffers import Buffers, allocate, sizes
 from .checks import require_input
 from .rows import (
+    ExpertScales,
     QuantizedRows,
     SourceRows,
     block_of,
@@ -59,6 +60,7 @@ __all__ = [
 # How a product reads the codes of a row: K of them; padded to a multiple of 128; padded and in ``reorder_codes`` order.
 AS_IS, PADDED, REORDERED = range(3)
 
+_NVFP4_GROUP = 16  # columns that share an E4M3 scale
 _GLOBAL_FLOOR = 2.0**-117  # times the smallest E4M3 number, 2^-9, this is SMALLEST_SCALE
 
 
@@ -68,13 +70,15 @@ class ActivationFormat:
 
     bits: width of a code. group: columns that share a scale; 0: the whole row, or no scale at all. power: scales are
     powers of two. static: scales are calibrated, not computed from the rows; scale: the one that ``within`` set.
+    by_expert: rows have the scale of their expert instead (``with_expert_scales``).
     transposed_scales: the kernel stores scales of groups, or codes of formats without scales, as ``transpose_scales``
     does. max_value, min_scale: the largest number at a scale of 1, and the smallest scale. capability: of the first
-    GPUs with a kernel for the format.
+    GPUs with a kernel for the format. exact_rows: rows between the products stay float32 until they are quantised.
     """
 
     capability: ClassVar[tuple[int, int]] = (8, 9)  # FP8 conversions begin there
     max_value: ClassVar[float] = E4M3_MAX
+    exact_rows: ClassVar[bool] = False
     min_scale: ClassVar[float] = SMALLEST_SCALE
 
     name: str
@@ -82,19 +86,35 @@ class ActivationFormat:
     group: int = 0
     power: bool = False
     static: bool = False
+    by_expert: bool = False
     scale: float | None = None
     transposed_scales: bool = False
 
     def within(self, reach: float) -> Self:
         """Return a static format with the scale at which ``reach`` is the largest number, rounded to float32.
 
-        Larger numbers saturate. Raises InputError where the scale is not finite, or too small to divide by.
+        Larger numbers saturate. A format with a scale per expert becomes that of one expert. Raises InputError where
+        the scale is not finite, or too small to divide by.
         """
         scale = torch.tensor(reach / self.max_value).item()
         stated = f"scale {scale:g}, for numbers up to {reach:g}"
         allowed = f"finite scales from {self.min_scale:g} on; calibrate the checkpoint again"
         require_input(self.min_scale <= scale < math.inf, f"activation format {self.name}", stated, allowed)
-        return replace(self, scale=scale)
+        return replace(self, scale=scale, by_expert=False)
+
+    @property
+    def largest_input(self) -> float:
+        """The largest number that does not saturate; infinity where scales are computed."""
+        return math.inf if self.scale is None else self.scale * self.max_value
+
+    def with_expert_scales(self, scales: ExpertScales) -> "ActivationFormat":
+        """Return the format of rows in expert order with ``scales``; raises InputError for other formats."""
+        raise InputError(f"activation format {self.name}: found scales per expert, allowed: nvfp4_expert")
+
+    def expert_scales(self, reach: Tensor) -> Tensor:
+        """Return the scales ``[E]`` float32 at which ``reach [E]`` are the largest numbers; errors as ``within``."""
+        scales = [self.within(expert_reach).scale for expert_reach in reach.tolist()]
+        return torch.tensor(scales, dtype=torch.float32, device=reach.device)
 
     def calibrated_scale(self) -> float | None:
         """Return the scale of a static format, None for others; raises InputError where none was set."""
@@ -115,6 +135,11 @@ class ActivationFormat:
     def e4m3(self) -> bool:
         """Whether rows are operands of FP8 tensor cores: E4M3 codes, and float32 scales of a row or of groups."""
         return False
+
+    @property
+    def operand_format(self) -> "ActivationFormat | None":
+        """The format of the rows that tensor cores multiply, whose scales are float32; None: no kernel quantises."""
+        return self if self.e4m3 else None
 
     def quantize(self, x: Tensor) -> QuantizedRows:
         """Quantise ``x [R, K]`` (floating, K >= 1); raises ``InputError`` for another shape or dtype."""
@@ -254,7 +279,6 @@ class _Fp8(ActivationFormat):
         launch(e4m3_kernel, grid, args, constants, num_warps=warps_of(block_c * (block_r if self.group else 1)))
 
 
-@final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _NvFp4(ActivationFormat):
     """E2M1 codes, an E4M3 scale for each group of 16, and a float32 global scale for each row.
@@ -267,9 +291,13 @@ class _NvFp4(ActivationFormat):
     max_value: ClassVar[float] = E2M1_MAX * E4M3_MAX
     min_scale: ClassVar[float] = _GLOBAL_FLOOR
 
+    @property
+    def operand_format(self) -> ActivationFormat:
+        return _DecodedNvFp4(name=self.name, bits=16, static=self.static, by_expert=self.by_expert, scale=self.scale)
+
     def quantize(self, x: Tensor) -> QuantizedRows:
         check_rows(self.name, x)
-        groups = in_groups(x.to(torch.float32), self.group)
+        groups = in_groups(x.to(torch.float32), _NVFP4_GROUP)
         rows, columns = x.shape
         amax = groups.abs().amax(dim=2)
         row_amax = amax.amax(dim=1, keepdim=True)
@@ -289,12 +317,12 @@ class _NvFp4(ActivationFormat):
 
     def dequantize(self, rows: QuantizedRows) -> Tensor:
         scales = require_scales(self.name, rows.scales).to(torch.float32) * require_scales(self.name, rows.global_scale)
-        return e2m1_numbers(rows.codes)[:, : rows.shape[1]] * spread(scales, self.group, rows.shape[1])
+        return e2m1_numbers(rows.codes)[:, : rows.shape[1]] * spread(scales, _NVFP4_GROUP, rows.shape[1])
 
     def buffers(self, rows: int, columns: int) -> Buffers:
         return {
             "codes": ((rows, -(-columns // 2)), torch.uint8),
-            "scales": ((rows, -(-columns // self.group)), torch.float8_e4m3fn),
+            "scales": ((rows, -(-columns // _NVFP4_GROUP)), torch.float8_e4m3fn),
             "global_scale": ((rows, 1), torch.float32),
         }
 
@@ -313,6 +341,62 @@ class _NvFp4(ActivationFormat):
         launch(nvfp4_kernel, (rows,), args, constants, num_warps=warps_of(block))
 
 
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _DecodedNvFp4(_NvFp4):
+    """The rows of ``nvfp4`` for 16-bit tensor cores: BF16 ``code * group scale``, and a float32 scale for each row.
+
+    An E2M1 number has 2 significant bits and an E4M3 number 4, so their product has at most 6 and lies between 2^-10
+    and 2688: BF16, with 8 bits, holds it exactly. The global scale multiplies the float32 sum. ``codes`` are those
+    products, ``scales`` the global scales ``[R, 1]``. rows: the scales of the experts that own the rows.
+
+    Rounding a row to BF16 first would move numbers across the wide steps of E2M1, so rows between the products are not.
+    """
+
+    capability: ClassVar[tuple[int, int]] = (8, 0)
+    exact_rows: ClassVar[bool] = True
+
+    rows: ExpertScales | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def operand_format(self) -> ActivationFormat:
+        return self
+
+    def calibrated_or(self, scales: Tensor) -> Tensor:
+        if self.rows is None:
+            return _NvFp4.calibrated_or(self, scales)
+        return self.rows.by_row(scales.shape[0])[:, None]
+
+    def with_expert_scales(self, scales: ExpertScales) -> ActivationFormat:
+        return replace(self, rows=scales)
+
+    def quantize(self, x: Tensor) -> QuantizedRows:
+        rows = _NvFp4.quantize(self, x)
+        group_scales = require_scales(self.name, rows.scales).to(torch.float32)
+        numbers = e2m1_numbers(rows.codes)[:, : rows.shape[1]] * spread(group_scales, _NVFP4_GROUP, rows.shape[1])
+        return QuantizedRows(codes=numbers.to(torch.bfloat16), shape=rows.shape, scales=rows.global_scale)
+
+    def dequantize(self, rows: QuantizedRows) -> Tensor:
+        return rows.codes.to(torch.float32) * require_scales(self.name, rows.scales)
+
+    def buffers(self, rows: int, columns: int) -> Buffers:
+        return {"codes": ((rows, columns), torch.bfloat16), "scales": ((rows, 1), torch.float32)}
+
+    def write(self, source: SourceRows, out: QuantizedRows) -> None:
+        from ..kernels.quantize import nvfp4_decoded_kernel
+
+        rows, columns = source.shape
+        block = power_at_least(columns, 32)
+        constants = {"BLOCK_C": block, "PDL": overlaps(source.x)}
+        if self.rows is None:
+            scales = (self.calibrated_scale(), None, None, 0)
+        else:
+            scales = (None, *self.rows, self.rows.values.numel())
+        constants["BLOCK_E"] = power_at_least(scales[-1], 16)
+        args = (*source.arguments(out.codes, require_scales(self.name, out.scales)), *scales)
+        launch(nvfp4_decoded_kernel, (rows,), args, constants, num_warps=warps_of(block))
+
+
 _CASTS = (
     _Cast(name="fp32", bits=32, dtype=torch.float32),
     _Cast(name="bf16", bits=16, dtype=torch.bfloat16),
@@ -328,8 +412,9 @@ ACTIVATION_FORMATS: tuple[ActivationFormat, ...] = (
     _Fp8(name="fp8_token", bits=8),
     _Fp8(name="fp8_static", bits=8, static=True),
     _Fp8(name="mxfp8", bits=8, group=32, power=True, e8m0=True),
-    _NvFp4(name="nvfp4", bits=4, group=16),
-    _NvFp4(name="nvfp4_static", bits=4, group=16, static=True),
+    _NvFp4(name="nvfp4", bits=4, group=_NVFP4_GROUP),
+    _NvFp4(name="nvfp4_static", bits=4, group=_NVFP4_GROUP, static=True),
+    _NvFp4(name="nvfp4_expert", bits=4, group=_NVFP4_GROUP, static=True, by_expert=True),
 )
 
 
@@ -340,12 +425,17 @@ def activation_format(name: str | ActivationFormat) -> ActivationFormat:
     return named(ACTIVATION_FORMATS, name, f"activation format: found {name!r}, allowed: ", InputError)
 
 
-def formats_within(name: str, reach: tuple[float, float] | None) -> tuple[ActivationFormat, ActivationFormat]:
-    """Return the formats of the rows of two products: the format ``name``, with the scales of ``reach`` if static.
+def formats_within(
+    name: str | ActivationFormat, reach: tuple[float, float] | None
+) -> tuple[ActivationFormat, ActivationFormat]:
+    """Return the formats of the rows of two products: ``name``, with the scales of ``reach`` if it is static.
 
-    reach: as in ``ExpertWeights``. Raises InputError for a static format without it.
+    reach: as in ``ExpertWeights``. A format with a scale per expert is returned as it is. Raises InputError for
+    a static format without reach.
     """
     form = activation_format(name)
+    if form.by_expert and reach is not None:
+        return form, form
     if form.static and reach is not None:
         return form.within(reach[0]), form.within(reach[1])
     form.calibrated_scale()

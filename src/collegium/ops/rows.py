@@ -12,6 +12,7 @@ from ..runtime.launch import power_at_least
 from .checks import require_input
 
 __all__ = [
+    "ExpertScales",
     "QuantizedRows",
     "SourceRows",
     "block_of",
@@ -56,6 +57,19 @@ class QuantizedRows:
         rows, groups = self.scales.shape
         words = functional.pad(self.scales, (0, -groups % 4, 0, -rows % 4)).view(torch.int32)
         return words.t().contiguous().t()[:rows]
+
+
+class ExpertScales(NamedTuple):
+    """A static scale for each expert: values ``[E]`` float32; the rows of expert e end at ``offsets[e + 1]`` int64."""
+
+    values: Tensor
+    offsets: Tensor
+
+    def by_row(self, rows: int) -> Tensor:
+        """Return the scale of each row ``[R]``; rows of no expert get that of the last one."""
+        ends, experts = self.offsets[1:], self.values.numel()
+        owner = torch.searchsorted(ends, torch.arange(rows, device=ends.device), right=True)
+        return self.values[owner.clamp(max=experts - 1)]
 
 
 class SourceRows(NamedTuple):

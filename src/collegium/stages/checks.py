@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
+from ..experts.base import require_expert_reach
 from ..formats.payload import Payload
 from ..formats.unquantised import DTYPES, FLOAT_FORMATS
 from ..ops.quantize import formats_within
@@ -38,7 +39,8 @@ def check_weights(weights: ExpertWeights[Payload], problem: ExpertsProblem) -> N
             )
         if payload.name != format_name:
             raise InputError(f"{name}: the payload is {payload.name}, the spec says {format_name}")
-    formats_within(problem.activation_format, weights.input_reach)  # refuses a static format without scales
+    form, _ = formats_within(problem.activation_format, weights.input_reach)  # refuses a static format without scales
+    require_expert_reach(weights, form)
     bias_shapes = {"gate_up_bias": (experts, parts, intermediate), "down_bias": (experts, hidden)}
     for name, shape in bias_shapes.items():
         bias: Tensor | None = getattr(weights, name)

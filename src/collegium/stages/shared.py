@@ -139,7 +139,8 @@ def merge_shared(
     routed, shared_expert = as_payloads(weights), as_payloads(shared.experts)
     check_weights(routed, plan.problem.routed)
     check_weights(shared_expert, plan.problem.shared())
-    if activation_format(plan.activation_format).static and shared_expert.input_reach != routed.input_reach:
+    form = activation_format(plan.activation_format)
+    if form.static and not form.by_expert and shared_expert.input_reach != routed.input_reach:
         raise forced_shared_error(
             "merged",
             f"found static activation scales for inputs up to {shared_expert.input_reach}, those of the routed experts "
@@ -151,7 +152,10 @@ def merge_shared(
         down = _concatenated([piece.down for piece in pieces])
     except InputError as error:
         raise forced_shared_error("merged", str(error)) from error
-    return replace(routed, gate_up=gate_up, down=down)
+    reach = None
+    if form.by_expert:
+        reach = torch.cat([piece.expert_reach for piece in pieces if piece.expert_reach is not None])
+    return replace(routed, gate_up=gate_up, down=down, expert_reach=reach)
 
 
 def check_shared(
@@ -229,7 +233,8 @@ def split_shared(shared: ExpertWeights[Payload], count: int) -> ExpertWeights[Pa
     """Return the shared expert as ``count`` experts; raises InputError where that would split a group."""
     pieces = _split_by_width(shared, count)
     gate_up, down = _concatenated([piece.gate_up for piece in pieces]), _concatenated([piece.down for piece in pieces])
-    return replace(shared, gate_up=gate_up, down=down)
+    reach = shared.expert_reach
+    return replace(shared, gate_up=gate_up, down=down, expert_reach=None if reach is None else reach.repeat(count, 1))
 
 
 def _split_by_width(shared: ExpertWeights[Payload], count: int) -> list[ExpertWeights[Payload]]:

@@ -59,6 +59,7 @@ def random_experts(
         gate_up_bias=gate_up_bias if bias else None,
         down_bias=down_bias if bias else None,
         input_reach=(256.0, 256.0),
+        expert_reach=torch.full((experts, 2), 256.0),
     )
 
 

@@ -126,7 +126,7 @@ def grouped_gemm(
     """Write ``out [R, N]`` and return it: row r of expert e is ``activation(x[source[r]] @ weight[e].T + bias[e])``.
 
     x: ``[T, K]`` of the operand dtype, read at ``source [R]`` int64, or row by row without it. x_scale: float32
-    ``[T, ceil(K / 128)]`` or ``[T, 1]`` for E4M3 rows, or ``[R, ceil(K / 128)]`` from ``transpose_scales`` where
+    ``[T, ceil(K / 128)]`` or ``[T, 1]`` for quantised rows, or ``[R, ceil(K / 128)]`` from ``transpose_scales`` where
     ``reads_transposed_scales``, with x from ``halves_and_sums`` for weights that rescale rows. tiles: from
     ``tile_list``; when nothing is sorted expert_offsets is not read, and any source means that row r reads x at
     r // top_k. Rows from ``expert_offsets[E]`` on are not written. With ``tiles.row_offsets`` out is ``[any, N]``, and
@@ -263,7 +263,7 @@ def _check(x: Tensor, packed: PackedMatrix, out: Tensor, x_scale: Tensor | ZeroP
     needs_scale = layout.scaled_rows or layout.rescaled
     if corrected != layout.rescaled or (x_scale is not None) != needs_scale:
         raise InputError(
-            "grouped_gemm: E4M3 rows need x_scale, weights that rescale rows need the result of halves_and_sums, "
+            "grouped_gemm: quantised rows need x_scale, weights that rescale rows need the result of halves_and_sums, "
             "others need neither"
         )
     if out.dim() != 2 or out.shape[1] != n_out or not out.is_contiguous():

@@ -272,14 +272,16 @@ ROWS = {
 
 _E4M3_LANES = Lanes(weight=enums.E4M3_LANES, code_bits=8)
 _E2M1_LANES = Lanes(weight=enums.E2M1_LANES, code_bits=4, words=1)
+_NVFP4_LANES = replace(_E2M1_LANES, scale_kind=enums.E4M3_SCALE, block_k=64)
 # Integers have one float32 scale for a row and K block, or ``words`` of them: one for each quarter, or two bfloat16 in
-# a word (PAIR_SCALE). Blocks of GGUF are integers too.
+# a word (PAIR_SCALE). Blocks of GGUF are integers too. ``nvfp4_rows``: for rows in NVFP4, decoded but for their scales.
 LANES = {
     "fp8_rows": _E4M3_LANES,
     "fp8_block": replace(_E4M3_LANES, **_BLOCKS),
     "mxfp8": replace(_E4M3_LANES, scale_kind=enums.E8M0_SCALE, words=1),
     "mxfp4": replace(_E2M1_LANES, scale_kind=enums.E8M0_SCALE),
-    "nvfp4": replace(_E2M1_LANES, scale_kind=enums.E4M3_SCALE, block_k=64),
+    "nvfp4": _NVFP4_LANES,
+    "nvfp4_rows": replace(_NVFP4_LANES, scaled_rows=True),
     "int4": Lanes(weight=enums.INT4_LANES, code_bits=4, scale_kind=enums.GROUP_SCALE, words=1),
     "int8": Lanes(weight=enums.INT8_LANES, code_bits=8, scale_kind=enums.GROUP_SCALE, words=1),
     "table": Lanes(

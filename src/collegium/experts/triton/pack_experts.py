@@ -11,10 +11,11 @@ from ...formats.int_affine import Int4Ordered, Int8Ordered
 from ...problem import ExpertsProblem
 from ...runtime.machine import machine_at
 from ...types import ExpertWeights
+from ..base import require_expert_reach
 from .matrix import PackedMatrix, RangeReport
 from .packed import PackedExperts
 from .packing import add_projection_dim, column_order
-from .tiling import e4m3_format
+from .tiling import operand_format
 
 __all__ = ["Packer", "pack_both"]
 
@@ -33,7 +34,13 @@ def pack_both(packers: tuple[Packer, Packer], weights: ExpertWeights[Any], probl
 
     gate_up = pack(packers[0], weights.gate_up, weights.gate_up_bias)
     down = pack(packers[1], add_projection_dim(weights.down), weights.down_bias)
-    form = e4m3_format(problem.activation_format)
+    form = operand_format(problem.activation_format)
+    scales = None
+    if form is not None and form.by_expert:
+        require_expert_reach(weights, form)
+        assert weights.expert_reach is not None
+        reach = weights.expert_reach.to(weights.down.device)
+        scales = form.expert_scales(reach[:, 0]), form.expert_scales(reach[:, 1])
     return PackedExperts(
         gate_up=gate_up,
         down=replace(down, order=None),
@@ -42,6 +49,7 @@ def pack_both(packers: tuple[Packer, Packer], weights: ExpertWeights[Any], probl
         activations=form,
         forced=problem.tiles,
         input_reach=weights.input_reach if form is not None and form.static else None,
+        expert_scales=scales,
         report=_combine_reports(gate_up.report, down.report),
     )
 

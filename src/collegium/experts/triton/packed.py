@@ -17,6 +17,7 @@ from ...errors import InputError
 from ...ops.columns import ZeroPointCorrection, gather_columns
 from ...ops.operand import Operand, gather_codes, operand, transpose_scales
 from ...ops.quantize import AS_IS, ActivationFormat, formats_within, reorder_codes
+from ...ops.rows import ExpertScales
 from ...problem import Tiles
 from ...runtime.launch import align_rows
 from ...runtime.machine import Machine
@@ -51,9 +52,10 @@ class PackedExperts(PackedWeights):
 
     A batch with adapters never takes the large flow, whose kernel does not add low-rank changes.
 
-    activations: the format whose E4M3 codes are multiplied, or None to multiply in the dtype of x. input_reach: of a
-    static format. tiles, measured, forced: as in ``ProductTiling``. report: what packing rounded, or how it stores
-    weights whose size a plan cannot tell. forms: the format of each product's rows.
+    activations: the format of quantised rows, or None to multiply in the dtype of x. input_reach: of a static format.
+    tiles, measured, forced: as in ``ProductTiling``. report: what packing rounded, or how it stores weights whose size
+    a plan cannot tell. forms: the format of each product's rows. expert_scales: where each expert has separate ones,
+    the scales ``[E]`` float32 of both products' rows.
     """
 
     gate_up: PackedMatrix
@@ -66,12 +68,13 @@ class PackedExperts(PackedWeights):
     measured: tuple[TunedTiles, TunedTiles] = ((), ())
     forced: Tiles | None = None
     report: object | None = None
+    expert_scales: tuple[Tensor, Tensor] | None = None
     _tiling: ProductTiling = field(init=False, compare=False, repr=False)
     forms: tuple[ActivationFormat | None, ...] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        name = self._format_name
-        forms = (None, None) if name is None else formats_within(name, self.input_reach)
+        form = self.activations
+        forms = (None, None) if form is None else formats_within(form, self.input_reach)
         object.__setattr__(self, "forms", forms)
         tiling = ProductTiling(
             gate_up=self.gate_up.layout,
@@ -111,11 +114,9 @@ class PackedExperts(PackedWeights):
     def input_codes(self) -> tuple[str, int] | None:
         """Format and order of the first product's codes; None where it multiplies tokens, or scales are calibrated."""
         form = self.activations
-        return None if form is None or form.static else (form.name, self.gate_up.layout.row_order)
-
-    @property
-    def _format_name(self) -> str | None:
-        return None if self.activations is None else self.activations.name
+        if form is None or form.static or not form.e4m3:
+            return None
+        return form.name, self.gate_up.layout.row_order
 
     def output_spec(self, dtype: torch.dtype) -> tuple[int, torch.dtype]:
         """Return H and the dtype of stored rows: bfloat16 or the multiplied dtype of tokens; float32 for others."""
@@ -131,7 +132,8 @@ class PackedExperts(PackedWeights):
         ``batch.remote`` the second product stores rows at its offsets, and ``remote.rows`` is returned; raises
         InputError where those do not have the width and dtype of ``output_spec``.
         """
-        refuse_codes(batch, "experts in Triton", self._format_name)
+        form = self.activations
+        refuse_codes(batch, "experts in Triton", form.name if form is not None and form.e4m3 else None)
         count = batch.source.numel()
         out = self._output(batch.remote, count, batch.dtype or batch.x.dtype, batch.x.device, memory)
         if count == 0:
@@ -193,17 +195,38 @@ class PackedExperts(PackedWeights):
             matrix=self.gate_up,
             tiling=self.tiling,
             activation=self.activation,
-            form=self.forms[0],
+            form=_without_scales(self.forms[0]),
             first=True,
         )
-        return gate_up, replace(gate_up, name="down", matrix=self.down, form=self.forms[1], first=False)
+        form = _without_scales(self.forms[1])
+        return gate_up, replace(gate_up, name="down", matrix=self.down, form=form, first=False)
 
     def with_measured(self, tables: Mapping[str, TunedTiles]) -> PackedExperts:
         """Return the same experts with measured tiles."""
         return replace(self, measured=(tables["gate_up"], tables["down"]))
 
     def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> PackedExperts:
-        return replace(self, gate_up=self.gate_up.map_tensors(change), down=self.down.map_tensors(change))
+        scales = self.expert_scales
+        return replace(
+            self,
+            gate_up=self.gate_up.map_tensors(change),
+            down=self.down.map_tensors(change),
+            expert_scales=None if scales is None else (change(scales[0]), change(scales[1])),
+        )
+
+    def reach_of(self, slot: int) -> tuple[float, float] | None:
+        """Return the largest inputs of ``slot`` that do not saturate."""
+        if self.expert_scales is None or self.activations is None:
+            return self.input_reach
+        first, second = (float(scales[slot]) * self.activations.max_value for scales in self.expert_scales)
+        return first, second
+
+    def _form_of(self, product: int, batch: ContiguousBatch) -> ActivationFormat | None:
+        """Return the format of the rows of product 0 or 1, with the scales of their experts if those are separate."""
+        form = self.forms[product]
+        if form is None or self.expert_scales is None:
+            return form
+        return form.with_expert_scales(ExpertScales(self.expert_scales[product], batch.expert_offsets))
 
     def _output(
         self, remote: RemoteOutput | None, count: int, dtype: torch.dtype, device: torch.device, memory: Memory | None
@@ -220,8 +243,10 @@ class PackedExperts(PackedWeights):
         return remote.rows
 
     def _middle(self, count: int, out: Tensor, memory: Memory | None) -> Tensor:
-        """Return the tensor for rows between the products, in the dtype of ``out``."""
-        return alloc(memory, "middle", (count, self.gate_up.layout.shape[2]), out.dtype, out.device)
+        """Return the tensor for rows between the products, in the dtype of ``out`` or float32 (``exact_rows``)."""
+        form = self.activations
+        dtype = torch.float32 if form is not None and form.exact_rows else out.dtype
+        return alloc(memory, "middle", (count, self.gate_up.layout.shape[2]), dtype, out.device)
 
     def _unsorted_tiles(self, count: int) -> TilePair:
         """Return the tiles of ``count`` unsorted assignments, which always overlap the previous kernel."""
@@ -239,11 +264,11 @@ class PackedExperts(PackedWeights):
         # The tile lists were complete before the first product started.
         second = replace(second, row_offsets=_row_offsets(batch), early=True)
         source: Tensor | None = None
-        if batch.input_weights is None:
+        if batch.input_weights is None and self.expert_scales is None:
             x, x_scale = self._token_operand(batch, memory_x)
             source = batch.source
         else:
-            # A weight belongs to a row, so weighted rows are gathered before the product.
+            # A weight or an expert's scale belongs to a row, so such rows are gathered before the product.
             x, x_scale = self._gathered_operand(batch, self.gate_up.layout.row_order, memory_x)
         if self.gate_up.order is not None:
             x = gather_columns(x, self.gate_up.order, offsets, source, memory=memory_x)
@@ -260,7 +285,7 @@ class PackedExperts(PackedWeights):
         )
         down = None if adapters is None else adapters.packed.down
         second = _with_changes(second, middle, down, adapted, memory)
-        h, h_scale = self._second_operand(middle, second, _used_rows(batch), memory)
+        h, h_scale = self._second_operand(middle, second, batch, memory)
         return grouped_gemm(h, self.down, offsets, second, out, x_scale=h_scale)
 
     def _run_large(self, batch: ContiguousBatch, tile: TileChoice, out: Tensor, memory: Memory | None) -> Tensor:
@@ -287,7 +312,7 @@ class PackedExperts(PackedWeights):
         for matrix, offsets, tiles in groups(self.gate_up):
             prefill_gemm(x, matrix, offsets, tiles, middle, x_scale=x_scale, activation=self.activation, codes=codes)
         if codes is None:
-            rows = operand(middle, self.forms[1], used=used, memory=part(memory, "h"))
+            rows = operand(middle, self._form_of(1, batch), used=used, memory=part(memory, "h"))
             h, h_scale = rescale(rows, self.down, used, part(memory, "h"))
         else:
             h, h_scale = middle, codes.scale
@@ -338,7 +363,7 @@ class PackedExperts(PackedWeights):
         if batch.scale is None:
             return operand(
                 batch.x,
-                self.forms[0],
+                self._form_of(0, batch),
                 source=batch.source,
                 weights=batch.input_weights,
                 order=order,
@@ -349,16 +374,23 @@ class PackedExperts(PackedWeights):
         return _in_order(codes, batch.order, order), scale
 
     def _second_operand(
-        self, middle: Tensor, tiles: TileList, used: Tensor | None, memory: Memory | None
+        self, middle: Tensor, tiles: TileList, batch: ContiguousBatch | None, memory: Memory | None
     ) -> tuple[Tensor, Tensor | ZeroPointCorrection | None]:
-        """Return rows between the products as the second product reads them with ``tiles``."""
-        form = middle_format(self.forms[1], self.down.layout, tiles.tile)
+        """Return rows between the products as the second product reads them with ``tiles``; batch: None if unsorted."""
+        used = None if batch is None else _used_rows(batch)
+        between = self.forms[1] if batch is None else self._form_of(1, batch)
+        form = middle_format(between, self.down.layout, tiles.tile)
         memory_h = part(memory, "h")
         # The adapters' kernel has waited for the rows and only reads them, so quantisation may overlap it.
         x_ready = tiles.low_rank is not None
         order = self.down.layout.row_order
         rows = operand(middle, form, order=order, x_ready=x_ready, used=used, memory=memory_h)
         return rescale(rows, self.down, used, memory_h)
+
+
+def _without_scales(form: ActivationFormat | None) -> ActivationFormat | None:
+    """Return the format for rows of no expert, whose scales are computed: as fast, for measuring products."""
+    return form if form is None or not form.by_expert else replace(form, static=False, by_expert=False)
 
 
 def _in_order(codes: Tensor, order: int, requested: int) -> Tensor:

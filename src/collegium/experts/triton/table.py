@@ -27,7 +27,7 @@ from .packing import (
     pack_plain,
     pack_w4a8,
 )
-from .tiling import CODES, ProductTiling, e4m3_format, product_regions, refuse_machine
+from .tiling import CODES, DECODED, ProductTiling, operand_format, product_regions, refuse_machine
 
 __all__ = ["TABLE", "TritonBf16", "TritonFp8", "TritonKernel", "TritonW4A8", "TritonW4A16", "TritonW8A16"]
 
@@ -79,6 +79,7 @@ TABLE = {
     "triton_w4a16": (
         _Row("mxfp4", _EITHER, LANES["mxfp4"], pack_mx, passes_half=True),
         _Row("nvfp4", _EITHER, LANES["nvfp4"], pack_nvfp4, passes_half=True),
+        _Row("nvfp4", DECODED, LANES["nvfp4_rows"], partial(pack_nvfp4, scaled_rows=True)),
         _Row("int4_group", _EITHER, LANES["int4"], pack_int),
         _Row("int4_affine", _EITHER, _ZEROED["int4"], pack_int),
         _Row("int4_ordered", _EITHER, _ZEROED["int4"], pack_int),
@@ -108,7 +109,7 @@ class TritonKernel:
     def refuse(self, problem: ExpertsProblem) -> str | None:
         """Refuse weights and tokens that no row has, and machines Triton does not support.
 
-        Tokens are E4M3 codes of any input, or the 16-bit input itself. Down may have weights of another format, which
+        Tokens are quantised from any input, or the 16-bit input itself. Down may have weights of another format, which
         the kernel of that format multiplies.
         """
         weights, tokens = problem.weight_format, problem.activation_format
@@ -164,11 +165,15 @@ class TritonKernel:
         """Return whether a kernel decodes the weights, which needs them in another layout."""
         return any(row.layout.decoded for row in TABLE[self.name] if _takes(row, weight_format, activation_format))
 
+    def multiplied_as(self, activation_format: str) -> str | None:
+        """Return ``bf16`` for NVFP4 rows, whose numbers it holds exactly; E4M3 codes are multiplied as they are."""
+        return "bf16" if activation_format in DECODED else None
+
     def tiling(self, problem: ExpertsProblem) -> ProductTiling:
         """Return how batches of ``problem`` will be cut."""
         machine = machine_for(problem.device)
         gate_up, down = self.layouts(problem, machine)
-        activations = e4m3_format(problem.activation_format)
+        activations = operand_format(problem.activation_format)
         return ProductTiling(gate_up=gate_up, down=down, machine=machine, activations=activations, forced=problem.tiles)
 
     def regions(self, problem: ExpertsProblem) -> Regions:

@@ -25,16 +25,19 @@ from .tiles.problem import TileChoice, TileProblem, TunedTiles
 
 __all__ = [
     "CODES",
+    "DECODED",
     "ProductTiling",
     "TilePair",
-    "e4m3_format",
     "middle_format",
+    "operand_format",
     "product_regions",
     "reads_transposed_scales",
     "refuse_machine",
 ]
 
 CODES = tuple(form.name for form in ACTIVATION_FORMATS if form.e4m3)  # multiplied as E4M3 codes
+# Multiplied as 16-bit numbers that are codes times the scales of their groups.
+DECODED = tuple(form.name for form in ACTIVATION_FORMATS if form.operand_format is not None and not form.e4m3)
 
 SMALL, LARGE = "small tiles", "large tiles"
 _MAX_UNSORTED = 16  # assignments that may each take a separate tile
@@ -44,10 +47,9 @@ _MIN_BLOCK_T = 16  # tokens of the smallest tile, of which a batch needs the mos
 TilePair = tuple[TileChoice, TileChoice]
 
 
-def e4m3_format(name: str) -> ActivationFormat | None:
-    """Return the activation format whose E4M3 codes are multiplied, or None where rows keep their dtype."""
-    form = activation_format(name)
-    return form if form.e4m3 else None
+def operand_format(name: str) -> ActivationFormat | None:
+    """Return the format of the quantised rows that are multiplied, or None where rows keep their dtype."""
+    return activation_format(name).operand_format
 
 
 def refuse_machine(problem: ExpertsProblem) -> str | None:
@@ -73,7 +75,7 @@ def refuse_machine(problem: ExpertsProblem) -> str | None:
 class ProductTiling(Tiling):
     """Tiles of both products of a batch, decided once for each count of rows.
 
-    activations: the format whose E4M3 codes are multiplied, or None. tiles: two tiles to use instead of the choice made
+    activations: the format of quantised rows, or None. tiles: two tiles to use instead of the choice made
     from the sizes. measured: for each product, tiles measured at some row counts, which replace the choice near those.
     forced: the family of all batches, where the caller chose it. aligned: weights are at multiples of 16 bytes, as the
     tiles of large batches need them.
@@ -94,7 +96,7 @@ class ProductTiling(Tiling):
     def problem_of(self, layout: Layout, rows: int) -> TileProblem:
         """Return the tile problem of ``rows`` rows of one of the two products."""
         form = self.activations
-        return layout.problem(rows, 8 if form else 16, form is not None and form.group > 0)
+        return layout.problem(rows, form.bits if form else 16, form is not None and form.group > 0)
 
     def large(self, rows: int) -> TileChoice | None:
         """Return the tile of both products of a large batch, or None where the small tiles run."""
@@ -123,6 +125,8 @@ class ProductTiling(Tiling):
         experts = self.gate_up.shape[0]
         weight_bytes = self.gate_up.nbytes + self.down.nbytes
         max_tokens = 0
+        if self.activations is not None and self.activations.by_expert:
+            return 0  # rows are quantised in expert order
         for tokens in range(1, _MAX_UNSORTED // top_k + 1):
             active_experts = experts * (1 - (1 - min(1.0, top_k / experts)) ** tokens)
             repeated_bytes = (tokens * top_k - active_experts) * weight_bytes / experts
@@ -192,13 +196,13 @@ def product_regions(problem: ExpertsProblem, tiling: ProductTiling) -> Regions:
     """Return the memory ``PackedExperts.run`` takes at most: operands, middle rows, result, tile lists."""
     rows, dtype = problem.rows, DTYPES[problem.dtype]
     form = tiling.activations
-    name = None if form is None else form.name
     result = dtype.itemsize if form is None or dtype == torch.bfloat16 else 4
     intermediate, hidden = problem.intermediate, problem.hidden
     large = tiling.large(rows) is not None
     order, second_order = tiling.gate_up.row_order, tiling.down.row_order
-    x_rows = rows if problem.weighted else problem.tokens
-    x = operand_regions(x_rows, hidden, name, order=order, gathered=problem.weighted, dtype=dtype)
+    gathered = problem.weighted or (form is not None and form.by_expert)
+    x_rows = rows if gathered else problem.tokens
+    x = operand_regions(x_rows, hidden, form, order=order, gathered=gathered, dtype=dtype)
     h = operand_regions(rows, intermediate, middle_format(form, tiling.down), order=second_order, dtype=dtype)
     if by_name(problem.weight_format).ordered_columns:
         x["ordered"] = rows * hidden * dtype.itemsize
@@ -206,16 +210,17 @@ def product_regions(problem: ExpertsProblem, tiling: ProductTiling) -> Regions:
     h |= _rescaled_regions(tiling.down, rows, intermediate)
     if form is not None and reads_transposed_scales(form, tiling.gate_up):
         x["across/codes"] = 4 * transposed_scale_stride(rows) * -(-hidden // form.group)
-    regions: Regions = {"rows": rows * hidden * result, "middle": rows * intermediate * result}
+    middle = 4 if form is not None and form.exact_rows else result
+    regions: Regions = {"rows": rows * hidden * result, "middle": rows * intermediate * middle}
     count = tile_count(rows, problem.experts, _MIN_BLOCK_T)
     lists = {"expert": 4 * count, "row": 8 * count, "used": 12}
     regions |= with_prefix("first", lists) | with_prefix("second", lists)
     if large:
         # Rows are put in order first.
-        x = elementwise_max(x, operand_regions(rows, hidden, name, order=order, gathered=True, dtype=dtype))
+        x = elementwise_max(x, operand_regions(rows, hidden, form, order=order, gathered=True, dtype=dtype))
         if isinstance(tiling.gate_up, Words) and not problem.weighted:
             # Each token is quantised once, before its codes are copied for each of its experts.
-            tokens = operand_regions(problem.tokens, hidden, name, order=order, dtype=dtype)
+            tokens = operand_regions(problem.tokens, hidden, form, order=order, dtype=dtype)
             x |= with_prefix("tokens", tokens)
         regions["scales"] = 4 * rows * -(-intermediate // LARGE_BLOCK_N)
         regions["expanded"] = max(tiling.gate_up.dequantized_bytes, tiling.down.dequantized_bytes)

@@ -59,9 +59,12 @@ def unpack_mx(packed: PackedMatrix, *, half: bool = False) -> Unpacked:
     )
 
 
-def pack_nvfp4(payload: NvFp4, bias: Tensor | None, *, half: bool = False) -> PackedMatrix:
-    """Interleave codes; E4M3 group scales stay as they are, the global scale is applied after the sum."""
-    layout = LANES["nvfp4"].of(payload.shape)
+def pack_nvfp4(payload: NvFp4, bias: Tensor | None, *, half: bool = False, scaled_rows: bool = False) -> PackedMatrix:
+    """Interleave codes; E4M3 group scales stay as they are, the global scale is applied after the sum.
+
+    scaled_rows: rows of activations have scales.
+    """
+    layout = LANES["nvfp4_rows" if scaled_rows else "nvfp4"].of(payload.shape)
     scale = payload.global_scale.float()
     # Lanes decode to code times 2^-126 and group scales to scale times 2^117, in float16 (half) 2^-14 and 2^7.
     row_scale = (scale.reciprocal() if payload.global_divides else scale) * (128.0 if half else 512.0)
