@@ -54,6 +54,8 @@ _GPU = ("tests/gpu/test_experts.py",)
 _GPU_FOUR = ("tests/gpu/test_w4a8.py",)
 _GPU_LARGE = ("tests/gpu/test_prefill.py", "tests/gpu/test_expanded.py")
 _PREFILL = ("tests/cpu/test_prefill_products.py", "tests/cpu/test_prefill.py")
+_W4 = ("tests/cpu/test_w4_prefill.py",)
+_GPU_W4 = ("tests/gpu/test_w4_prefill.py",)
 _GPU_SMALL = ("tests/gpu/test_small_kernels.py", "tests/gpu/test_layer.py")
 _GPU_NVFP4 = "tests/gpu/test_nvfp4_activations.py"
 _GPU_BESIDE = ("tests/gpu/test_layer.py::test_gpu_shared_expert_on_side_stream",)
@@ -529,6 +531,38 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a counter that is left", "kernels/prefill.cu",
         (Edit("copies", "counters[0] = counters[1] = 0;", "counters[0] = 0;"),), _PREFILL,
+    ),
+    Mutant(
+        "signs of the last four codes from the first", "kernels/w4_decode.cuh",
+        (Edit("decode_word", "((word * sixteen) & 0x80808080u)", "(word & 0x80808080u)"),), _W4,
+    ),
+    Mutant(
+        "scales of the first row for both", "kernels/w4_decode.cuh",
+        (Edit("decode", "row ? codes.high_scales : codes.low_scales", "codes.low_scales"),), _W4,
+    ),
+    Mutant(
+        "tokens of an expert in all of its four-bit tiles", "kernels/w4_pipeline.cuh",
+        (Edit("tile_at", "start + first, min(rows - first, width)", "start, min(rows - first, width)"),), _W4,
+    ),
+    Mutant(
+        "weights of the first row tile for both", "kernels/w4_pipeline.cuh",
+        (Edit("sum_over_k", "codes = load_codes(stage, r, 1);", "codes = load_codes(stage, r, 0);"),), _W4,
+    ),
+    Mutant(
+        "four-bit bias of gate for up", "kernels/w4_pipeline.cuh",
+        (Edit("load_factors", "+ part_of(row)) * z.n_out", "+ 0) * z.n_out"),), _W4,
+    ),
+    Mutant(
+        "a token beyond a four-bit tile's end stored", "kernels/w4_epilogue.cuh",
+        (Edit("store_rows", "if (first + in_room >= tokens_of(t) ||", "if (first + in_room > tokens_of(t) ||"),), _W4,
+    ),
+    Mutant(
+        "a token's scale for its neighbour", "kernels/w4_epilogue.cuh",
+        (Edit("results_of", "e ? x_scale.y : x_scale.x", "x_scale.x"),), _W4,
+    ),
+    Mutant(
+        "rows of four-bit tiles not at their places", "kernels/w4_epilogue.cuh",
+        (Edit("begins", "PLACED ? __ldg(o.row_places + row) : (i64)row * n_out", "(i64)row * n_out"),), _W4,
     ),
     Mutant(
         "a repeated kernel in CUDA with the tensors of the first call", "runtime/nvrtc.py",
@@ -1857,6 +1891,9 @@ _ON_GPU: dict[str, tuple[str, ...]] = {
     "kernels/weighted_sum.py": (*_GPU_CLOSE, *_GPU_SMALL),
     "kernels/route.py": _GPU_SMALL,
     "kernels/prefill.cu": _GPU_LARGE,
+    "kernels/w4_decode.cuh": _GPU_W4,
+    "kernels/w4_epilogue.cuh": _GPU_W4,
+    "kernels/w4_pipeline.cuh": _GPU_W4,
     "kernels/quantize.py": (*_GPU_SMALL, _GPU_NVFP4),
     "kernels/scales.py": _GPU_SMALL,
     "experts/triton/packing/bnb4.py": (*_GPU, "tests/gpu/test_verify.py"),
