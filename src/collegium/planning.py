@@ -427,12 +427,7 @@ def plan(problem: Problem, overrides: Overrides | None = None) -> Plan:
     overrides = overrides or Overrides()
     require(type(overrides) is Overrides, "overrides", overrides, "an Overrides, such as Overrides(kernel=...)")
     activations = activation_format(overrides.activation_format or problem.activation_format or problem.dtype).name
-    problem = replace(
-        problem,
-        activation_format=activations,
-        combine=overrides.combine or problem.combine,
-        tiles=overrides.tiles or problem.tiles,
-    )
+    problem = _with_overrides(problem, overrides, activations)
     refusals: list[Refusal] = []
     kernel = _choose_kernel(problem, overrides, refusals)
     problem = _with_wire_format(problem, kernel)
@@ -480,6 +475,16 @@ def plan(problem: Problem, overrides: Overrides | None = None) -> Plan:
         side_stream_tokens=shared.side_stream_tokens,
         shared_overlap=shared_overlap,
         overrides=overrides,
+    )
+
+
+def _with_overrides(problem: Problem, overrides: Overrides, activations: str) -> Problem:
+    """Return ``problem`` with the activation format and what else the overrides set in it."""
+    return replace(
+        problem,
+        activation_format=activations,
+        combine=overrides.combine or problem.combine,
+        tiles=overrides.tiles or problem.tiles,
     )
 
 
