@@ -53,6 +53,7 @@ _STACK = ("tests/cpu/test_conversion.py::test_stacked_families_stay_stacked",)
 _GPU = ("tests/gpu/test_experts.py",)
 _GPU_FOUR = ("tests/gpu/test_w4a8.py",)
 _GPU_LARGE = ("tests/gpu/test_prefill.py", "tests/gpu/test_expanded.py")
+_W4_PREFILL = ("tests/cpu/test_w4_prefill.py",)
 _PREFILL = ("tests/cpu/test_prefill_products.py", "tests/cpu/test_prefill.py")
 _GPU_SMALL = ("tests/gpu/test_small_kernels.py", "tests/gpu/test_layer.py")
 _GPU_NVFP4 = "tests/gpu/test_nvfp4_activations.py"
@@ -531,6 +532,34 @@ MUTANTS: tuple[Mutant, ...] = (
         (Edit("copies", "counters[0] = counters[1] = 0;", "counters[0] = 0;"),), _PREFILL,
     ),
     Mutant(
+        "gate and up swapped (registers)", "kernels/w4_epilogue.cuh",
+        (Edit("results_of", "activated(low, high, z)", "activated(high, low, z)"),), _W4_PREFILL,
+    ),
+    Mutant(
+        "up with gate's bias (registers)", "kernels/w4_epilogue.cuh",
+        (Edit("results_of", "r.bias[m][1]", "r.bias[m][0]"),), _W4_PREFILL,
+    ),
+    Mutant(
+        "a token beyond a tile's end stored", "kernels/w4_epilogue.cuh",
+        (Edit("store_rows", "first + in_room >= tokens_of(t)", "first + in_room > tokens_of(t)"),), _W4_PREFILL,
+    ),
+    Mutant(
+        "signs of the first four codes for all", "kernels/w4_decode.cuh",
+        (Edit("decode_word", "((word * sixteen) & 0x80808080u)", "(word & 0x80808080u)"),), _W4_PREFILL,
+    ),
+    Mutant(
+        "the scale of the neighbouring group (registers)", "kernels/w4_decode.cuh",
+        (Edit("scale_selector", "lane % 4", "(lane ^ 1) % 4"),), _W4_PREFILL,
+    ),
+    Mutant(
+        "one row's scales for both rows of a thread", "kernels/w4_decode.cuh",
+        (Edit("decode", "row ? codes.high_scales : codes.low_scales", "codes.low_scales"),), _W4_PREFILL,
+    ),
+    Mutant(
+        "scales of groups multiplied as one scale", "experts/triton/tiles/choice.py",
+        (Edit("prefill_tile", "problem.promoted or problem.operands > 1", "problem.operands > 1"),), _W4_PREFILL,
+    ),
+    Mutant(
         "a repeated kernel in CUDA with the tensors of the first call", "runtime/nvrtc.py",
         (Edit("_starter.call", "$arguments if $addresses == $first else arguments_for($addresses)", "$arguments"),), ("tests/cpu/test_replay.py",),
     ),
@@ -538,8 +567,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "large tiles for a few rows of one expert", "experts/triton/tiles/choice.py",
         (Edit(
             "large_from",
-            "1 if $enough else LARGE.few_experts",
-            "1",
+            "$rows * (1 if $enough else LARGE.few_experts)\n",
+            "$rows\n",
         ),), _PREFILL[1:],
     ),
     Mutant(
