@@ -53,9 +53,8 @@ _STACK = ("tests/cpu/test_conversion.py::test_stacked_families_stay_stacked",)
 _GPU = ("tests/gpu/test_experts.py",)
 _GPU_FOUR = ("tests/gpu/test_w4a8.py",)
 _GPU_LARGE = ("tests/gpu/test_prefill.py", "tests/gpu/test_expanded.py")
+_W4_PREFILL = ("tests/cpu/test_w4_prefill.py",)
 _PREFILL = ("tests/cpu/test_prefill_products.py", "tests/cpu/test_prefill.py")
-_W4 = ("tests/cpu/test_w4_prefill.py",)
-_GPU_W4 = ("tests/gpu/test_w4_prefill.py",)
 _GPU_SMALL = ("tests/gpu/test_small_kernels.py", "tests/gpu/test_layer.py")
 _GPU_NVFP4 = "tests/gpu/test_nvfp4_activations.py"
 _GPU_BESIDE = ("tests/gpu/test_layer.py::test_gpu_shared_expert_on_side_stream",)
@@ -533,36 +532,52 @@ MUTANTS: tuple[Mutant, ...] = (
         (Edit("copies", "counters[0] = counters[1] = 0;", "counters[0] = 0;"),), _PREFILL,
     ),
     Mutant(
-        "signs of the last four codes from the first", "kernels/w4_decode.cuh",
-        (Edit("decode_word", "((word * sixteen) & 0x80808080u)", "(word & 0x80808080u)"),), _W4,
+        "gate and up swapped (registers)", "kernels/w4_epilogue.cuh",
+        (Edit("results_of", "activated(low, high, z)", "activated(high, low, z)"),), _W4_PREFILL,
     ),
     Mutant(
-        "scales of the first row for both", "kernels/w4_decode.cuh",
-        (Edit("decode", "row ? codes.high_scales : codes.low_scales", "codes.low_scales"),), _W4,
+        "up with gate's bias (registers)", "kernels/w4_epilogue.cuh",
+        (Edit("results_of", "r.bias[m][1]", "r.bias[m][0]"),), _W4_PREFILL,
+    ),
+    Mutant(
+        "a token beyond a tile's end stored", "kernels/w4_epilogue.cuh",
+        (Edit("store_rows", "first + in_room >= tokens_of(t)", "first + in_room > tokens_of(t)"),), _W4_PREFILL,
+    ),
+    Mutant(
+        "signs of the first four codes for all", "kernels/w4_decode.cuh",
+        (Edit("decode_word", "((word * sixteen) & 0x80808080u)", "(word & 0x80808080u)"),), _W4_PREFILL,
+    ),
+    Mutant(
+        "the scale of the neighbouring group (registers)", "kernels/w4_decode.cuh",
+        (Edit("scale_selector", "lane % 4", "(lane ^ 1) % 4"),), _W4_PREFILL,
+    ),
+    Mutant(
+        "one row's scales for both rows of a thread", "kernels/w4_decode.cuh",
+        (Edit("decode", "row ? codes.high_scales : codes.low_scales", "codes.low_scales"),), _W4_PREFILL,
+    ),
+    Mutant(
+        "scales of groups multiplied as one scale", "experts/triton/tiles/choice.py",
+        (Edit("prefill_tile", "problem.promoted or problem.operands > 1", "problem.operands > 1"),), _W4_PREFILL,
     ),
     Mutant(
         "tokens of an expert in all of its four-bit tiles", "kernels/w4_pipeline.cuh",
-        (Edit("tile_at", "start + first, min(rows - first, width)", "start, min(rows - first, width)"),), _W4,
+        (Edit("tile_at", "start + first, min(rows - first, width)", "start, min(rows - first, width)"),), _W4_PREFILL,
     ),
     Mutant(
         "weights of the first row tile for both", "kernels/w4_pipeline.cuh",
-        (Edit("sum_over_k", "codes = load_codes(stage, r, 1);", "codes = load_codes(stage, r, 0);"),), _W4,
+        (Edit("sum_over_k", "codes = load_codes(stage, r, 1);", "codes = load_codes(stage, r, 0);"),), _W4_PREFILL,
     ),
     Mutant(
         "four-bit bias of gate for up", "kernels/w4_pipeline.cuh",
-        (Edit("load_factors", "+ part_of(row)) * z.n_out", "+ 0) * z.n_out"),), _W4,
-    ),
-    Mutant(
-        "a token beyond a four-bit tile's end stored", "kernels/w4_epilogue.cuh",
-        (Edit("store_rows", "if (first + in_room >= tokens_of(t) ||", "if (first + in_room > tokens_of(t) ||"),), _W4,
+        (Edit("load_factors", "+ part_of(row)) * z.n_out", "+ 0) * z.n_out"),), _W4_PREFILL,
     ),
     Mutant(
         "a token's scale for its neighbour", "kernels/w4_epilogue.cuh",
-        (Edit("results_of", "e ? x_scale.y : x_scale.x", "x_scale.x"),), _W4,
+        (Edit("results_of", "e ? x_scale.y : x_scale.x", "x_scale.x"),), _W4_PREFILL,
     ),
     Mutant(
         "rows of four-bit tiles not at their places", "kernels/w4_epilogue.cuh",
-        (Edit("begins", "PLACED ? __ldg(o.row_places + row) : (i64)row * n_out", "(i64)row * n_out"),), _W4,
+        (Edit("begins", "PLACED ? __ldg(o.row_places + row) : (i64)row * n_out", "(i64)row * n_out"),), _W4_PREFILL,
     ),
     Mutant(
         "a repeated kernel in CUDA with the tensors of the first call", "runtime/nvrtc.py",
@@ -572,8 +587,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "large tiles for a few rows of one expert", "experts/triton/tiles/choice.py",
         (Edit(
             "large_from",
-            "1 if $enough else LARGE.few_experts",
-            "1",
+            "$rows * (1 if $enough else LARGE.few_experts)\n",
+            "$rows\n",
         ),), _PREFILL[1:],
     ),
     Mutant(
@@ -1891,9 +1906,9 @@ _ON_GPU: dict[str, tuple[str, ...]] = {
     "kernels/weighted_sum.py": (*_GPU_CLOSE, *_GPU_SMALL),
     "kernels/route.py": _GPU_SMALL,
     "kernels/prefill.cu": _GPU_LARGE,
-    "kernels/w4_decode.cuh": _GPU_W4,
-    "kernels/w4_epilogue.cuh": _GPU_W4,
-    "kernels/w4_pipeline.cuh": _GPU_W4,
+    "kernels/w4_epilogue.cuh": ("tests/gpu/test_w4_prefill.py",),
+    "kernels/w4_decode.cuh": ("tests/gpu/test_w4_prefill.py",),
+    "kernels/w4_pipeline.cuh": ("tests/gpu/test_w4_prefill.py",),
     "kernels/quantize.py": (*_GPU_SMALL, _GPU_NVFP4),
     "kernels/scales.py": _GPU_SMALL,
     "experts/triton/packing/bnb4.py": (*_GPU, "tests/gpu/test_verify.py"),

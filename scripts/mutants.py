@@ -2,13 +2,13 @@
 
 A mutant (``mutant_list.py``) names a file, a symbol and an edit of the code there (``mutant_edits.py``). The tests that
 could see it are run until one fails, those marked exhaustive apart; a mutant that passes them all survives, and that is
-a missing test. What killed what is in docs/mutants.md.
+a missing test. What killed what is in docs/developer/mutants.md.
 
     python scripts/mutants.py                 run all (about a quarter of an hour on one core), write the table
     python scripts/mutants.py --only clamp    those whose name or file holds the text
     python scripts/mutants.py --gpu --jobs 12     those of the kernels; on a machine with a GPU
     python scripts/mutants.py --dry           apply and parse each, report all that fail
-    python scripts/mutants.py --page          write docs/mutants.md anew from the committed results
+    python scripts/mutants.py --page          write docs/developer/mutants.md anew from the committed results
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _save(found: list[tuple[Mutant, str, float]]) -> None:
 
 
 def page() -> str:
-    """Return docs/mutants.md as the lists and the committed results make it."""
+    """Return docs/developer/mutants.md as the lists and the committed results make it."""
     rows = {(row["mutant"], row["file"]): row for row in _rows()}
     killed = sum(bool(row["killed_by"]) for row in rows.values())
     results = Path(os.path.relpath(RESULTS, PAGE.parent)).as_posix()
@@ -161,7 +161,7 @@ def main() -> int:
     parser.add_argument("--new", action="store_true", help="those alone that have no result yet")
     parser.add_argument("--dry", action="store_true", help="apply each and parse what it gives, and stop")
     parser.add_argument("--jobs", type=int, default=1, help="how many run side by side")
-    parser.add_argument("--page", action="store_true", help="write docs/mutants.md and stop")
+    parser.add_argument("--page", action="store_true", help="write docs/developer/mutants.md and stop")
     asked = parser.parse_args()
     chosen = [m for m in (GPU_MUTANTS if asked.gpu else MUTANTS) if asked.only in f"{m.name} {m.file}"]
     known = {(row["mutant"], row["file"]) for row in _rows()} if asked.new else set[tuple[str, str]]()

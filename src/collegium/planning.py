@@ -419,6 +419,18 @@ def _matrix_bytes(name: str, rows: int, columns: int) -> int:
     return total
 
 
+def _with_overrides(problem: Problem, overrides: Overrides) -> Problem:
+    """Return ``problem`` with the fields that ``overrides`` replaces, and the activation format that follows."""
+    return replace(
+        problem,
+        activation_format=activation_format(
+            overrides.activation_format or problem.activation_format or problem.dtype
+        ).name,
+        combine=overrides.combine or problem.combine,
+        tiles=overrides.tiles or problem.tiles,
+    )
+
+
 def plan(problem: Problem, overrides: Overrides | None = None) -> Plan:
     """Choose the first kernel, dispatcher and pipelines of the tables that do not refuse ``problem``.
 
@@ -426,8 +438,7 @@ def plan(problem: Problem, overrides: Overrides | None = None) -> Plan:
     """
     overrides = overrides or Overrides()
     require(type(overrides) is Overrides, "overrides", overrides, "an Overrides, such as Overrides(kernel=...)")
-    activations = activation_format(overrides.activation_format or problem.activation_format or problem.dtype).name
-    problem = _with_overrides(problem, overrides, activations)
+    problem = _with_overrides(problem, overrides)
     refusals: list[Refusal] = []
     kernel = _choose_kernel(problem, overrides, refusals)
     problem = _with_wire_format(problem, kernel)
@@ -463,7 +474,7 @@ def plan(problem: Problem, overrides: Overrides | None = None) -> Plan:
         shared_kernel=None if shared.kernel is None else shared.kernel.name,
         dispatcher=dispatcher.name,
         token_ranges=token_ranges(kinds, wrapped, query.tiling, routed_problem),
-        activation_format=activations,
+        activation_format=str(problem.activation_format),
         wire_format=wrapped.wire_format(problem),
         capacity=capacity,
         expert_bytes=bytes_per_expert,
@@ -475,16 +486,6 @@ def plan(problem: Problem, overrides: Overrides | None = None) -> Plan:
         side_stream_tokens=shared.side_stream_tokens,
         shared_overlap=shared_overlap,
         overrides=overrides,
-    )
-
-
-def _with_overrides(problem: Problem, overrides: Overrides, activations: str) -> Problem:
-    """Return ``problem`` with the activation format and what else the overrides set in it."""
-    return replace(
-        problem,
-        activation_format=activations,
-        combine=overrides.combine or problem.combine,
-        tiles=overrides.tiles or problem.tiles,
     )
 
 

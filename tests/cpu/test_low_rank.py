@@ -38,6 +38,8 @@ RECIPES = [
     ("mxfp4", "fp8_token", "bf16", 0.06),
     ("mxfp4", "fp8_group128", "fp32", 0.06),
     ("nvfp4", "fp8_group128", "bf16", 0.06),
+    ("nvfp4", "nvfp4", "bf16", 0.25),
+    ("nvfp4", "nvfp4_static", "fp32", 0.4),
     ("int4_group", None, "bf16", 0.015),
 ]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -1,4 +1,4 @@
-"""What mutants found untested: each test here kills one that had survived (docs/mutants.md)."""
+"""What mutants found untested: each test here kills one that had survived (docs/developer/mutants.md)."""
 
 from __future__ import annotations
 

@@ -149,10 +149,10 @@ def low_rank_kernel(
     TOP_K the ids. Entries of ranks that an adapter lacks are not written, nor are rows without an adapter.
     """
     pdl_wait(PDL)
-    SUBTILES: tl.constexpr = (TILE_T + BLOCK_T - 1) // BLOCK_T
+    BLOCKS: tl.constexpr = (TILE_T + BLOCK_T - 1) // BLOCK_T
     program = tl.program_id(0)
-    subtile = program % SUBTILES
-    tile = program // SUBTILES
+    block = program % BLOCKS
+    tile = program // BLOCKS
     r_first = tl.program_id(1) % (RANK // RANKS) * RANKS
     projection = tl.program_id(1) // (RANK // RANKS)
     expert_id = tl.load(tile_expert + tile)
@@ -164,9 +164,9 @@ def low_rank_kernel(
         first = tile.to(tl.int64)
         count = 1
     else:
-        first = tl.load(tile_row + tile) + subtile * BLOCK_T
+        first = tl.load(tile_row + tile) + block * BLOCK_T
         stop = tl.load(expert_offsets + expert + 1)
-        count = tl.minimum(stop - first, TILE_T - subtile * BLOCK_T).to(tl.int32)
+        count = tl.minimum(stop - first, TILE_T - block * BLOCK_T).to(tl.int32)
     t = tl.arange(0, BLOCK_T)
     row = first + tl.where(t < count, t, 0)
     if count <= 0:
