@@ -560,6 +560,26 @@ MUTANTS: tuple[Mutant, ...] = (
         (Edit("prefill_tile", "problem.promoted or problem.operands > 1", "problem.operands > 1"),), _W4_PREFILL,
     ),
     Mutant(
+        "tokens of an expert in all of its four-bit tiles", "kernels/w4_pipeline.cuh",
+        (Edit("tile_at", "start + first, min(rows - first, width)", "start, min(rows - first, width)"),), _W4_PREFILL,
+    ),
+    Mutant(
+        "weights of the first row tile for both", "kernels/w4_pipeline.cuh",
+        (Edit("sum_over_k", "codes = load_codes(stage, r, 1);", "codes = load_codes(stage, r, 0);"),), _W4_PREFILL,
+    ),
+    Mutant(
+        "four-bit bias of gate for up", "kernels/w4_pipeline.cuh",
+        (Edit("load_factors", "+ part_of(row)) * z.n_out", "+ 0) * z.n_out"),), _W4_PREFILL,
+    ),
+    Mutant(
+        "a token's scale for its neighbour", "kernels/w4_epilogue.cuh",
+        (Edit("results_of", "e ? x_scale.y : x_scale.x", "x_scale.x"),), _W4_PREFILL,
+    ),
+    Mutant(
+        "rows of four-bit tiles not at their places", "kernels/w4_epilogue.cuh",
+        (Edit("begins", "PLACED ? __ldg(o.row_places + row) : (i64)row * n_out", "(i64)row * n_out"),), _W4_PREFILL,
+    ),
+    Mutant(
         "a repeated kernel in CUDA with the tensors of the first call", "runtime/nvrtc.py",
         (Edit("_starter.call", "$arguments if $addresses == $first else arguments_for($addresses)", "$arguments"),), ("tests/cpu/test_replay.py",),
     ),
@@ -1886,6 +1906,9 @@ _ON_GPU: dict[str, tuple[str, ...]] = {
     "kernels/weighted_sum.py": (*_GPU_CLOSE, *_GPU_SMALL),
     "kernels/route.py": _GPU_SMALL,
     "kernels/prefill.cu": _GPU_LARGE,
+    "kernels/w4_epilogue.cuh": ("tests/gpu/test_w4_prefill.py",),
+    "kernels/w4_decode.cuh": ("tests/gpu/test_w4_prefill.py",),
+    "kernels/w4_pipeline.cuh": ("tests/gpu/test_w4_prefill.py",),
     "kernels/quantize.py": (*_GPU_SMALL, _GPU_NVFP4),
     "kernels/scales.py": _GPU_SMALL,
     "experts/triton/packing/bnb4.py": (*_GPU, "tests/gpu/test_verify.py"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
 
@@ -38,8 +39,8 @@ RECIPES = [
 ]
 
 
-def run(weights: str, activations: str | None, tokens: int) -> float:
-    """Return the difference of a layer's output from the reference kernel's."""
+def run(weights: str, activations: str | None, tokens: int, tiles: Any = None) -> float:
+    """Return the difference of a layer's output from the reference kernel's. tiles: as in Overrides."""
     spec = MoESpec(
         hidden_size=HIDDEN,
         intermediate_size=WIDE,
@@ -59,7 +60,8 @@ def run(weights: str, activations: str | None, tokens: int) -> float:
         given = Routing(topk_ids=torch.randint(-1, EXPERTS + 1, (tokens, 2)).cuda(), topk_weights=weights_given)
     found = []
     for kernel in (None, "reference"):
-        chosen = plan(problem, Overrides(kernel=kernel, activation_format=activations))
+        forced = None if kernel else tiles
+        chosen = plan(problem, Overrides(kernel=kernel, activation_format=activations, tiles=forced))
         layer = MoELayer(made, chosen, router=router)
         layer.workspaces = None  # separate allocations, so that a read past one is seen
         found.append(layer(x, routing=given))
@@ -87,6 +89,11 @@ def main() -> int:
             error = run(weights, activations, tokens)
             wrong += not error < 0.03
             print(f"{weights} x {activations or 'bf16'} T={tokens}: {error:.4f}")
+    # Four-bit weights of large batches: tiles of few tokens, and of an expert's last ones.
+    for tokens in (5, 37, 700) if torch.cuda.get_device_capability() == (9, 0) else ():
+        error = run("mxfp4", "fp8_token", tokens, tiles="large")
+        wrong += not error < 0.03
+        print(f"mxfp4 x fp8_token, large tiles, T={tokens}: {error:.4f}")
     for case in CASES if torch.cuda.get_device_capability() == (9, 0) else ():
         other = over_ranks(case)
         wrong += other

@@ -54,7 +54,12 @@ def drawn_layer(draw: random.Random, weights: str, activations: str) -> MoELayer
         routing=RoutingSpec(top_k=min(draw.choice((1, 2, 4)), max(1, experts // 2))),
         weight_format=weights,
     )
-    made = plan(problem_of(spec, activations, Limits(max_tokens=MOST)), Overrides(activation_format=activations))
+    # Batches of any size in w4_prefill, half of the time.
+    on_hopper = torch.cuda.get_device_capability() == (9, 0)
+    four_bit = on_hopper and (weights, activations) == ("mxfp4", "fp8_token")
+    tiles = draw.choice((None, "large")) if four_bit else None
+    overrides = Overrides(activation_format=activations, tiles=tiles)
+    made = plan(problem_of(spec, activations, Limits(max_tokens=MOST)), overrides)
     return MoELayer(experts_of(weights, experts, wide, hidden, seed=draw.randrange(1 << 30)), made)
 
 

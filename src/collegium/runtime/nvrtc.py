@@ -10,7 +10,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, lru_cache
 from importlib.util import find_spec
 from itertools import accumulate, islice
 from operator import mul
@@ -205,8 +205,12 @@ def _argument(form: Any, addresses: Iterator[int | None]) -> Any:
     return (ctypes.c_void_p * form)(*islice(addresses, form)) if isinstance(form, int) else form
 
 
+@lru_cache(maxsize=1024)
 def _tensor_maps(forms: tuple[Boxes | Elements, ...], address: int | None) -> Any:
-    """Return tensor maps of one tensor, one after the other; elements outside of it are read as zero."""
+    """Return tensor maps of one tensor, one after the other; elements outside of it are read as zero.
+
+    A map depends on ``forms`` and ``address`` alone and launches copy it, so those of weights are written once.
+    """
     # A tensor map has 16 words and is aligned to 64 bytes.
     storage = (ctypes.c_uint64 * (16 * len(forms) + 8))()
     maps = (ctypes.c_uint64 * (16 * len(forms))).from_buffer(storage, -ctypes.addressof(storage) % 64)
