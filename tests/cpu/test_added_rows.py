@@ -111,7 +111,9 @@ class ThrowAwayExperts(PackedWeights):
         self.log.append(("sorted", batch.x.shape[0], tuple(tile.block_t for tile in batch.tiles), memory is not None))
         return alloc(memory, "rows", tuple(rows.shape), torch.float32, CPU).copy_(rows)
 
-    def run_unsorted(self, x: torch.Tensor, ids: torch.Tensor, memory: Memory | None = None) -> torch.Tensor:
+    def run_unsorted(
+        self, x: torch.Tensor, ids: torch.Tensor, memory: Memory | None = None, adapters: Any = None
+    ) -> torch.Tensor:
         self.log.append(("unsorted", x.shape[0], (), memory is not None))
         order = ids.reshape(-1).argsort(stable=True)
         offsets = torch.searchsorted(ids.reshape(-1)[order], torch.arange(SPEC.num_experts + 1))
@@ -140,6 +142,9 @@ class ThrowAway:
 
     def refuse(self, problem: ExpertsProblem) -> str | None:
         return None if problem.weight_format == "fp32" else f"the weights are {problem.weight_format}; supported: fp32"
+
+    def multiplied_as(self, activation_format: str) -> str | None:
+        return None
 
     def tiling(self, problem: ExpertsProblem) -> Tiling:
         return Sixteens()

@@ -148,7 +148,7 @@ def test_few_kernels_are_compiled():
     hopper = DeviceFacts(kind="cuda", name="H200", capability=(9, 0), memory=140 << 30)
     passes = {r: demo._limits(spec, hopper, r).max_tokens for r in RECIPES}
     assert passes["bf16", "bf16"] == passes["mxfp4", "fp8_group128"] == 4
-    assert passes["nvfp4", "nvfp4"] == 4096
+    assert passes["nvfp4", "nvfp4"] == 4, "Triton's kernels multiply its numbers"
     assert {demo._limits(spec, DeviceFacts(kind="cpu"), r).max_tokens for r in RECIPES} == {4096}
 
 

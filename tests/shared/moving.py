@@ -286,8 +286,10 @@ def refused(rank: int) -> list[str]:
     weights = whole_weights("whole", 5, 0)
     tight = split_layer("whole", weights, "cpu", placement(5, rank, world, 0))
     loose = split_layer("whole", weights, "cpu", placement(5, rank, world, 1))
-    # One rank packed other bytes than the other one that has the replica.
-    other = split_layer("whole", whole_weights("whole", 5, 0 if rank else 9), "cpu", placement(5, rank, world, 1))
+    # One rank has other bytes than the other one that has the replica.
+    other = split_layer("whole", weights, "cpu", placement(5, rank, world, 1))
+    if rank:
+        other.experts.stored()[0].neg_()
     good = Balancer({"a": loose}, every=1)
     wrong: list[Any] = [
         lambda: Balancer({"a": tight}),
