@@ -445,7 +445,8 @@ def pull_kernel(
     k = tl.arange(0, BLOCK_K)
     token = tl.program_id(0).to(tl.int64)
     while token < bound:
-        inside = (k < TOP_K) & (token < tokens)
+        # A bound, since Triton's interpreter takes no mask that was combined with a scalar.
+        inside = k < tl.where(token < tokens, TOP_K, 0)
         physical_id = tl.load(peer_pointer(sent.ids, delta, 64) + token * TOP_K + k, mask=inside, other=-1)
         slot, is_local = local_slots_of(physical_id, local_slots, rank)
         row = peer * bound + token
@@ -596,7 +597,8 @@ def _sum_of_rows(
 ):
     """Return the weighted sum, in slot order, of the rows of a token's assignments; see ``combine_token``."""
     k = tl.arange(0, BLOCK_K)
-    present = (physical_id >= 0) & complete
+    # Not ``(physical_id >= 0) & complete``: Triton's interpreter takes no mask that was combined with a scalar.
+    present = tl.where(complete, physical_id, -1) >= 0
     offset = (token * TOP_K + k) * buffers.width
     if assignments.slots is not None:
         delta = tl.load(ranks.deltas + tl.maximum(physical_id, 0) // ranks.local_slots)
