@@ -10,6 +10,7 @@ import atexit
 import gc
 import os
 import sys
+from contextlib import suppress
 from errno import EPIPE
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -478,6 +479,21 @@ def main() -> None:
             if interrupts.was_interrupted() or isinstance(error, KeyboardInterrupt | typer.Abort):
                 exit_with_error("Interrupted", interrupts.TEXT, code=interrupts.EXIT_CODE)
             raise
+
+
+def run_process() -> None:
+    """Run ``main`` as a process of its own, which ends at once after Ctrl-C.
+
+    Otherwise the interpreter would shut down, and libraries would print which objects were left.
+    """
+    try:
+        main()
+    finally:
+        if interrupts.was_interrupted():
+            with suppress(OSError):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(interrupts.EXIT_CODE)
 
 
 def _run() -> None:
