@@ -55,7 +55,7 @@ from .errors import CollegiumError, InputError
 from .locate import SHIPPED
 from .problem import Limits, Overrides
 
-__all__ = ["app", "main"]
+__all__ = ["app", "main", "run_process"]
 
 assert interrupt_hook  # imported first: Ctrl-C during the imports above prints one line too
 
