@@ -20,7 +20,7 @@ from torch import distributed
 from ..errors import InputError, RankError
 from .bit_hash import bit_hash, one_value
 from .groups import check_ranks
-from .rendezvous import group_lock, known_to_all, rendezvous_of
+from .rendezvous import exchange_tables, known_to_all
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -224,19 +224,8 @@ class InputCheck:
         inputs: as for ``due``. error: why this rank cannot run the pass, raised here after the exchange; tensors is
         then None. Raises as ``check_contributions`` does, on every rank, and RankError where a rank does not respond.
         """
-        if error is not None:
-            known_to_all(error)
-        table = [self._contribution(tokens, tensors, error)]
-        try:
-            with group_lock(tuple({group for _, group in self.groups})):
-                for name, group in self.groups:
-                    tables = rendezvous_of(group).exchange(table, f"{name} dispatch")
-                    table = [entry for rank_table in tables for entry in rank_table]
-        except RankError:
-            if error is None:
-                raise
-        if error is not None:
-            raise error
+        groups = [(f"{name} dispatch", group) for name, group in self.groups]
+        table = exchange_tables(self._contribution(tokens, tensors, error), groups, error)
         self._check(table)
         kind = self._kind(tokens, inputs)
         constant = any(entry.constant for entry in table)

@@ -14,7 +14,7 @@ from torch import distributed
 from ..errors import InputError, RankError
 from .groups import check_ranks
 from .input_check import differing_ranks
-from .rendezvous import group_lock, known_to_all, rendezvous_of
+from .rendezvous import exchange_tables, known_to_all
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -89,20 +89,8 @@ def compare_layers(
     Raises as ``check_layers`` does, on every rank, and RankError where a rank does not respond.
     """
     if error is not None:
-        known_to_all(error)
         contribution = contribution._replace(error=f"{type(error).__name__}: {error}")
-    table = [contribution]
-    try:
-        with group_lock(tuple(set(groups))):
-            for group in groups:
-                tables = rendezvous_of(group).exchange(table, _PHASE)
-                table = [entry for rank_table in tables for entry in rank_table]
-    except RankError:
-        if error is None:
-            raise
-    if error is not None:
-        raise error
-    check_layers(name, table)
+    check_layers(name, exchange_tables(contribution, [(_PHASE, group) for group in groups], error))
 
 
 def check_layers(name: str, table: Sequence[LayerContribution]) -> None:

@@ -20,9 +20,18 @@ from .groups import group_named, world_ranks
 from .liveness import Endpoint, is_dead, local_endpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Sequence
 
-__all__ = ["LOOK", "Rendezvous", "group_lock", "is_known_to_all", "known_to_all", "rendezvous_of", "timeout_seconds"]
+__all__ = [
+    "LOOK",
+    "Rendezvous",
+    "exchange_tables",
+    "group_lock",
+    "is_known_to_all",
+    "known_to_all",
+    "rendezvous_of",
+    "timeout_seconds",
+]
 
 LOOK = 0.5  # seconds between checks whether the awaited processes are alive
 _STORED_EXCHANGES = 2  # exchanges whose values stay in the store: a late rank may still read the previous one
@@ -259,6 +268,28 @@ def _group_lock(groups: tuple[str, ...]) -> Generator[None]:
         for name in sorted(groups):
             stack.enter_context(_group_locks.setdefault(name, threading.RLock()))
         yield
+
+
+def exchange_tables(entry: Any, groups: Sequence[tuple[str, str]], error: Exception | None = None) -> list[Any]:
+    """Return the ``entry`` of every rank of several process groups, whose ranks call it together.
+
+    groups: pairs of a phase and a process group; what one exchange brought goes into the next. error: why this rank
+    cannot continue, raised here once the other ranks have its entry. Raises RankError where a rank does not respond.
+    """
+    if error is not None:
+        known_to_all(error)
+    table = [entry]
+    try:
+        with group_lock(tuple({group for _, group in groups})):
+            for phase, group in groups:
+                tables = rendezvous_of(group).exchange(table, phase)
+                table = [row for rank_table in tables for row in rank_table]
+    except RankError:
+        if error is None:
+            raise
+    if error is not None:
+        raise error
+    return table
 
 
 def _join(ranks: tuple[int, ...]) -> str:
