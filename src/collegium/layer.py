@@ -290,9 +290,7 @@ class MoELayer(PlannedModule):
                 router_input=router_input,
                 out=result,
             )
-            if adapter_ids is not None:
-                checked_ids = checked_adapter_ids(adapter_ids, call.x.shape[0], self.adapters, self._device)
-                call = call._replace(adapter_ids=checked_ids)
+            call = self._with_adapter_ids(call, adapter_ids)
         except Exception as error:
             self._executor.report_refusal(x, (router_logits, routing, token_ids, router_input), error)
             raise
@@ -334,9 +332,7 @@ class MoELayer(PlannedModule):
                 router_input=router_input,
                 out=routed,
             )
-            if adapter_ids is not None:
-                checked_ids = checked_adapter_ids(adapter_ids, call.x.shape[0], self.adapters, self._device)
-                call = call._replace(adapter_ids=checked_ids)
+            call = self._with_adapter_ids(call, adapter_ids)
             if shared is not None:
                 call = call._replace(shared_out=shared.view(-1, self.spec.hidden_size))
         except Exception as error:
@@ -346,6 +342,12 @@ class MoELayer(PlannedModule):
         if shared is None and self.has_shared:
             shared = torch.zeros_like(x, dtype=self.output_dtype, memory_format=torch.contiguous_format)
         return shared, routed
+
+    def _with_adapter_ids(self, call: Call, adapter_ids: Tensor | None) -> Call:
+        """Return ``call`` with the adapter of each token, if the caller passed them; raises as ``forward``."""
+        if adapter_ids is None:
+            return call
+        return call._replace(adapter_ids=checked_adapter_ids(adapter_ids, call.x.shape[0], self.adapters, self._device))
 
     def _run(self, call: Call) -> None:
         """Write the outputs of ``call``, as one operation where torch compiles."""

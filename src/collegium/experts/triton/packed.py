@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...adapters import AdapterMatrices, TokenAdapters
+from ...adapters import TokenAdapters
 from ...errors import InputError
 from ...ops.columns import ZeroPointCorrection, gather_columns
 from ...ops.operand import Operand, gather_codes, operand, transpose_scales
@@ -169,8 +169,7 @@ class PackedExperts(PackedWeights):
         memory_x = part(memory, "x")
         source: Tensor | None = ids
         adapted = None if adapters is None else AdaptedRows(adapters.ids, ids, ids, count)
-        gate_up = None if adapters is None else adapters.packed.gate_up
-        first = _with_changes(first, x, gate_up, adapted, memory, gathered=True)
+        first = _with_changes(first, x, adapters, adapted, memory, gathered=True)
         order, x_ready = self.gate_up.layout.row_order, first.low_rank is not None
         x, x_scale = operand(x, self.forms[0], order=order, x_ready=x_ready, memory=memory_x)
         if self.gate_up.order is not None:
@@ -183,8 +182,7 @@ class PackedExperts(PackedWeights):
             x_scale = transpose_scales(x_scale, token, memory=memory_x)
         middle = self._middle(count, out, memory)
         grouped_gemm(x, self.gate_up, ids, first, middle, source=source, x_scale=x_scale, activation=self.activation)
-        down = None if adapters is None else adapters.packed.down
-        second = _with_changes(second, middle, down, adapted, memory)
+        second = _with_changes(second, middle, adapters, adapted, memory)
         h, h_scale = self._second_operand(middle, second, None, memory)
         return grouped_gemm(h, self.down, ids, second, out, x_scale=h_scale)
 
@@ -278,13 +276,11 @@ class PackedExperts(PackedWeights):
             x_scale = transpose_scales(x_scale, source, used=_used_rows(batch), memory=memory_x)
         middle = self._middle(batch.source.numel(), out, memory)
         adapters, adapted = batch.adapters, _adapted_rows(batch)
-        gate_up = None if adapters is None else adapters.packed.gate_up
-        first = _with_changes(first, batch.x, gate_up, adapted, memory, gathered=True)
+        first = _with_changes(first, batch.x, adapters, adapted, memory, gathered=True)
         grouped_gemm(
             x, self.gate_up, offsets, first, middle, source=source, x_scale=x_scale, activation=self.activation
         )
-        down = None if adapters is None else adapters.packed.down
-        second = _with_changes(second, middle, down, adapted, memory)
+        second = _with_changes(second, middle, adapters, adapted, memory)
         h, h_scale = self._second_operand(middle, second, batch, memory)
         return grouped_gemm(h, self.down, offsets, second, out, x_scale=h_scale)
 
@@ -416,15 +412,16 @@ def _adapted_rows(batch: ContiguousBatch) -> AdaptedRows | None:
 def _with_changes(
     tiles: TileList,
     x: Tensor,
-    matrices: AdapterMatrices | None,
+    adapters: TokenAdapters | None,
     rows: AdaptedRows | None,
     memory: Memory | None,
     *,
     gathered: bool = False,
 ) -> TileList:
     """Return ``tiles`` with the adapters' changes of the first product (gathered) or the second, if there are any."""
-    if matrices is None or rows is None:
+    if adapters is None or rows is None:
         return tiles
+    matrices = adapters.packed.gate_up if gathered else adapters.packed.down
     if not gathered:
         rows = rows._replace(input_weights=None)
     memory = part(memory, "gate_up_adapters" if gathered else "down_adapters")
