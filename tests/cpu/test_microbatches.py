@@ -42,6 +42,7 @@ from microbatches import MAX_TOKENS, compare_halves
 from raising import assert_values, raises_with
 from ranks import error_of, run_ranks
 from split_layers import EXPERTS, HIDDEN, RECIPES, kept, layer_of
+from watching import watch
 
 DISPATCHERS = ("all_to_all", "all_gather")
 HALVES = Overrides(microbatches=2)
@@ -56,21 +57,11 @@ def test_halves_equal_whole_batches(name: str, world: int) -> None:
 def _events(layer: MoELayer, x: torch.Tensor) -> list[str]:
     """Return the order in which exchanges start and end, and experts run."""
     events: list[str] = []
-
-    def watch(owner: Any, name: str, event: str) -> Any:
-        original = getattr(owner, name)
-
-        def recorded(*arguments: Any, **options: Any) -> Any:
-            events.append(event)
-            return original(*arguments, **options)
-
-        return patch.object(owner, name, recorded)
-
     with (
-        watch(collectives, "_start", "start"),
-        watch(PendingRows, "wait", "wait"),
-        watch(half_batches, "run_experts", "experts"),
-        watch(SharedExpert, "__call__", "shared"),
+        watch(events, collectives, "_start", "start"),
+        watch(events, PendingRows, "wait", "wait"),
+        watch(events, half_batches, "run_experts", "experts"),
+        watch(events, SharedExpert, "__call__", "shared"),
     ):
         layer(x)
     return events

@@ -40,6 +40,7 @@ from collegium.testing.compare import heavy_tailed, random_experts
 from raising import raises_with
 from ranks import run_ranks
 from split_layers import EXPERTS, HIDDEN, RECIPES, equal, layer_of
+from watching import watch
 
 DISPATCHERS = ("all_to_all", "all_gather", "all_to_all_fixed", "symm_mem")
 TYPED = RECIPES[1]  # float32: no rounding hides another order
@@ -48,23 +49,13 @@ TYPED = RECIPES[1]  # float32: no rounding hides another order
 def _recorded(layer: MoELayer, x: torch.Tensor) -> tuple[list[str], torch.Tensor]:
     """Return the order in which exchanges start and end and the shared expert runs, and the output."""
     events: list[str] = []
-
-    def watch(owner: Any, name: str, event: str) -> Any:
-        original = getattr(owner, name)
-
-        def recorded(*arguments: Any, **options: Any) -> Any:
-            events.append(event)
-            return original(*arguments, **options)
-
-        return patch.object(owner, name, recorded)
-
     with (
-        watch(collectives, "_start", "start"),
-        watch(PendingRows, "wait", "wait"),
-        watch(SharedExpert, "__call__", "shared"),
-        watch(SymmMem, "send", "start"),
-        watch(SymmMem, "receive", "wait"),
-        watch(SymmMem, "combine", "combine"),
+        watch(events, collectives, "_start", "start"),
+        watch(events, PendingRows, "wait", "wait"),
+        watch(events, SharedExpert, "__call__", "shared"),
+        watch(events, SymmMem, "send", "start"),
+        watch(events, SymmMem, "receive", "wait"),
+        watch(events, SymmMem, "combine", "combine"),
     ):
         result = layer(x)
     return events, result
