@@ -181,7 +181,7 @@ def measure_model(shape: str, asked: argparse.Namespace, ceilings: Ceilings) -> 
 
 
 def write_rows(asked: argparse.Namespace, rows: list[tuple[Any, ...]]) -> None:
-    """Append ``rows`` to the file that was asked for."""
+    """Append ``rows`` to the file ``asked.out``."""
     path: Path = asked.out
     is_new = not path.exists()
     gpu = (torch.cuda.get_device_name(), driver_version(torch.device("cuda")), torch.__version__, version_of("triton"))

@@ -482,7 +482,7 @@ def main() -> None:
 
 
 def run_process() -> None:
-    """Run ``main`` as a process of its own, which ends at once after Ctrl-C.
+    """Run ``main`` as the whole process, which ends at once after Ctrl-C.
 
     Otherwise the interpreter would shut down, and libraries would print which objects were left.
     """

@@ -1,6 +1,6 @@
 """What the compiler makes of kernels for rows with adapters, for sm_80, sm_90 and sm_100: no spills, few registers.
 
-No GPU is needed; the compiler runs in a process of its own (see test_compile.py).
+No GPU is needed; the compiler runs in a separate process (see test_compile.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A small serving engine, which uses Collegium as engines do: with names, modules, shards and functions of its own.
+"""A small serving engine, which uses Collegium as engines do: with its names, modules, shards and functions.
 
 Each block of its model adds a gate, routed experts and a shared expert to the residual. Block 1 stores gate and up as
 one tensor, and the last block runs through functions, without a layer.

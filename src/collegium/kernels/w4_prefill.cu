@@ -39,7 +39,7 @@ template <int N> __device__ __forceinline__ void run_tile(
     else store_singly<N>(s, acc, t, first_channel, f, o, z);
 }
 
-// Each width is a loop with registers of its own: sums that met after the branches would be copied.
+// Each width is a loop with separate registers: sums that met after the branches would be copied.
 template <int N> __device__ __forceinline__ void run_tile_of_width(
     Shared& s, Cursor& c, const Tile& t, u32 rank, u32 turn, const Reader& r, const Out& o, const Sizes& z
 ) {

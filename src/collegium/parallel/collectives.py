@@ -83,7 +83,7 @@ def _start(
 ) -> distributed.Work | None:
     """Start a collective. overlap: what the current stream does next need not wait for it; see ``PendingRows``.
 
-    gloo always runs it in the background; NCCL on a stream of its own with ``overlap``, otherwise on the current one.
+    gloo always runs it in the background; NCCL on a separate stream with ``overlap``, otherwise on the current one.
     """
     if overlap or _on_gloo(ranks, tensors[-1]):
         return collective(*tensors, group=ranks, async_op=True)
