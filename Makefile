@@ -70,6 +70,7 @@ check: $(VENV)/.dev ## format, lint, types, imports, spelling, links, words, cha
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/pyright -p tests/gpu/pyrightconfig.json --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 	$(BIN)/codespell
 	$(BIN)/python scripts/check_links.py

@@ -21,7 +21,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -177,12 +177,13 @@ def _transformers(plain: ExpertWeights[Bf16], dtype: str) -> list[Contender]:
     with torch.device("meta"):
         experts = Qwen3MoeExperts(config)
     gate_up, down = plain.gate_up.values.view(E, 2 * WIDE, H).to(DTYPES[dtype]), plain.down.values.to(DTYPES[dtype])
+    config_of_experts: Any = experts.config
     experts.gate_up_proj = torch.nn.Parameter(gate_up, requires_grad=False)
     experts.down_proj = torch.nn.Parameter(down, requires_grad=False)
 
     def path(name: str) -> Contender:
         def call(x: Tensor, ids: Tensor, topk_weights: Tensor) -> Tensor:
-            experts.config._experts_implementation = name
+            config_of_experts._experts_implementation = name
             return experts(x, ids, topk_weights.to(x.dtype))
 
         return Contender(name=f"transformers {name}", call=call, weights=plain, nbytes=plain.gate_up.nbytes * 3 // 2)

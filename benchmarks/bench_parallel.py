@@ -112,8 +112,9 @@ class Halves:
         )
         self.layers[1].replan(plan(replace(problem, placement=replace(placed, group=group)), force), layer.experts)
 
-    def __call__(self, x: Tensor, *, routing: Routing, out: Tensor) -> Tensor:
-        """Write both halves of ``out``."""
+    def __call__(self, x: Tensor, *, routing: Routing, out: Tensor | None = None) -> Tensor:
+        """Write both halves of ``out`` and return it."""
+        out = torch.empty_like(x) if out is None else out
         here, half = torch.cuda.current_stream(), x.shape[0] // 2
         spans = slice(half), slice(half, None)
         parts = [replace(routing, topk_ids=routing.topk_ids[s], topk_weights=routing.topk_weights[s]) for s in spans]
@@ -280,7 +281,8 @@ class Bench:
             for _ in range(input_sets(tokens))
         ]
         if isinstance(layer, MegaMoe):
-            inputs = [(x, layer.routed(routing)) for x, routing in inputs]
+            peer: MegaMoe = layer
+            inputs = [(x, peer.routed(routing)) for x, routing in inputs]
         outs = [torch.full_like(x, float("nan")) for x, _ in inputs]
         calls = [
             lambda x=x, r=routing, o=out: layer(x, routing=r, out=o)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 PLACE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPES = {"dsv3": (7168, 256, 8), "qwen3": (2048, 128, 8)}
-MODULES = (permute, quantize, route, weighted_sum)
+MODULES: tuple[Any, ...] = (permute, quantize, route, weighted_sum)
 
 
 def timed(call: Callable[[], object], *, inner: int, rounds: int) -> float:

@@ -172,7 +172,7 @@ def main() -> int:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     # Ranks on a CPU are copies of a process that imported everything once; a copy must not find CUDA in use.
-    context = get_context("spawn" if args.device == "cuda" else "forkserver")
+    context: Any = get_context("spawn" if args.device == "cuda" else "forkserver")
     if args.device != "cuda":
         context.set_forkserver_preload(["torch._dynamo", "torch.distributed.device_mesh", "collegium.balance.elastic"])
     answers: Any = context.Queue()

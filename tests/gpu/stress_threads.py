@@ -206,7 +206,8 @@ def main() -> int:
     parser.add_argument("--recipe", nargs=2)
     asked = parser.parse_args()
     if asked.recipe:
-        return _one_recipe(*asked.recipe, asked.seconds)
+        weights, activations = asked.recipe
+        return _one_recipe(weights, activations, asked.seconds)
     waiting, running, failed = recipes(), [], 0
     head = ["weights", "activations", "streams", "layers", "threads", "seconds", "calls", "different", "error"]
     facts = [torch.cuda.get_device_name(), torch.__version__, asked.commit]

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ SHIPPED = Path(__file__).resolve().parents[2] / "demo" / "fables-16m"
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-def qwen(layers: int = 3) -> torch.nn.Module:
+def qwen(layers: int = 3) -> Any:
     torch.manual_seed(1)
     config = transformers.Qwen3MoeConfig(
         vocab_size=97,
@@ -72,7 +73,8 @@ def test_compiled_model_matches_eager_logits(mode: str, first: str) -> None:
         # The compiler fuses norms and attention, which rounds otherwise; another layer's experts are 0.6 off.
         assert relative_error(found, model(ids, use_cache=False).logits) < 0.03
     other = copy.deepcopy(model)
-    for module in experts_modules(other).values():
+    modules: dict[int, Any] = experts_modules(other)
+    for module in modules.values():
         module.down_proj.mul_(-3)
     ids = ids_of(2, 9)
     found = torch.compile(other, mode=mode)(ids, use_cache=False).logits.clone()

@@ -148,7 +148,7 @@ def test_every_tile_gives_the_same_bits(weights: str, act: str, bound: float) ->
     for tile in tried:
         other = next(t for t in sorted(allowed, key=repr) if t.block_t == tile.block_t)
         for joined in (False, True) if layout.decoded else (False,):
-            pair = replace(tile, joined=joined), replace(other, joined=joined)
+            pair = replace(tile, interleave_gate_up=joined), replace(other, interleave_gate_up=joined)
             assert torch.equal(replace(packed, tiles=pair).run(batch)[:stop], first), pair
 
 
@@ -195,7 +195,9 @@ def test_every_e2m1_code_and_scale_exact(name: str, dtype: torch.dtype) -> None:
     packed = replace(packed, layout=replace(packed.layout, half=half))
     offsets, found = torch.tensor([0, 2048], device="cuda"), torch.empty(2048, 1, device="cuda")
     for joined in (False, True):
-        tiles = tile_list(offsets, 2048, TileChoice(block_n=64, block_t=16, warps=4, stages=2, joined=joined))
+        tiles = tile_list(
+            offsets, 2048, TileChoice(block_n=64, block_t=16, warps=4, stages=2, interleave_gate_up=joined)
+        )
         grouped_gemm(torch.eye(2048, device="cuda").to(dtype), packed, offsets, tiles, found.fill_(torch.nan))
         assert torch.equal(found[:, 0], payload.decode()[0, 0, 0])
 

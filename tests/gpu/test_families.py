@@ -5,7 +5,7 @@ docs/families.md says which families this covers.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -66,7 +66,8 @@ def test_host_synchronising_step_is_not_captured(tmp_path: Path) -> None:
     model = load_model(str(tmp_path), device=DEVICE)
     prompt = IDS[:, :7].to(DEVICE)
     wanted = Decoder(model).generate(prompt, 8)
-    model.model.norm.register_forward_hook(lambda _m, _i, out: out * float(out.sum() != 0))
+    norm: Any = model.model.norm
+    norm.register_forward_hook(lambda _m, _i, out: out * float(out.sum() != 0))
     decoder = Decoder(model)
     assert torch.equal(decoder.generate(prompt, 8), wanted)
     assert not decoder.captured

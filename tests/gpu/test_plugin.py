@@ -89,7 +89,7 @@ def test_experts_that_stay_fp8_are_compared(tmp_path: Path) -> None:
     assert experts_modules(model)[0].down_proj.dtype == torch.float8_e4m3fn
     assert relative_error(logits(model), truth) < 0.03
     changed = load(folder, device_map="cuda")
-    experts_modules(changed)[2].gate_up_proj_scale_inv.data[4, -1].mul_(1.5)
+    experts_modules(changed)[2].get_parameter("gate_up_proj_scale_inv").data[4, -1].mul_(1.5)
     with raises_with(ConfigError, "layer 2", "expert 4", "up", "50.0%"):
         logits(changed)
 
@@ -111,7 +111,8 @@ def test_unchanged_weights_run_changed_row_detected(tmp_path: Path) -> None:
 def test_refresh_picks_up_uncounted_writes(tmp_path: Path) -> None:
     model = load(write_model(tmp_path / "model"))
     before, layers = logits(model), layers_of(model)
-    for module in experts_modules(model).values():
+    modules: dict[int, Any] = experts_modules(model)
+    for module in modules.values():
         module.down_proj.data.mul_(-3)
     refresh(model)
     found = logits(model)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -40,9 +40,10 @@ def test_whole_model_on_four_threads(how: str) -> None:
     if how == "load_model":
         model = load_model(str(SHIPPED), device="cuda")
     else:
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             SHIPPED, dtype=torch.bfloat16, experts_implementation="collegium"
-        ).cuda()
+        )
+        model = model.cuda()
         model.requires_grad_(False)
     ids = torch.randint(5, 4000, (2, 40), generator=torch.Generator().manual_seed(3)).cuda()
 
