@@ -15,6 +15,7 @@ import pytest
 from collegium.experts.triton.prefill import source_of
 from collegium.runtime.nvrtc import compiled, nvrtc_found
 from prefill_on_cpu import FP8
+from sass import early_accesses, instructions
 
 triton = pytest.importorskip("triton")  # its wheel brings the disassembler
 if not nvrtc_found():
@@ -73,6 +74,9 @@ def test_instructions_registers_and_spills(changes: dict[str, Any], tmp_path: Pa
     # At the two meetings of the cluster; barriers of its scope would flush caches at every step.
     assert codes.count("MEMBAR") <= 5
     assert codes.count("CCTL") <= 2
+    found = instructions(path)
+    assert any(instruction.name == "ACQBULK" for instruction in found)
+    assert early_accesses(found) == []
     # No register is spilled between two products of one loop.
     body = [line for line in sass.splitlines() if re.search(r"\b(HGMMA|QGMMA|LDL|STL|BRA)\b", line)]
     for before, line, after in zip(body, body[1:], body[2:], strict=False):

@@ -465,10 +465,13 @@ class Driver:
         ctypes.c_uint64.from_address(made.value).value = address.value
         return 0
 
-    def cuLaunchKernel(self, function: Any, *given: Any) -> int:
-        assert (function.value, given[:7]) == (11, (3, 1, 1, 32, 1, 1, 64))
-        stream, arguments = given[7], given[8]
-        self.streams.append(stream.value)
+    def cuLaunchKernelEx(self, config: Any, function: Any, arguments: Any, extra: None) -> int:
+        found = config._obj
+        assert (function.value, [*found.blocks], [*found.threads]) == (11, [3, 1, 1], [32, 1, 1])
+        assert (found.shared, found.attribute_count) == (64, 1)
+        attribute = found.attributes[0]
+        assert (attribute.name, attribute.value[0]) == (6, 1), "it starts while the kernel before it ends"
+        self.streams.append(found.stream)
         (x,) = (ctypes.c_uint64 * 1).from_address(arguments[0])
         w, nothing, out = (ctypes.c_void_p * 3).from_address(arguments[1])
         (count,) = (ctypes.c_int * 1).from_address(arguments[2])

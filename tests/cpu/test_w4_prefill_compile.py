@@ -14,7 +14,7 @@ pytest.importorskip("triton")  # its wheel brings the disassembler
 
 from collegium.experts.triton.w4_prefill import source_of
 from collegium.runtime.nvrtc import compiled, nvrtc_found
-from sass import early_writes, instructions, product_loops
+from sass import early_accesses, early_writes, instructions, product_loops
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -52,6 +52,8 @@ def test_products_run_on_without_spills(constants: dict[str, int], tmp_path: Pat
     # At the two meetings of the cluster; barriers of its scope would flush caches at every step.
     assert names["MEMBAR"] <= 5
     assert names["CCTL"] <= 2
+    assert names["ACQBULK"] == 1
+    assert early_accesses(found) == []
     loops = product_loops(found)
     assert len(loops) == WIDTHS
     for loop in loops:

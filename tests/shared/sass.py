@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import triton
 
-__all__ = ["Instruction", "early_writes", "instructions", "product_loops"]
+__all__ = ["Instruction", "early_accesses", "early_writes", "instructions", "product_loops"]
 
 _LINE = re.compile(r"\s*/\*([0-9a-f]{4,6})\*/\s+(?:@!?U?P\w+\s+)?(\S+)\s*(.*?)\s*;")
 _PRODUCT = re.compile(r"R(\d+), (?:R(\d+)|gdesc)")
@@ -18,6 +18,8 @@ _NO_RESULT = (
     "ST", "BRA", "BAR", "SYNCS", "WARPGROUP", "RED", "EXIT", "UBLK", "UTMA", "CCTL", "FENCE", "NOP", "BSYNC", "BSSY",
     "R2UR", "ISETP", "FSETP", "PLOP3", "MEMBAR", "S2UR", "WARPSYNC", "ELECT", "U",
 )  # fmt: skip
+# Loads, stores, atomic operations, and copies by the tensor memory accelerator.
+_GLOBAL_ACCESSES = {"LD", "LDG", "ST", "STG", "ATOM", "ATOMG", "RED", "REDG", "UTMALDG", "UTMASTG", "UTMAPF", "UBLKCP"}
 
 
 class Instruction(NamedTuple):
@@ -71,6 +73,13 @@ def early_writes(loop: list[Instruction]) -> list[Instruction]:
         elif _registers_written(instruction) & group.union(*running):
             found.append(instruction)
     return found
+
+
+def early_accesses(code: list[Instruction]) -> list[Instruction]:
+    """Return what accesses global memory before the kernel has waited for those before it in the stream."""
+    names = [instruction.name.split(".")[0] for instruction in code]
+    end = names.index("ACQBULK") if "ACQBULK" in names else len(names)
+    return [code[i] for i in range(end) if names[i] in _GLOBAL_ACCESSES]
 
 
 def _registers_of_product(instruction: Instruction) -> set[int]:

@@ -106,6 +106,7 @@ template <class T> static T* in(u32 rank, T* p) { return (T*)(memory[rank] + ((u
 
 static void init(Barrier* b, int count) { *b = {count, count, 0, 0}; }
 static void show_barriers() {}
+static void wait_for_previous() {}
 static void meet_cluster() { meet(cluster, BLOCKS * IN_BLOCK); }
 
 static void look(Barrier* b) {

@@ -455,6 +455,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
         show_barriers();
     }
     meet_cluster();
+    wait_for_previous();
     if (warp >= WARPS) {
         need_registers<COPYING>();
         if (warp == WARPS && lane == 0) copies(s, rank, x, w, lists, z, counters);

@@ -36,6 +36,10 @@ __device__ __forceinline__ void meet_cluster() {
     asm volatile("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" ::: "memory");
 }
 
+// Waits until the kernels before this one in the stream have ended, and what they wrote can be read. Every thread calls
+// it, before the first read or write of global memory: the kernel starts earlier than that (runtime/nvrtc.py).
+__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // Arrivals and waits name no wider scope: that of the cluster would flush caches at every one of them.
 __device__ __forceinline__ void arrive(Barrier* b) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at(b)) : "memory");

@@ -64,6 +64,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
         show_barriers();
     }
     meet_cluster();
+    wait_for_previous();
     if (warp >= WARPS) {
         need_registers<COPYING>();
         if (warp == COPY_WARP && elected()) copy_operands(s, rank, tokens, codes, scales, z);

@@ -35,6 +35,7 @@ _L2_PROMOTION_256B = 3
 _MAX_DYNAMIC_SHARED_SIZE = 8  # CUfunction_attribute
 _CAPTURE_MODE_RELAXED = 2
 _BOX_BYTES = 128  # bytes of a row that one copy takes
+_PROGRAMMATIC_SERIALIZATION = 6  # CUlaunchAttributeID
 _Tensors = tuple[Tensor, *tuple[Tensor | None, ...]]
 
 
@@ -60,6 +61,29 @@ class Elements(NamedTuple):
     size: int
     shape: tuple[int, ...]
     box: tuple[int, ...]
+
+
+class _LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute: a number that names it, and the value, which has 64 bytes."""
+
+    _fields_ = (("name", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int * 16))
+
+
+class _LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig: blocks, threads of one, bytes of shared memory, the stream and the attributes."""
+
+    _fields_ = (
+        ("blocks", ctypes.c_uint * 3),
+        ("threads", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_LaunchAttribute)),
+        ("attribute_count", ctypes.c_uint),
+    )
+
+
+# A kernel may start while the one before it in the stream ends, and waits for it itself (sm90.cu, wait_for_previous).
+_STARTS_EARLY = _LaunchAttribute(_PROGRAMMATIC_SERIALIZATION, 0, (ctypes.c_int * 16)(1))
 
 
 class CudaKernel:
@@ -109,9 +133,10 @@ def start(
 ) -> None:
     """Run a kernel on the current stream of the first tensor's device; sizes: blocks, and threads of one.
 
-    forms: of the kernel's arguments. ``Boxes`` and ``Elements`` take one of the tensors, a tuple of ``Boxes`` takes one
-    for all of its maps, a number takes so many, as pointers side by side, and a ctypes structure none. Raises PlanError
-    where NVRTC or the driver refuses.
+    The kernel starts while the one before it in the stream ends, so it calls ``wait_for_previous`` (sm90.cu) before it
+    reads what others write, or writes. forms: of its arguments. ``Boxes`` and ``Elements`` take one of the tensors, a
+    tuple of ``Boxes`` takes one for all of its maps, a number takes so many, as pointers side by side, and a ctypes
+    structure none. Raises PlanError where NVRTC or the driver refuses.
     """
     device = tensors[0].device
     addresses = tuple(None if tensor is None else tensor.data_ptr() for tensor in tensors)
@@ -133,8 +158,10 @@ def _starter(shared: int, forms: Sequence[Any], first: tuple[int | None, ...]) -
     def call(function: ctypes.c_void_p, blocks: int, threads: int, stream: int, *addresses: int | None) -> None:
         arguments = first_arguments if addresses == first else arguments_for(addresses)
         pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
-        stream_handle = ctypes.c_void_p(stream)
-        code = _driver().cuLaunchKernel(function, blocks, 1, 1, threads, 1, 1, shared, stream_handle, pointers, None)
+        config = _LaunchConfig(
+            (blocks, 1, 1), (threads, 1, 1), shared, stream, ctypes.pointer(_STARTS_EARLY), attribute_count=1
+        )
+        code = _driver().cuLaunchKernelEx(ctypes.byref(config), function, pointers, None)
         _check(code, "starting a kernel")
 
     first_arguments = arguments_for(first)
