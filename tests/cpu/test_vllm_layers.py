@@ -6,12 +6,11 @@ import csv
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from collegium import DeviceFacts, InputError, MissingExtraError, MoELayer, PlanError, Routing, SpecError
 from collegium.errors import BadScaleError, MissingTensorError, TensorMismatchError
@@ -26,46 +25,11 @@ from collegium.integrations.vllm.layers import (
     stored_as,
 )
 from collegium.integrations.vllm.served import SERVED, not_served
-from collegium.ops.activation import activate
 from collegium.testing.compare import heavy_tailed, relative_error, uneven_ids
 from collegium.types import ActivationSpec
 from quantised_matrices import KINDS
 from raising import assert_values, raises_with
-
-EXPERTS, HIDDEN, WIDE, TOP_K = 6, 192, 96, 3
-
-
-def moe(**changed: Any) -> Any:
-    """What vLLM calls the config of a MoE layer."""
-    parallel = {"enable_eplb": False, "use_all2all_kernels": False, "all2all_backend": "allgather_reducescatter"}
-    own: dict[str, Any] = {
-        "activation": SimpleNamespace(value="silu"), "swiglu_limit": None, "swiglu_alpha": None, "swiglu_beta": None,
-        "activation_situ_beta": None, "activation_situ_linear_beta": None, "is_lora_enabled": False,
-        "moe_backend": "auto", "num_experts": EXPERTS, "experts_per_token": TOP_K, "w13_num_shards": 2,
-        "hidden_dim_unpadded": HIDDEN, "intermediate_size": WIDE, "has_bias": False, "in_dtype": torch.float32,
-        "intermediate_size_per_partition_unpadded": WIDE, "tp_shard_with_padding": False, "max_num_tokens": 64,
-        "dp_size": 1, "pcp_size": 1, "tp_size": 1, "tp_rank": 0, "ep_size": 1, "ep_rank": 0,
-        "device": torch.device("cpu"), "enable_elastic_ep": False,
-    }  # fmt: skip
-    parallel |= {key: changed.pop(key) for key in list(changed) if key in parallel}
-    return SimpleNamespace(**{**own, **changed}, moe_parallel_config=SimpleNamespace(**parallel))
-
-
-class Layer(nn.Module):
-    """A layer of vLLM with the parameters ``tensors``."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor], config: Any, slots: list[int] | None = None) -> None:
-        super().__init__()
-        for name, tensor in tensors.items():
-            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
-        self.moe_config, self.layer_name = config, "model.layers.0.mlp.experts"
-        self.hidden_size, self.apply_router_weight_on_input = config.hidden_dim_unpadded, False
-        self.intermediate_size_per_partition = config.intermediate_size_per_partition_unpadded
-        self.local_num_experts = next(iter(tensors.values())).shape[0]
-        self.expert_map_manager = SimpleNamespace(num_fused_shared_experts=0)
-        engine = SimpleNamespace(enable_elastic_ep=config.enable_elastic_ep)
-        self.collegium = SimpleNamespace(config=SimpleNamespace(parallel_config=engine))
-        self._expert_map = None if slots is None else torch.tensor(slots)
+from vllm_standins import EXPERTS, HIDDEN, TOP_K, WIDE, RoutedExperts as Layer, Stand, matrices, moe, truth
 
 
 def method(name: str, **held: Any) -> Any:
@@ -101,17 +65,6 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "gptq": ("AutoGPTQMoEMethod", {"quant_config": CONFIG}),
     "awq": ("AutoAWQMoEMethod", {"quant_config": CONFIG}),
 }
-
-
-def matrices(count: int = EXPERTS) -> list[list[torch.Tensor]]:
-    """Gate, up and down of each expert."""
-    return [
-        [
-            heavy_tailed(*shape, seed=3 * e + n)
-            for n, shape in enumerate(((WIDE, HIDDEN), (WIDE, HIDDEN), (HIDDEN, WIDE)))
-        ]
-        for e in range(count)
-    ]
 
 
 def as_vllm_loads(kind: str) -> tuple[dict[str, torch.Tensor], list[list[torch.Tensor]]]:
@@ -191,16 +144,6 @@ def test_gpt_oss_interleaved_padded_with_biases() -> None:
     assert slices.down.shape == (EXPERTS, HIDDEN, room_i)  # slices are of unequal width: the zeros belong to it
     assert slices.down_bias is not None
     assert not slices.down_bias.any()  # the sum over ranks holds it once
-
-
-def truth(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    out, experts = torch.zeros_like(x), matrices()
-    for token in range(len(x)):
-        for slot in range(TOP_K):
-            gate, up, down = experts[int(ids[token, slot])]
-            middle = activate(torch.stack([gate @ x[token], up @ x[token]])[None], ActivationSpec())[0]
-            out[token] += weights[token, slot] * (down @ middle)
-    return out
 
 
 @pytest.mark.parametrize("split", ["whole", "experts", "experts in turn", "slices", "replicas"])
@@ -301,6 +244,8 @@ def test_nonfinite_expert_values_are_named() -> None:
     [
         ({"enable_elastic_ep": True}, "its ranks may change; leave out --enable-elastic-ep"),
         ({"is_lora_enabled": True}, "--enable-lora"),
+        ({"cpu_offload_gb": 4}, "--cpu-offload-gb 4"),
+        ({"offload_group_size": 8}, "--offload-group-size 8"),
         ({"moe_backend": "triton"}, "--moe-backend triton"),
         ({"use_all2all_kernels": True, "all2all_backend": "deepep_low_latency"}, "deepep_low_latency"),
         ({"in_dtype": torch.float64}, "float64"),
@@ -430,98 +375,6 @@ def test_served_recipes_have_committed_runs() -> None:
     assert found == {kind: set(recipes) for kind, recipes in SERVED.items()}
 
 
-class Stand:
-    """What the plug-in uses of vLLM, made of stand-ins: layers are built, loaded one expert at a time, and finished."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.said: list[str] = []
-        self.config = SimpleNamespace(
-            additional_config={}, parallel_config=SimpleNamespace(world_size_across_dp=1, enable_elastic_ep=False)
-        )
-        outer = self
-
-        class RoutedExperts(nn.Module):
-            local_num_experts, layer_name = 2, ""
-            fails = False
-
-            def __init__(self, name: str, config: Any, scales: torch.dtype = torch.bfloat16) -> None:
-                super().__init__()
-                self.layer_name, self.moe_config, self._expert_map = name, config, None
-                self.hidden_size, self.apply_router_weight_on_input = HIDDEN, False
-                self.intermediate_size_per_partition = WIDE
-                self.expert_map_manager = SimpleNamespace(num_fused_shared_experts=0)
-                self.quant_method = self._get_quant_method()
-                for which, rows in (("w13", 2 * WIDE), ("w2", HIDDEN)):
-                    columns = HIDDEN if which == "w13" else WIDE
-                    weight = nn.Parameter(torch.zeros(2, rows, columns), requires_grad=False)
-                    weight.weight_loader = self.weight_loader  # type: ignore[attr-defined]
-                    self.register_parameter(f"{which}_weight", weight)
-                    self.register_parameter(
-                        f"{which}_scale", nn.Parameter(torch.ones(2, dtype=scales), requires_grad=False)
-                    )
-
-            def _get_quant_method(self) -> Any:
-                return UnquantizedFusedMoEMethod()
-
-            def _map_global_expert_id_to_local_expert_id(self, expert: int) -> int:
-                return expert
-
-            def weight_loader(
-                self, param: Any, loaded_weight: Any, weight_name: str, shard_id: str, expert_id: int
-            ) -> bool:
-                half = {"w1": slice(0, WIDE), "w3": slice(WIDE, None), "w2": slice(None)}[shard_id]
-                own = param.data[expert_id]
-                (own if own.dim() == 0 else own[half]).copy_(loaded_weight)
-                return True
-
-            def _replace_quant_method(self, new: Any) -> None:
-                self.quant_method = new
-
-            def get_expert_weights(self) -> list[torch.Tensor]:
-                return [param.view(2, -1) for param in self.parameters()]
-
-        class UnquantizedFusedMoEMethod(nn.Module):
-            def process_weights_after_loading(self, layer: Any) -> None:
-                outer.said.append(f"vLLM finished {layer.layer_name}")
-
-        class Base:
-            def __init__(self, config: Any) -> None:
-                self.moe = config
-
-        def log(text: str, *values: object) -> None:
-            self.said.append(text % values)
-
-        for name, held in {
-            "vllm.model_executor.layers.fused_moe.routed_experts": {"RoutedExperts": RoutedExperts},
-            "vllm.model_executor.layers.fused_moe.fused_moe_method_base": {"FusedMoEMethodBase": Base},
-            "vllm.config": {"get_current_vllm_config": lambda: self.config},
-            "vllm.logger": {"init_logger": lambda _: SimpleNamespace(info=log, warning=log)},
-        }.items():
-            module = ModuleType(name)
-            vars(module).update(held)
-            monkeypatch.setitem(sys.modules, name, module)
-        plugin._method_class.cache_clear()
-        monkeypatch.setattr(plugin, "_waiting", [])
-        self.layer: Any = RoutedExperts
-        plugin.register()
-        plugin.register()  # vLLM may call it several times
-
-    def model(self, *, without: tuple[int, int, str] | None = None, last: Any = None, **changed: Any) -> list[Any]:
-        """Three layers; last: what vLLM's config says otherwise of the last one."""
-        sizes = {"num_experts": 2, "experts_per_token": 2}
-        kinds = [changed, changed, {**changed, **(last or {})}]
-        built = [self.layer(f"layers.{n}", moe(**sizes, **kind)) for n, kind in enumerate(kinds)]
-        for number, layer in enumerate(built):
-            for expert, (gate, up, down) in enumerate(matrices(2)):
-                for shard, weight in (("w1", gate), ("w3", up), ("w2", down)):
-                    if (number, expert, shard) != without:
-                        param = layer.w2_weight if shard == "w2" else layer.w13_weight
-                        param.weight_loader(param, weight, "w_weight", shard, expert)
-        for layer in built:
-            layer.quant_method.process_weights_after_loading(layer)
-        return built
-
-
 def test_three_layers_run_in_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLLEGIUM_VLLM", raising=False)
     stand = Stand(monkeypatch)
@@ -638,11 +491,8 @@ def test_modes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLLEGIUM_VLLM", "off")
     plugin.register()
     monkeypatch.setenv("COLLEGIUM_VLLM", "auto")
-    stand = Stand(monkeypatch)
-    monkeypatch.setitem(sys.modules, "vllm.model_executor.layers.fused_moe.routed_experts", None)
-    plugin.register()  # another release of vLLM
-    assert "vllm 0.32" in stand.said[0]
-    monkeypatch.setenv("COLLEGIUM_VLLM", "require")
+    Stand(monkeypatch)
+    monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(MissingExtraError, match=r"collegium\[vllm\]"):
         plugin.register()
 

@@ -29,9 +29,11 @@ __all__ = [
     "StoredAs",
     "activation_of",
     "check_weights",
+    "exchanges_tokens",
     "fp8_core_format",
     "is_padded",
     "loaded_weights",
+    "most_tokens",
     "plan_layer",
     "stored_as",
 ]
@@ -39,6 +41,9 @@ __all__ = [
 LoadedShards = dict[int, set[tuple[int, str]]]  # id of a parameter to the (local expert, shard) loaded into it
 # Formats in which vLLM pads a rank's slice with zeros. The padding is kept if slices have unequal width.
 _PADDED_FORMATS = ("mxfp4", "fp8_block")
+# Classes of vLLM's layer whose experts compute what those of the base class do. Others change their output:
+# SubstitutedRoutedExperts adds constants, MuseSparkRoutedExperts normalises the output of each expert.
+_LAYER_CLASSES = ("RoutedExperts", "GptOssRoutedExperts", "TransformersRoutedExperts", "DbrxExperts")
 _KINDS = {
     "silu": "swiglu",
     "gelu": "geglu",
@@ -153,6 +158,10 @@ def activation_of(moe: Any) -> ActivationSpec:
 
 def _refuse(layer: Any) -> None:
     """Raise SpecError for options of vLLM that only its kernels support."""
+    name = type(layer).__name__
+    if name not in _LAYER_CLASSES:
+        raise SpecError(f"vLLM runs it as {name}; allowed: {', '.join(_LAYER_CLASSES)}")
+    _refuse_offload(layer.collegium.config.offload_config)
     moe = layer.moe_config
     parallel = moe.moe_parallel_config
     backend = parallel.all2all_backend
@@ -173,6 +182,32 @@ def _refuse(layer: Any) -> None:
         )
     if layer.expert_map_manager.num_fused_shared_experts > 0:
         raise SpecError("vLLM fuses shared experts into its experts")
+
+
+def _refuse_offload(offload: Any) -> None:
+    """Raise SpecError if vLLM may move weights to the CPU: the packed weights would stay on the GPU."""
+    options = {
+        "--cpu-offload-gb": offload.uva.cpu_offload_gb,
+        "--offload-group-size": offload.prefetch.offload_group_size,
+    }
+    for option, value in options.items():
+        if value:
+            raise SpecError(f"{option} {value} moves weights to the CPU, packed experts stay on the GPU; leave it out")
+
+
+def exchanges_tokens(moe: Any) -> bool:
+    """Return whether the ranks of a vLLM layer have different tokens, so that its method exchanges them."""
+    parallel = moe.moe_parallel_config
+    return bool(parallel.use_all2all_kernels or moe.dp_size > 1 or moe.is_sequence_parallel)
+
+
+def most_tokens(moe: Any) -> int:
+    """Return the most tokens that one call of a vLLM layer has, with those gathered from other ranks.
+
+    With sequence parallelism every rank has an equal part of an engine's tokens, rounded up.
+    """
+    parts = moe.sp_size
+    return -(-moe.max_num_tokens // parts) * parts * moe.dp_size * moe.pcp_size
 
 
 def is_padded(layer: Any) -> bool:
@@ -218,8 +253,7 @@ def plan_layer(
             expert_bias=moe.has_bias if weights is None else weights.down_bias is not None,
         ),
         device=facts,
-        # With data parallelism vLLM gathers the tokens of all engines.
-        limits=Limits(max_tokens=moe.max_num_tokens * moe.dp_size * moe.pcp_size),
+        limits=Limits(max_tokens=most_tokens(moe)),
         dtype=cast("Any", FLOAT_FORMATS[moe.in_dtype].name),
         placement=_placement(layer, intermediate_size),
         graph=facts.kind == "cuda",
@@ -293,8 +327,9 @@ def loaded_weights(layer: Any, stored: StoredAs, loaded_shards: LoadedShards) ->
     weights = ExpertWeights(gate_up=payloads["w13"], down=payloads["w2"])
     if not moe.has_bias and "w13_bias" not in getattr(layer, "_loaded_expert_biases", ()):
         return weights
-    gate_up_bias = _logical(layer, "w13", layer.w13_bias.detach(), None)[..., :intermediate_size]
-    down_bias = layer.w2_bias.detach()[..., :hidden_size]
+    gate_up_bias = _loaded_parameter(layer, "w13", "bias", loaded_shards)
+    gate_up_bias = _logical(layer, "w13", gate_up_bias, None)[..., :intermediate_size]
+    down_bias = _loaded_parameter(layer, "w2", "bias", loaded_shards)[..., :hidden_size]
     if moe.tp_rank:  # the sum over slices must include the bias once
         down_bias = torch.zeros_like(down_bias)
     return replace(weights, gate_up_bias=gate_up_bias, down_bias=down_bias)

@@ -1,11 +1,13 @@
-"""Hooks into vLLM: vLLM builds and loads its layers, routes and exchanges tokens; Collegium runs the experts.
+"""Hooks into vLLM: vLLM builds and loads its layers, and routes; Collegium runs the experts.
 
 When all weights of a model are loaded, they are audited, planned and packed, and the method of each MoE layer is
 replaced by one that calls the packed layer. Collegium runs all MoE layers of a model or none.
+
+``RoutedExperts`` is patched, since ``PluggableLayer.register_oot`` replaces a class by its exact name and so leaves out
+subclasses such as that of gpt-oss.
 """
 
 import functools
-import os
 import re
 import sys
 from collections.abc import Callable, Generator
@@ -17,13 +19,12 @@ import torch
 from torch import Tensor
 
 from ... import __version__
-from ...errors import CollegiumError, InputError, MissingExtraError, PlanError
+from ...errors import CollegiumError, InputError, PlanError
 from ...formats.unquantised import FLOAT_FORMATS
 from ...layer import MoELayer
 from ...planning import Plan
 from ...runtime.devices import plain_torch
 from ...runtime.warm_up import warm_up
-from ...types import Routing
 from ..extra import import_extra
 from .layers import (
     LoadedShards,
@@ -35,15 +36,15 @@ from .layers import (
     plan_layer,
     stored_as,
 )
+from .method import method_class, refuse_discarding
+from .options import ACTIVATIONS, MODE, RELEASES, mode, option
 from .served import not_served
 
-__all__ = ["ACTIVATIONS", "MODE", "register", "vllm_experts"]
+__all__ = ["register"]
 
-# Environment variables, because `vllm serve` passes no arguments to plug-ins.
-MODE = "COLLEGIUM_VLLM"
-ACTIVATIONS = "COLLEGIUM_VLLM_ACTIVATIONS"
-_MODES = ("auto", "on", "require", "off")
 _LAYERS = "vllm.model_executor.layers.fused_moe"
+# vLLM's loader of gpt-oss names both halves of w13 at once, rows of gate and up interleaved.
+_GPT_OSS_SHARDS = {"gpt_oss_w13": ("w1", "w3"), "gpt_oss_w2": ("w2",)}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -73,24 +74,26 @@ def register() -> None:
 
     The environment variable COLLEGIUM_VLLM: ``auto`` runs recipes that have been served (``served.py``), ``on`` all
     recipes that a kernel supports; vLLM runs the other models. With ``require`` an unsupported model is an error; with
-    ``off`` vLLM runs all models. Raises InputError for another mode, MissingExtraError without vLLM.
+    ``off`` vLLM runs all models. Unknown releases of vLLM run all models themselves, and are an error with ``require``.
+    Raises InputError for another mode or release, MissingExtraError without vLLM.
     """
-    if _mode() == "off":
+    if mode() == "off":
         return
-    try:
-        layers = import_extra(f"{_LAYERS}.routed_experts", "vllm 0.32 or later", group="vllm").RoutedExperts
-        original_init = layers.__init__
-        original_get_quant_method = layers._get_quant_method
-        original_get_expert_weights = layers.get_expert_weights
-    except (AttributeError, MissingExtraError) as error:
-        if _mode() == "require":
-            raise
+    release = str(import_extra("vllm", group="vllm").__version__)
+    if ".".join(release.split(".")[:2]) not in RELEASES:
+        text = f"vLLM {release} is not known; known releases: {', '.join(RELEASES)}"
+        if mode() == "require":
+            raise InputError(f"{text}; install one of them, or use {MODE}=off")
         logger = import_extra("vllm.logger", group="vllm").init_logger("vllm.collegium")
-        logger.warning("Collegium: vLLM's own experts run all models, this release has other classes: %s", error)
+        logger.warning("Collegium: vLLM's own experts run all models; %s", text)
         return
+    layers = import_extra(f"{_LAYERS}.routed_experts", group="vllm").RoutedExperts
     if hasattr(layers, "collegium"):
         return
     layers.collegium = None
+    original_init = layers.__init__
+    original_get_quant_method = layers._get_quant_method
+    original_get_expert_weights = layers.get_expert_weights
 
     @functools.wraps(original_init)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -111,7 +114,7 @@ def register() -> None:
 
     @functools.wraps(original_get_expert_weights)
     def get_expert_weights(self: Any) -> Any:
-        if isinstance(self.quant_method, _method_class()):
+        if isinstance(self.quant_method, method_class()):
             return _expert_bytes(self.quant_method.packed)
         return original_get_expert_weights(self)
 
@@ -123,17 +126,6 @@ def register() -> None:
 def _expert_bytes(packed: MoELayer) -> list[Tensor]:
     """Return the packed tensors as vLLM's balancer moves them: views ``[local physical experts, bytes]``."""
     return [tensor.view(len(tensor), -1).view(torch.uint8) for tensor in packed.experts.slots()]
-
-
-def _option(name: str) -> str:
-    return os.environ.get(name, "").strip()
-
-
-def _mode() -> str:
-    mode = _option(MODE).lower() or "auto"
-    if mode not in _MODES:
-        raise InputError(f"{MODE} is {mode!r}, allowed: {', '.join(_MODES)}")
-    return mode
 
 
 @contextmanager
@@ -163,17 +155,18 @@ def _without_kernel_check() -> Generator[None]:
 def _recording(layer: Any, load: Callable[..., Any]) -> Callable[..., Any]:
     """Return vLLM's loader of one tensor, which also records what it loaded and keeps the published dtype of scales."""
 
-    def loader(
-        param: Any, loaded_weight: Tensor, weight_name: str, shard_id: Any, expert_id: Any, *rest: Any, **options: Any
-    ) -> Any:
+    def loader(param: Any, loaded_weight: Tensor, weight_name: str, shard_id: Any, *rest: Any, **options: Any) -> Any:
+        expert_id = rest[0] if rest else options.get("expert_id")
         state: _State = layer.collegium
         if "scale" in weight_name and _loses_precision(loaded_weight.dtype, param.dtype):
             state.dtypes_before[param] = param.dtype
             param.data = param.data.to(loaded_weight.dtype)
-        if expert_id is not None and loaded_weight.dim() < max(param.dim(), 2):
+        one_expert = shard_id in _GPT_OSS_SHARDS or loaded_weight.dim() < max(param.dim(), 2)
+        if expert_id is not None and one_expert:
             local = layer._map_global_expert_id_to_local_expert_id(expert_id)
-            state.loaded_shards.setdefault(id(param), set()).add((local, str(shard_id)))
-        return load(param, loaded_weight, weight_name, shard_id, expert_id, *rest, **options)
+            shards = _GPT_OSS_SHARDS.get(shard_id, (str(shard_id),))
+            state.loaded_shards.setdefault(id(param), set()).update((local, shard) for shard in shards)
+        return load(param, loaded_weight, weight_name, shard_id, *rest, **options)
 
     loader.supports_moe_loading = True  # type: ignore[attr-defined]
     return loader
@@ -190,8 +183,8 @@ def _plan_before_loading(layer: Any, state: _State) -> None:
     method = layer.quant_method
     try:
         state.stored = stored_as(method)
-        state.plan = plan_layer(layer, state.stored, _option(ACTIVATIONS) or None)
-        reason = not_served(state.plan) if _mode() == "auto" else None
+        state.plan = plan_layer(layer, state.stored, option(ACTIVATIONS) or None)
+        reason = not_served(state.plan) if mode() == "auto" else None
         if reason is not None:
             raise PlanError(reason)
         if state.stored.format == "plain" and not is_padded(layer):
@@ -199,7 +192,7 @@ def _plan_before_loading(layer: Any, state: _State) -> None:
                 getattr(layer, name).data.fill_(torch.nan)  # so that the audit detects tensors missing in the files
     except CollegiumError as error:
         state.refusal = str(error)
-        if _mode() == "require" or state.vllm_error is not None:
+        if mode() == "require" or state.vllm_error is not None:
             text = f"{layer.layer_name} cannot run through Collegium: {error}"
             if state.vllm_error is not None:
                 text += f"; nor does vLLM itself run it here: {state.vllm_error}"
@@ -227,15 +220,16 @@ def _pack_or_finish(original: Callable[[Any], None], layer: Any) -> None:
             if name.startswith(("w13_", "w2_")):
                 param.data = param.data.new_empty(0)
         del layer.quant_method  # some methods are modules, which cannot be replaced by another object
-        layer._replace_quant_method(_method_class()(layer.moe_config, packed))
+        layer._replace_quant_method(method_class()(layer.moe_config, packed))
         methods = [other.quant_method for other in state.layers]
-        if all(isinstance(method, _method_class()) for method in methods):
+        if all(isinstance(method, method_class()) for method in methods):
             warm_up([method.packed for method in methods])
     state.dtypes_before.clear()
 
 
 def _decide_model(layers: list[Any]) -> None:
     """Audit and plan the loaded layers of a model, decide whether all of them run through Collegium, and log it."""
+    _refuse_processed_weights(layers)
     layers_by_plan = _plan_loaded(layers)
     if layers[0].moe_config.moe_parallel_config.enable_eplb:
         for others in list(layers_by_plan.values())[1:]:
@@ -251,15 +245,25 @@ def _decide_model(layers: list[Any]) -> None:
         vllm_errors = [layer.collegium.vllm_error for layer in layers if layer.collegium.vllm_error is not None]
         if vllm_errors:
             raise PlanError(f"{text}; nor does vLLM itself run them here: {vllm_errors[0]}")
-        if _mode() == "require":
+        if mode() == "require":
             raise PlanError(text)
         for layer in layers:
             layer.collegium.plan = None
         logger.warning("Collegium: vLLM's own experts run this model; %s", text)
         return
+    refuse_discarding()
     if isinstance(config.additional_config, dict):
         config.additional_config["collegium"] = __version__  # part of the key of vLLM's compilation cache
     _report(logger, layers_by_plan, len(layers))
+
+
+def _refuse_processed_weights(layers: list[Any]) -> None:
+    """Refuse layers whose weights come from vLLM's weight cache, in the layout of the kernels that vLLM selected."""
+    if import_extra("vllm.model_executor.utils", group="vllm").is_weights_pre_processed():
+        for layer in layers:
+            layer.collegium.refusal = (
+                "its weights are in the layout of vLLM's kernels; leave out --load-format ipc_cache"
+            )
 
 
 def _plan_loaded(layers: list[Any]) -> dict[str, list[Any]]:
@@ -271,7 +275,7 @@ def _plan_loaded(layers: list[Any]) -> dict[str, list[Any]]:
         if state.refusal is None and state.stored is not None:
             try:
                 weights = check_weights(loaded_weights(layer, state.stored, state.loaded_shards))
-                state.plan = plan_layer(layer, state.stored, _option(ACTIVATIONS) or None, weights)
+                state.plan = plan_layer(layer, state.stored, option(ACTIVATIONS) or None, weights)
                 layers_by_plan.setdefault(_plan_summary(state.plan), []).append(layer)
             except CollegiumError as error:
                 state.refusal = str(error)
@@ -296,7 +300,7 @@ def _report(logger: Any, layers_by_plan: dict[str, list[Any]], count: int) -> No
     for summary, layers in layers_by_plan.items():
         names = f"{layers[0].layer_name} to {layers[-1].layer_name}, {len(layers)} of {count} MoE layers"
         logger.info("Collegium: runs the experts of %s: %s", names, summary)
-    if _option(ACTIVATIONS):
+    if option(ACTIVATIONS):
         return
     formats = (fp8_core_format(layers[0].collegium.plan) for layers in layers_by_plan.values())
     name = next((name for name in formats if name is not None), None)
@@ -327,46 +331,3 @@ def _plan_summary(layer_plan: Plan) -> str:
         f"kernel {layer_plan.kernel}, weights {spec.weight_format}, activations {layer_plan.activation_format}, "
         f"{placement}, {spec.intermediate_size} wide{biases}, at most {limits.max_tokens} tokens a pass"
     )
-
-
-@functools.cache
-def _method_class() -> Any:
-    base: Any = import_extra(f"{_LAYERS}.fused_moe_method_base", group="vllm").FusedMoEMethodBase
-
-    class CollegiumMoEMethod(base):
-        """Method of a layer with packed experts. vLLM routes, and sums the outputs of the ranks."""
-
-        skip_forward_padding = True
-
-        def __init__(self, moe: Any, packed: MoELayer) -> None:
-            super().__init__(moe)
-            self.packed = packed
-
-        def create_weights(self, *_: Any, **__: Any) -> None:
-            raise InputError(f"weights of packed experts cannot be changed; restart the engine, or use {MODE}=off")
-
-        process_weights_after_loading = create_weights
-
-        def get_fused_moe_quant_config(self, layer: Any) -> None:
-            return None
-
-        # vLLM passes weights before ids, Collegium ids before weights.
-        def apply(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, *_: Any, **__: Any) -> Tensor:
-            if torch.compiler.is_compiling():
-                return torch.ops.collegium.vllm_experts(x, topk_ids, topk_weights, layer.layer_name)
-            return self.packed(x, routing=Routing(topk_ids=topk_ids, topk_weights=topk_weights))
-
-    return CollegiumMoEMethod
-
-
-@torch.library.custom_op("collegium::vllm_experts", mutates_args=())
-def vllm_experts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, layer_name: str) -> Tensor:
-    """Return the output of the experts of vLLM's layer ``layer_name`` for ``x [T, H]``."""
-    layers = import_extra("vllm.forward_context", group="vllm").get_forward_context().no_compile_layers
-    packed: MoELayer = layers[layer_name].routed_experts.quant_method.packed
-    return packed(x, routing=Routing(topk_ids=topk_ids, topk_weights=topk_weights))
-
-
-@vllm_experts.register_fake
-def _vllm_experts_fake(x: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(x)
