@@ -1,7 +1,8 @@
 """Whole layers of MXFP4 weights and E4M3 tokens: large batches in ``w4_prefill`` and in small tiles, and the floor.
 
 Both run the same weights and tokens. Bits must be equal, and the output must match FP32. With ``--steps`` every step of
-the large batch is timed alone, too. Times are of CUDA graphs that take turns.
+the large batch is timed alone, too, with its bytes and the share of its time that they take at the measured bandwidth.
+Times are of CUDA graphs that take turns.
 
     python benchmarks/bench_w4_prefill.py --shapes dsv3 qwen3_235b --tokens 512 2048 8192 --steps
 """
@@ -11,13 +12,14 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime
+import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
@@ -36,8 +38,9 @@ from collegium.dummy.weights import random_weights
 from collegium.experts.triton.grouped import tile_list
 from collegium.experts.triton.w4_prefill import w4_prefill_gemm
 from collegium.layer import MoELayer
-from collegium.ops.operand import gather_codes, operand
+from collegium.ops.operand import operand
 from collegium.ops.quantize import REORDERED
+from collegium.ops.scatter import scatter_rows
 from collegium.parallel.local import Local
 from collegium.planning import kernel_named, plan
 from collegium.problem import Overrides
@@ -82,55 +85,73 @@ def layers_of(spec: MoESpec, weights: Any, counts: dict[int, Inputs]) -> dict[st
     return layers
 
 
-def steps_of(layer_plan: Plan, packed: PackedExperts, case: tuple[Tensor, Routing]) -> dict[str, Callable[[], object]]:
-    """Return every step of a large batch by itself."""
+class Step(NamedTuple):
+    """A step of a large batch, and the bytes it reads and writes, each once."""
+
+    run: Callable[[], object]
+    nbytes: int
+
+
+def nbytes_of(*tensors: Tensor | None) -> int:
+    """Return the bytes of ``tensors``."""
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+def steps_of(layer_plan: Plan, packed: PackedExperts, case: tuple[Tensor, Routing]) -> dict[str, Step]:
+    """Return every step of a large batch by itself, and in parentheses another way to do the step before it."""
     x, routing = case
     local = Local(num_experts=layer_plan.problem.spec.num_experts)
-    batch, handle = local.dispatch(x, routing)
-    source, offsets = batch.source, batch.expert_offsets
-    rows = source.numel()
+    rows = routing.topk_ids.numel()
     tile = packed.tiling.large(rows)
     assert tile is not None
+    batch, handle = local.dispatch(x, routing)
+    source, offsets, slots = batch.source, batch.expert_offsets, batch.slots
+    assert slots is not None
     tiles = tile_list(offsets, rows, tile)
-    codes, scale = operand(x, packed.forms[0], order=REORDERED)
-    assert scale is not None
-    gathered, gathered_scale = gather_codes(codes, scale, source)
+    scatter = partial(scatter_rows, x, packed.forms[0], slots, rows, order=REORDERED)
+    codes, scale = scatter()
     middle = torch.empty(rows, packed.gate_up.layout.shape[2], dtype=torch.bfloat16, device=x.device)
     out = torch.empty(rows, packed.down.layout.shape[2], dtype=torch.bfloat16, device=x.device)
+    activation = packed.activation
     gate_up = partial(
-        w4_prefill_gemm,
-        gathered,
-        packed.gate_up,
-        offsets,
-        tiles,
-        middle,
-        x_scale=gathered_scale,
-        activation=packed.activation,
+        w4_prefill_gemm, codes, packed.gate_up, offsets, tiles, middle, x_scale=scale, activation=activation
     )
     gate_up()
-    h, h_scale = operand(middle, packed.forms[1], order=REORDERED)
+    quantise = partial(operand, middle, packed.forms[1], order=REORDERED)
+    h, h_scale = quantise()
     down = partial(w4_prefill_gemm, h, packed.down, offsets, tiles, out, x_scale=h_scale)
     down()
+    token_bytes = nbytes_of(x, slots, codes, scale)
+    gate_up_bytes, down_bytes = (matrix.layout.nbytes for matrix in (packed.gate_up, packed.down))
     return {
-        "dispatch": partial(local.dispatch, x, routing),
-        "quantise tokens": partial(operand, x, packed.forms[0], order=REORDERED),
-        "gather codes": partial(gather_codes, codes, scale, source),
-        "(quantise gathered rows)": partial(operand, x, packed.forms[0], source=source, order=REORDERED),
-        "tile list": partial(tile_list, offsets, rows, tile),
-        "gate and up": gate_up,
-        "quantise middle": partial(operand, middle, packed.forms[1], order=REORDERED),
-        "down": down,
-        "combine": partial(local.combine, out, handle),
+        "dispatch": Step(partial(local.dispatch, x, routing), nbytes_of(routing.topk_ids, source, slots)),
+        "tokens": Step(scatter, token_bytes),
+        "(each row quantised)": Step(
+            partial(operand, x, packed.forms[0], source=source, order=REORDERED), nbytes_of(x, source, codes, scale)
+        ),
+        "tile list": Step(partial(tile_list, offsets, rows, tile), nbytes_of(tiles.expert, tiles.row)),
+        "gate and up": Step(gate_up, gate_up_bytes + nbytes_of(codes, scale, middle)),
+        "middle": Step(quantise, nbytes_of(middle, h, h_scale)),
+        "down": Step(down, down_bytes + nbytes_of(h, h_scale, out)),
+        "combine": Step(partial(local.combine, out, handle), nbytes_of(out, slots) + 4 * x.numel()),
     }
 
 
-def times_of_steps(layer_plan: Plan, packed: PackedExperts, inputs: Inputs) -> dict[str, float]:
-    """Return the microseconds of every step."""
+def times_of_steps(layer_plan: Plan, packed: PackedExperts, inputs: Inputs) -> dict[str, tuple[float, float]]:
+    """Return the seconds and the bytes of every step."""
     device = torch.device("cuda")
     each = [steps_of(layer_plan, packed, case) for case in inputs]
     pool = graph_pool(device)
-    passes = {name: prepare_pass([steps[name] for steps in each], device, pool=pool) for name in each[0]}
-    return {name: 1e6 * seconds / len(each) for name, seconds in take_turns(passes, device).items()}
+    passes = {name: prepare_pass([steps[name].run for steps in each], device, pool=pool) for name in each[0]}
+    times = take_turns(passes, device)
+    return {name: (times[name] / len(each), statistics.fmean(steps[name].nbytes for steps in each)) for name in each[0]}
+
+
+def print_steps(case: str, steps: dict[str, tuple[float, float]], ceilings: Ceilings) -> None:
+    """Print a line for each step: its time, its bytes, and the share of its time that they take at full bandwidth."""
+    for name, (seconds, nbytes) in steps.items():
+        share = nbytes / ceilings.bandwidth / seconds
+        print(f"  {case} {name:22} {1e6 * seconds:8.1f} us {1e-6 * nbytes:8.1f} MB {share:6.1%}", flush=True)
 
 
 def measure_model(shape: str, asked: argparse.Namespace, ceilings: Ceilings) -> list[tuple[Any, ...]]:
@@ -173,8 +194,7 @@ def measure_model(shape: str, asked: argparse.Namespace, ceilings: Ceilings) -> 
             large = plan_of(spec, "large", max(asked.tokens))
             packed = cast("PackedExperts", kernel_named(large.kernel).pack(weights, large.problem.routed))
             for tokens, inputs in counts.items():
-                steps = times_of_steps(large, packed, inputs)
-                print(f"  {shape} {style} {tokens}:", ", ".join(f"{n} {us:.1f}" for n, us in steps.items()), flush=True)
+                print_steps(f"{shape} {style} {tokens}", times_of_steps(large, packed, inputs), ceilings)
             del packed
         torch.cuda.empty_cache()
     return rows

@@ -1631,7 +1631,17 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "NaN in a group of rows hidden", "kernels/quantize.py",
-        (Edit("store_codes", "tl.where($finite, $scale, float('nan'))", "$scale"),), ("tests/cpu/test_small_kernels.py", "tests/cpu/test_direct.py"),
+        (Edit("_encode", "tl.where($finite, $scale, float('nan'))", "$scale"),), ("tests/cpu/test_small_kernels.py", "tests/cpu/test_direct.py"),
+    ),
+    Mutant(
+        "codes at the row of a token's first assignment", "kernels/quantize.py",
+        (Edit("e4m3_to_slots_kernel", "_slot_at($rows, $k, BLOCK_K)", "_slot_at($rows, $k - $k, BLOCK_K)"),),
+        ("tests/cpu/test_scatter.py",),
+    ),
+    Mutant(
+        "codes copied with the scale of the first token", "kernels/quantize.py",
+        (Edit("copy_to_slots_kernel", "scales + token * groups + group", "scales + group"),),
+        ("tests/cpu/test_scatter.py",),
     ),
     Mutant(
         "a format without a kernel written as another", "ops/quantize.py",

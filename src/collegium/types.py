@@ -424,7 +424,8 @@ class ContiguousBatch:
     ``ops/quantize.py``. x_ready: whether no launch since x was written touches x or the buffers allocated next, so that
     a kernel that reads only x may overlap the sort. remote: where ``run`` writes the rows; it then returns
     ``remote.rows``. Only for experts with an ``output_spec``. adapters: those of the layer, and which one each token
-    has; None: none has one.
+    has; None: none has one. slots: ``[T, top-k]`` int64, contiguous, the row of each assignment, negative where it was
+    dropped; None: unknown, allowed for tokens that are not codes.
     """
 
     x: Tensor
@@ -439,3 +440,4 @@ class ContiguousBatch:
     x_ready: bool = False
     remote: RemoteOutput | None = None
     adapters: TokenAdapters | None = None
+    slots: Tensor | None = None

@@ -265,6 +265,10 @@ _E4M3 = _VALID_ROWS | _ALL_ROWS
 _WHOLE_ROW = {"FORMAT": {"CodeFormat": _CODES | {"group": 8192}}, "BLOCK_C": 8192, "BLOCK_R": 1}
 _MXFP8 = {"FORMAT": {"CodeFormat": _CODES | {"group": 32, "power_of_two": True, "e8m0": True}}}
 _E8M0 = {"FORMAT": {"CodeFormat": _CODES | {"power_of_two": True, "e8m0": True}}}
+_SLOTS = {"TOP_K": 8, "BLOCK_K": 8, "BLOCK_C": 4096}
+_TO_SLOTS = _SLOTS | {"FORMAT": {"CodeFormat": _CODES}, "static_scale": None}
+_REORDERED_ROW = {"FORMAT": {"CodeFormat": _CODES | {"group": 8192, "reorder": True}}, "BLOCK_C": 8192}
+_COPY = _SLOTS | {"BLOCK_G": 32}
 _NVFP4 = {"BLOCK_C": 8192, "index": None, "weights": None, "valid_rows": None, "SOFTWARE_ROUNDING": False}
 _DECODED = {"BLOCK_C": 8192, "index": None, "weights": None, "valid_rows": None}
 _OF_ROW = {"expert_scales": None, "expert_offsets": None, "BLOCK_E": 16}
@@ -296,6 +300,10 @@ SMALL: tuple[tuple[str, str, dict[str, str], dict[str, Any], int, int], ...] = (
     ("quantize", "e4m3_kernel", {"codes": "fp8e4nv", "scales": "u8"}, _E4M3 | _MXFP8, 4, 80),
     ("quantize", "e4m3_kernel", {"codes": "fp8e4nv", "scales": "u8"}, _E4M3 | _E8M0, 4, 80),
     ("quantize", "e4m3_kernel", {"codes": "fp8e4nv"}, _STATIC | _ALL_ROWS | _WHOLE_ROW, 16, 80),
+    ("quantize", "e4m3_to_slots_kernel", {"codes": "fp8e4nv"}, _TO_SLOTS, 4, 80),
+    ("quantize", "e4m3_to_slots_kernel", {"codes": "fp8e4nv"}, _TO_SLOTS | _REORDERED_ROW, 8, 80),
+    ("quantize", "copy_to_slots_kernel", {"out": "bf16"}, _COPY | {"scales": None, "out_scales": None}, 4, 48),
+    ("quantize", "copy_to_slots_kernel", {"x": "u8", "out": "u8", "out_scales": "fp32"}, _COPY, 4, 64),
     ("quantize", "nvfp4_kernel", {"codes": "u8", "scales": "fp8e4nv"}, _NVFP4 | {"static_scale": None}, 16, 96),
     ("quantize", "nvfp4_kernel", {"codes": "u8", "scales": "fp8e4nv"}, _NVFP4, 16, 96),
     ("quantize", "nvfp4_decoded_kernel", {"numbers": "bf16"}, _DECODED | _OF_ROW | {"static_scale": None}, 16, 96),
@@ -324,7 +332,7 @@ from collegium.kernels import arguments
 
 tool = triton.__path__[0] + "/backends/nvidia/bin/cuobjdump"
 FLOATS = "eps", "floor", "scale", "jitter", "static_scale"
-even = {"columns", "x_stride", "width", "row_stride", "shared_stride", "logits_stride"}
+even = {"columns", "padded_cols", "x_stride", "width", "row_stride", "shared_stride", "logits_stride"}
 found = []
 for arch, file, name, pointers, constants, warps in json.load(sys.stdin):
     kernel = getattr(importlib.import_module("collegium.kernels." + file), name)
@@ -397,7 +405,7 @@ SMALL_CASES = [
     (arch, *case)
     for arch in (80, 90, 100)
     for case in SMALL
-    if arch > 80 or case[1] not in ("e4m3_kernel", "nvfp4_kernel")
+    if arch > 80 or case[1] not in ("e4m3_kernel", "e4m3_to_slots_kernel", "nvfp4_kernel")
 ]
 
 
@@ -420,5 +428,11 @@ def test_small_kernels_do_not_spill(small_compiled: dict[int, Any], index: int) 
     assert codes[:2] == ["ACQBULK", "PREEXIT"] if arch >= 90 else "ACQBULK" not in codes
     if name == "weighted_sum_kernel":
         assert "FFMA" not in codes, "a product is added unrounded"
-    if name in ("weighted_sum_kernel", "cast_kernel", "e4m3_kernel"):
+    if name == "e4m3_to_slots_kernel":
+        # Slots, which the kernel before it writes, are read after a second wait, and not from the L1 cache.
+        slots = [place for place, code in enumerate(codes) if code.startswith("LDG.E.64.STRONG")]
+        waits = [place for place, code in enumerate(codes) if code == "ACQBULK"]
+        assert len(slots) == 1
+        assert slots[0] > waits[1]
+    if name in ("weighted_sum_kernel", "cast_kernel", "e4m3_kernel", "e4m3_to_slots_kernel", "copy_to_slots_kernel"):
         assert any(code.startswith("LDG") and ".128" in code for code in codes), codes

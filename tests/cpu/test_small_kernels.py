@@ -12,7 +12,7 @@ import torch
 from by_kernel import by_kernel
 from collegium.errors import InputError
 from collegium.ops import permute as permutation, quantize as quantization
-from collegium.ops.operand import gather_codes, operand, operand_regions, transpose_scales
+from collegium.ops.operand import operand, operand_regions, transpose_scales
 from collegium.ops.permute import Permutation, permute
 from collegium.ops.quantize import (
     AS_IS,
@@ -440,16 +440,6 @@ def test_unused_rows_are_not_written(name: str, used: int) -> None:
         if first is not None and second is not None:
             assert torch.equal(first.view(torch.uint8)[:used], second.view(torch.uint8)[:used])
             assert bool((second.view(torch.uint8)[used:] == 0x5A).all())
-
-
-def test_received_code_rows_preserve_bits() -> None:
-    codes = torch.arange(256, dtype=torch.uint8).repeat(3).view(12, 64).view(torch.float8_e4m3fn)
-    scale = torch.randn(12, 1)
-    source = torch.tensor([7, 0, 0, 11, 3, 2])
-    with patch("collegium.ops.operand.on_device", lambda *_: True):
-        found, scales = gather_codes(codes, scale, source, torch.tensor([4]))
-    assert torch.equal(found.view(torch.uint8)[:4], codes.view(torch.uint8)[source[:4]])
-    assert torch.equal(scales[:4], scale[source[:4]])
 
 
 @pytest.mark.parametrize("columns", [130, 384])

@@ -11,7 +11,16 @@ from .arguments import CodeRows, InputRows
 from .scales import INFINITY, scaled
 from .tiles import pdl_wait
 
-__all__ = ["cast_kernel", "e4m3_kernel", "load_rows", "nvfp4_decoded_kernel", "nvfp4_kernel", "store_codes"]
+__all__ = [
+    "cast_kernel",
+    "copy_to_slots_kernel",
+    "e4m3_kernel",
+    "e4m3_to_slots_kernel",
+    "load_rows",
+    "nvfp4_decoded_kernel",
+    "nvfp4_kernel",
+    "store_codes",
+]
 
 
 @triton.jit
@@ -36,25 +45,38 @@ def store_codes(value, out: CodeRows, row, column, column_block, static_scale, F
     row ``[R]``, column ``[C]``: where value belongs in ``out``. column_block: ``column[0] / C``. static_scale: the
     scale of all groups, None where each has the scale of its largest magnitude. FORMAT: a ``CodeFormat``.
     """
+    BLOCK_GROUPS: tl.constexpr = value.shape[1] // FORMAT.group
+    codes, stored_scale = _encode(value, out.codes.dtype.element_ty, static_scale, FORMAT)
+    inside = (row < out.rows)[:, None] & (column < out.columns)[None, :]
+    position = _position(column, FORMAT)
+    tl.store(out.codes + row[:, None] * out.columns + position[None, :], codes, mask=inside)
+    group = column_block * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
+    group_inside = (row < out.rows)[:, None] & (group < out.groups)[None, :]
+    tl.store(out.scales + _offsets(row, group, out.groups, out.scale_stride), stored_scale, mask=group_inside)
+
+
+@triton.jit
+def _encode(value, dtype: tl.constexpr, static_scale, FORMAT: tl.constexpr):
+    """Return codes ``[R, C]`` and stored scales ``[R, C / group]`` of ``value``; arguments as in ``store_codes``."""
     BLOCK_R: tl.constexpr = value.shape[0]
     BLOCK_C: tl.constexpr = value.shape[1]
-    BLOCK_GROUPS: tl.constexpr = BLOCK_C // FORMAT.group
-    value = tl.reshape(value, [BLOCK_R, BLOCK_GROUPS, FORMAT.group])
+    value = tl.reshape(value, [BLOCK_R, BLOCK_C // FORMAT.group, FORMAT.group])
     within, scale, finite = scaled(value, static_scale, FORMAT.power_of_two)
-    inside = (row < out.rows)[:, None] & (column < out.columns)[None, :]
-    codes = tl.reshape(within, [BLOCK_R, BLOCK_C])
-    codes = _to_e4m3(codes, out.codes.dtype.element_ty, FORMAT.software_rounding)
+    codes = _to_e4m3(tl.reshape(within, [BLOCK_R, BLOCK_C]), dtype, FORMAT.software_rounding)
+    exponent = tl.where(finite, scale.to(tl.int32, bitcast=True) >> 23, 255).to(tl.uint8)
+    stored_scale = exponent if FORMAT.e8m0 else tl.where(finite, scale, float("nan"))
+    return codes, stored_scale
+
+
+@triton.jit
+def _position(column, FORMAT: tl.constexpr):
+    """Return where the code of each ``column`` is stored in its row."""
     position = column
     if FORMAT.reorder:
         # t (32), s (8), half (4), i (1) to half (64), s (16), t (4), i (1).
         half, s, t = column // 4 % 2, column // 8 % 4, column // 32 % 4
         position = column // 128 * 128 + half * 64 + s * 16 + t * 4 + column % 4
-    tl.store(out.codes + row[:, None] * out.columns + position[None, :], codes, mask=inside)
-    group = column_block * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
-    group_inside = (row < out.rows)[:, None] & (group < out.groups)[None, :]
-    exponent = tl.where(finite, scale.to(tl.int32, bitcast=True) >> 23, 255).to(tl.uint8)
-    stored_scale = exponent if FORMAT.e8m0 else tl.where(finite, scale, float("nan"))
-    tl.store(out.scales + _offsets(row, group, out.groups, out.scale_stride), stored_scale, mask=group_inside)
+    return position
 
 
 @triton.jit
@@ -159,6 +181,113 @@ def e4m3_kernel(
     if PDL:
         # The next kernel waits for this one only, and needs what both wrote.
         gdc_wait()
+
+
+@triton.jit
+def _slots_of(slots, token, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return the rows ``[BLOCK_K]`` of a token's assignments, negative where there is none.
+
+    The kernel that wrote them may have run on this multiprocessor after this one started, so they are read through the
+    L2 cache (.cg).
+    """
+    k = tl.arange(0, BLOCK_K)
+    return tl.load(slots + token * TOP_K + k, mask=k < TOP_K, other=-1, cache_modifier=".cg")
+
+
+@triton.jit
+def _slot_at(rows, k, BLOCK_K: tl.constexpr):
+    """Return element ``k`` of ``rows [BLOCK_K]``."""
+    return tl.sum(tl.where(tl.arange(0, BLOCK_K) == k, rows, 0), 0)
+
+
+@triton.jit(do_not_specialize=["x_ready"], do_not_specialize_on_alignment=["slots"])
+def e4m3_to_slots_kernel(
+    x,
+    slots,
+    codes,
+    scales,
+    columns,
+    x_stride,
+    groups,
+    padded_cols,
+    x_ready,
+    static_scale,
+    FORMAT: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Quantise each row of ``x`` once, and write its codes and scales to the rows of its assignments.
+
+    slots: int64 ``[T, TOP_K]``, the row of each assignment; negative: none. codes ``[rows, padded_cols]``, zeros beyond
+    ``columns``; scales ``[rows, groups]``; rows of no slot are not written. Other arguments as in ``e4m3_kernel``. A
+    program takes BLOCK_C columns of a token; BLOCK_C is whole groups. BLOCK_K: TOP_K, rounded up to a power of two.
+    """
+    if PDL:
+        if x_ready == 0:
+            gdc_wait()
+        gdc_launch_dependents()
+    BLOCK_GROUPS: tl.constexpr = BLOCK_C // FORMAT.group
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    source = InputRows(x=x, index=None, weights=None, rows=token + 1, columns=columns, stride=x_stride)
+    value = load_rows(source, token + tl.arange(0, 1), column)
+    code, scale = _encode(value, codes.dtype.element_ty, static_scale, FORMAT)
+    code, scale = tl.reshape(code, [BLOCK_C]), tl.reshape(scale, [BLOCK_GROUPS])
+    position = _position(column, FORMAT)
+    group = tl.program_id(1) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
+    if PDL:
+        # Slots come from the previous kernel, and the next one needs what both wrote.
+        gdc_wait()
+    rows = _slots_of(slots, token, TOP_K, BLOCK_K)
+    # Masks, not branches: codes are brought into the layout of the stores once, not in every branch.
+    for k in tl.static_range(TOP_K):
+        row = _slot_at(rows, k, BLOCK_K)
+        tl.store(codes + row * padded_cols + position, code, mask=column < tl.where(row >= 0, padded_cols, 0))
+        tl.store(scales + row * groups + group, scale, mask=group < tl.where(row >= 0, groups, 0))
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots"])
+def copy_to_slots_kernel(
+    x,
+    scales,
+    slots,
+    out,
+    out_scales,
+    columns,
+    x_stride,
+    groups,
+    TOP_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Copy each row of ``x [T, columns]`` to the rows of its assignments in ``out [rows, columns]``, and its scales.
+
+    scales: ``[T, groups]`` float32, contiguous, or None where rows have none; out_scales: ``[rows, groups]``. slots,
+    TOP_K, BLOCK_K: as in ``e4m3_to_slots_kernel``. A program takes BLOCK_C columns of a token; BLOCK_G: at least
+    ``groups``.
+    """
+    pdl_wait(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    rows = _slots_of(slots, token, TOP_K, BLOCK_K)
+    # Tokens of other ranks' experts alone are not read.
+    wanted = tl.max(rows, 0) >= 0
+    value = tl.load(x + token * x_stride + column, mask=column < tl.where(wanted, columns, 0), other=0)
+    for k in tl.static_range(TOP_K):
+        row = _slot_at(rows, k, BLOCK_K)
+        tl.store(out + row * columns + column, value, mask=column < tl.where(row >= 0, columns, 0))
+    if scales is not None:
+        group = tl.arange(0, BLOCK_G)
+        # The program of the first columns copies the scales.
+        group_count = tl.where(wanted & (tl.program_id(1) == 0), groups, 0)
+        scale = tl.load(scales + token * groups + group, mask=group < group_count, other=0)
+        for k in tl.static_range(TOP_K):
+            row = _slot_at(rows, k, BLOCK_K)
+            tl.store(out_scales + row * groups + group, scale, mask=group < tl.where(row >= 0, group_count, 0))
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["valid_rows"])

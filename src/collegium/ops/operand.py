@@ -5,12 +5,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..runtime.launch import on_device
-from ..runtime.memory import Memory, Regions, alloc, part
+from ..runtime.memory import Memory, Regions, part
 from .quantize import AS_IS, ActivationFormat, activation_format, cast_name, quantize_regions, quantize_rows
-from .rows import QuantizedRows, SourceRows
 
-__all__ = ["Operand", "gather_codes", "operand", "operand_regions", "transpose_scales"]
+__all__ = ["Operand", "operand", "operand_regions", "transpose_scales"]
 
 Operand = tuple[Tensor, Tensor | None]  # rows as a product reads them, and the scales of codes
 
@@ -74,27 +72,3 @@ def transpose_scales(
     """
     form = replace(activation_format("fp32"), transposed_scales=True)
     return quantize_rows(scale, form, source=source, used=used, memory=part(memory, "across")).codes
-
-
-def gather_codes(
-    codes: Tensor, scale: Tensor, source: Tensor, used: Tensor | None = None, memory: Memory | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return the rows ``source [R]`` of E4M3 codes ``[T, K]`` and their scales ``[T, G]`` float32, bit for bit.
-
-    used: as in ``operand``. memory: where the kernel takes "codes" and "scales".
-    """
-    if not on_device(codes) or codes.shape[1] % 4:
-        return codes.view(torch.uint8).index_select(0, source).view(codes.dtype), scale.index_select(0, source)
-    # Any four bytes pass unchanged through a kernel that reads float32 and writes float32.
-    words = _gather_words(codes.view(torch.float32), "codes", source, used, memory)
-    return words.view(codes.dtype), _gather_words(scale, "scales", source, used, memory)
-
-
-def _gather_words(rows: Tensor, name: str, source: Tensor, used: Tensor | None, memory: Memory | None) -> Tensor:
-    """Return the rows ``source [R]`` of float32 ``[T, C]``."""
-    shape = (source.numel(), rows.shape[1])
-    out = alloc(memory, name, shape, torch.float32, rows.device)
-    if shape[0]:
-        form = activation_format("fp32")
-        form.write(SourceRows(rows, source, None, used=used), QuantizedRows(codes=out, shape=shape))
-    return out

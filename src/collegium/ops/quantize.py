@@ -32,7 +32,9 @@ from .rows import (
     ExpertScales,
     QuantizedRows,
     SourceRows,
+    TokenRows,
     block_of,
+    block_of_token,
     check_rows,
     gather_rows,
     require_scales,
@@ -169,6 +171,10 @@ class ActivationFormat:
         """Launch the kernel of ``quantize`` for one row or more; raises InputError if there is none."""
         raise _no_kernel(self)
 
+    def write_to_slots(self, tokens: TokenRows, out: QuantizedRows) -> None:
+        """Launch the kernel that quantises each token once and writes all of its rows; InputError without ``e4m3``."""
+        raise _no_kernel(self)
+
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -263,20 +269,52 @@ class _Fp8(ActivationFormat):
             self.calibrated_scale(),
             scales.stride(0) if self.transposed_scales else None,
         )
-        code_format = CodeFormat(
-            group=self.group or block_c,
-            power_of_two=self.power,
-            e8m0=self.e8m0,
-            reorder=source.order == REORDERED,
-            software_rounding=not source.x.is_cuda,
-        )
         constants = {
-            "FORMAT": code_format,
+            "FORMAT": self._code_format(source, block_c),
             "BLOCK_R": block_r,
             "BLOCK_C": block_c,
             "PDL": overlaps(source.x),
         }
         launch(e4m3_kernel, grid, args, constants, num_warps=warps_of(block_c * (block_r if self.group else 1)))
+
+    def write_to_slots(self, tokens: TokenRows, out: QuantizedRows) -> None:
+        from ..kernels.quantize import e4m3_to_slots_kernel
+
+        if self.e8m0:
+            raise _no_kernel(self)
+        count, columns = tokens.x.shape
+        padded_cols = out.codes.shape[1]
+        scales = require_scales(self.name, out.scales)
+        block_c, warps = block_of_token(padded_cols, whole=not self.group)
+        args = (
+            tokens.x,
+            tokens.slots,
+            out.codes,
+            scales,
+            columns,
+            tokens.x.stride(0),
+            scales.shape[1],
+            padded_cols,
+            int(tokens.x_ready),
+            self.calibrated_scale(),
+        )
+        constants = {
+            "FORMAT": self._code_format(tokens, block_c),
+            **tokens.constants,
+            "BLOCK_C": block_c,
+            "PDL": overlaps(tokens.x),
+        }
+        launch(e4m3_to_slots_kernel, (count, -(-padded_cols // block_c)), args, constants, num_warps=warps)
+
+    def _code_format(self, rows: SourceRows | TokenRows, block_c: int) -> CodeFormat:
+        """Return how a kernel whose programs take ``block_c`` columns stores codes."""
+        return CodeFormat(
+            group=self.group or block_c,
+            power_of_two=self.power,
+            e8m0=self.e8m0,
+            reorder=rows.order == REORDERED,
+            software_rounding=not rows.x.is_cuda,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

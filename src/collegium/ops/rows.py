@@ -15,7 +15,9 @@ __all__ = [
     "ExpertScales",
     "QuantizedRows",
     "SourceRows",
+    "TokenRows",
     "block_of",
+    "block_of_token",
     "check_rows",
     "gather_rows",
     "require_scales",
@@ -72,6 +74,25 @@ class ExpertScales(NamedTuple):
         return self.values[owner.clamp(max=experts - 1)]
 
 
+class TokenRows(NamedTuple):
+    """Tokens ``x [T, K]`` that a kernel reads once each, and the rows of their assignments that it writes.
+
+    slots: ``[T, top-k]`` int64, contiguous, the row of each assignment; negative: none. order, x_ready: as in
+    ``SourceRows``.
+    """
+
+    x: Tensor
+    slots: Tensor
+    order: int = 0
+    x_ready: bool = False
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """The compile-time arguments of every kernel."""
+        top_k = self.slots.shape[1]
+        return {"TOP_K": top_k, "BLOCK_K": power_at_least(top_k, 2)}
+
+
 class SourceRows(NamedTuple):
     """Rows that a kernel reads: those of ``x [T, K]``, gathered by ``source`` and times ``weights`` where present.
 
@@ -108,6 +129,13 @@ def whole_rows(rows: int, columns: int) -> tuple[int, int]:
     """Return the rows and columns one program takes where a row has one scale."""
     block_c = power_at_least(columns, 32)
     return max(1, 4096 // block_c) if rows >= _MANY_ROWS else 1, block_c
+
+
+def block_of_token(columns: int, *, whole: bool = False) -> tuple[int, int]:
+    """Return the columns of a token that one program takes, all of them if ``whole``, and its warps."""
+    block_c = power_at_least(columns, 128)
+    block_c = block_c if whole else min(block_c, 4096)
+    return block_c, max(1, min(16, block_c // 1024))
 
 
 def warps_of(elements: int) -> int:

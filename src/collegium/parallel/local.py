@@ -84,6 +84,7 @@ class Local:
             # Without the memory of a pass, the inputs of ``permute`` may already have been reused.
             x_ready=memory is not None,
             remote=remote,
+            slots=order.slots,
         )
         return batch, LocalHandle(slots=order.slots, weights=None if self.weight_on_input else routing.topk_weights)
 

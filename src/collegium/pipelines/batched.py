@@ -85,6 +85,7 @@ def run_batched(
         scale=scale,
         dtype=dtype,
         remote=remote,
+        slots=order.slots,
     )
     result = experts.run(batch)
     if remote is not None:

@@ -15,9 +15,10 @@ from torch import Tensor
 from ...adapters import TokenAdapters
 from ...errors import InputError
 from ...ops.columns import ZeroPointCorrection, gather_columns
-from ...ops.operand import Operand, gather_codes, operand, transpose_scales
+from ...ops.operand import Operand, operand, transpose_scales
 from ...ops.quantize import AS_IS, ActivationFormat, formats_within, reorder_codes
 from ...ops.rows import ExpertScales
+from ...ops.scatter import scatter_codes, scatter_rows
 from ...problem import Tiles
 from ...runtime.launch import align_rows
 from ...runtime.machine import Machine
@@ -46,8 +47,9 @@ class PackedExperts(PackedWeights):
     Three flows compute the same bits:
 
     - sorted (``run``): rows in expert order, cut into token tiles; ``grouped_gemm`` gathers the tokens.
-    - large (``run`` with many rows): rows are gathered first, packed weights are dequantised once if that pays, and
-      ``prefill_gemm`` multiplies; four-bit weights are decoded in registers, by ``w4_prefill_gemm``.
+    - large (``run`` with many rows): tokens are quantised once and written to expert order first, packed weights are
+      dequantised once if that pays, and ``prefill_gemm`` multiplies; four-bit weights are decoded in registers, by
+      ``w4_prefill_gemm``.
     - unsorted (``run_unsorted``): few assignments in the order of their ids, each in a separate tile.
 
     A batch with adapters never takes the large flow, whose kernel does not add low-rank changes.
@@ -285,9 +287,9 @@ class PackedExperts(PackedWeights):
         return grouped_gemm(h, self.down, offsets, second, out, x_scale=h_scale)
 
     def _run_large(self, batch: ContiguousBatch, tile: TileChoice, out: Tensor, memory: Memory | None) -> Tensor:
-        """Write both products to ``out``, rows gathered into expert order first, with the bits of the small tiles."""
+        """Write both products to ``out``, tokens put in expert order first, with the bits of the small tiles."""
         count, used = batch.source.numel(), _used_rows(batch)
-        rows = self._gathered_operand(batch, AS_IS, part(memory, "x"))
+        rows = self._ordered_operand(batch, AS_IS, part(memory, "x"))
         x, x_scale = rescale(rows, self.gate_up, used, part(memory, "x"))
         codes = self._middle_codes(count, out, memory)
         if codes is None:
@@ -320,14 +322,8 @@ class PackedExperts(PackedWeights):
         self, batch: ContiguousBatch, tile: TileChoice, out: Tensor, memory: Memory | None
     ) -> Tensor:
         """Write both products of four-bit weights to ``out``, with the bits of the small tiles."""
-        offsets, used, memory_x = batch.expert_offsets, _used_rows(batch), part(memory, "x")
-        if batch.input_weights is None:
-            # Each token is quantised once, and its codes are copied for each of its experts.
-            codes, scale = self._token_operand(batch, part(memory_x, "tokens"))
-            assert scale is not None
-            x, x_scale = gather_codes(codes, scale, batch.source, used, memory_x)
-        else:
-            x, x_scale = self._gathered_operand(batch, self.gate_up.layout.row_order, memory_x)
+        offsets, used = batch.expert_offsets, _used_rows(batch)
+        x, x_scale = self._ordered_operand(batch, self.gate_up.layout.row_order, part(memory, "x"))
         count = batch.source.numel()
         tiles = tile_list(offsets, count, tile, part(memory, "first"))
         middle = self._middle(count, out, memory)
@@ -352,22 +348,34 @@ class PackedExperts(PackedWeights):
         order = self.gate_up.layout.row_order
         if batch.scale is None:
             return operand(batch.x, self.forms[0], order=order, x_ready=batch.x_ready, memory=memory)
-        return _in_order(batch.x, batch.order, order), batch.scale
+        return reorder_codes(batch.x, _reorder(batch.order, order)), batch.scale
+
+    def _ordered_operand(self, batch: ContiguousBatch, order: int, memory: Memory | None) -> Operand:
+        """Return the first product's operand in expert order, each token read once where nothing belongs to its rows.
+
+        Raises InputError for received codes without ``slots``.
+        """
+        rows, form = batch.source.numel(), self.forms[0]
+        if batch.scale is not None:
+            if batch.slots is None:
+                raise InputError("a large batch of codes has no slots; pass those of ops.permute.permute")
+            reorder = _reorder(batch.order, order)
+            return scatter_codes(batch.x, batch.scale, batch.slots, rows, reorder=reorder, memory=memory)
+        if batch.slots is None or batch.input_weights is not None or self.expert_scales is not None:
+            return self._gathered_operand(batch, order, memory)
+        return scatter_rows(batch.x, form, batch.slots, rows, order=order, x_ready=batch.x_ready, memory=memory)
 
     def _gathered_operand(self, batch: ContiguousBatch, order: int, memory: Memory | None) -> Operand:
         """Return the first product's operand in expert order, times the input weights where there are any."""
-        if batch.scale is None:
-            return operand(
-                batch.x,
-                self._form_of(0, batch),
-                source=batch.source,
-                weights=batch.input_weights,
-                order=order,
-                used=_used_rows(batch),
-                memory=memory,
-            )
-        codes, scale = gather_codes(batch.x, batch.scale, batch.source, _used_rows(batch), memory)
-        return _in_order(codes, batch.order, order), scale
+        return operand(
+            batch.x,
+            self._form_of(0, batch),
+            source=batch.source,
+            weights=batch.input_weights,
+            order=order,
+            used=_used_rows(batch),
+            memory=memory,
+        )
 
     def _second_operand(
         self, middle: Tensor, tiles: TileList, batch: ContiguousBatch | None, memory: Memory | None
@@ -389,11 +397,11 @@ def _without_scales(form: ActivationFormat | None) -> ActivationFormat | None:
     return form if form is None or not form.by_expert else replace(form, static=False, by_expert=False)
 
 
-def _in_order(codes: Tensor, order: int, requested: int) -> Tensor:
-    """Return received codes in the requested order of columns."""
+def _reorder(order: int, requested: int) -> int:
+    """Return the order to bring received codes into, AS_IS where they have the requested one."""
     if order not in (AS_IS, requested):
         raise InputError(f"the batch is codes in order {order}, this product reads order {requested}")
-    return codes if order == requested else reorder_codes(codes, requested)
+    return AS_IS if order == requested else requested
 
 
 def _used_rows(batch: ContiguousBatch) -> Tensor | None:

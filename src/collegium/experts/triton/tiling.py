@@ -13,12 +13,13 @@ from ...ops.operand import operand_regions
 from ...ops.permute import tile_count
 from ...ops.quantize import ACTIVATION_FORMATS, ActivationFormat, activation_format
 from ...ops.rows import transposed_scale_stride
+from ...ops.scatter import scatter_regions
 from ...problem import ExpertsProblem, Tiles
 from ...runtime.launch import power_at_least
 from ...runtime.machine import Machine
 from ...runtime.memory import Regions, elementwise_max, with_prefix
 from ..base import Tiling
-from .layout import Layout, Words
+from .layout import Layout
 from .tiles.candidates import TALL
 from .tiles.choice import LARGE_BLOCK_N, choose, nearest, prefill_tile
 from .tiles.problem import TileChoice, TileProblem, TunedTiles
@@ -216,12 +217,9 @@ def product_regions(problem: ExpertsProblem, tiling: ProductTiling) -> Regions:
     lists = {"expert": 4 * count, "row": 8 * count, "used": 12}
     regions |= with_prefix("first", lists) | with_prefix("second", lists)
     if large:
-        # Rows are put in order first.
-        x = elementwise_max(x, operand_regions(rows, hidden, form, order=order, gathered=True, dtype=dtype))
-        if isinstance(tiling.gate_up, Words) and not problem.weighted:
-            # Each token is quantised once, before its codes are copied for each of its experts.
-            tokens = operand_regions(problem.tokens, hidden, form, order=order, dtype=dtype)
-            x |= with_prefix("tokens", tokens)
+        if not gathered:
+            # Rows are put in order first.
+            x = elementwise_max(x, scatter_regions(problem.tokens, rows, hidden, form, order=order, dtype=dtype))
         regions["scales"] = 4 * rows * -(-intermediate // LARGE_BLOCK_N)
         regions["expanded"] = max(tiling.gate_up.dequantized_bytes, tiling.down.dequantized_bytes)
     return regions | with_prefix("x", x) | with_prefix("h", h)
