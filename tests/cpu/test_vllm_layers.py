@@ -21,6 +21,7 @@ from collegium.integrations.vllm.layers import (
     check_weights,
     fp8_core_format,
     loaded_weights,
+    lost_declaration,
     plan_layer,
     stored_as,
 )
@@ -325,6 +326,28 @@ def test_activations_are_those_declared(monkeypatch: pytest.MonkeyPatch) -> None
                 assert plan_layer(layer, stored_as(method(name, **(held | more))), "bf16").activation_format == "bf16"
 
 
+def test_fp8_option_keeps_declared_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "probe", lambda _: HOPPER)
+    for kind, (more, form) in DECLARED.items():
+        name, held = METHODS[kind]
+        layer = Layer(as_vllm_loads(kind)[0], moe(in_dtype=torch.bfloat16))
+        assert plan_layer(layer, stored_as(method(name, **(held | more))), "fp8").activation_format == form
+
+
+def test_lost_declarations_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A declared format without a kernel leaves 16 bits, which the log says on a GPU with FP8 tensor cores."""
+    name, held = METHODS["fp8 blocks"]
+    layer = Layer(as_vllm_loads("fp8 blocks")[0], moe(in_dtype=torch.bfloat16))
+    stored = stored_as(method(name, **held))._replace(activations="fp8_group128_e8m0")
+    assert lost_declaration(plan_layer(layer, stored), stored) is None, "a CPU has no FP8 tensor cores"
+    monkeypatch.setattr(layers, "probe", lambda _: HOPPER)
+    made = plan_layer(layer, stored)
+    assert made.activation_format == "bf16"
+    assert lost_declaration(made, stored) == "fp8_group128_e8m0"
+    declared = stored._replace(activations="fp8_group128")
+    assert lost_declaration(plan_layer(layer, declared), declared) is None
+
+
 def test_static_scales_are_not_declared() -> None:
     for kind, more in (
         ("fp8 blocks", {"quant_config": SimpleNamespace(**vars(CONFIG), activation_scheme="static")}),
@@ -356,11 +379,13 @@ def test_a_faster_mode_is_suggested(monkeypatch: pytest.MonkeyPatch) -> None:
             layer = Layer(as_vllm_loads(kind)[0], moe(in_dtype=torch.bfloat16))
             # No kernel has FP8 tensor cores for zero points and integers of eight bits.
             plain = KINDS[kind].form in ("int4_affine", "int8_affine") or not cores
-            assert fp8_core_format(plan_layer(layer, stored_as(method(name, **held)))) == (
-                None if plain else "fp8_group128"
-            )
+            suggested = "fp8_token" if KINDS[kind].form == "mxfp4" else "fp8_group128"
+            stored = stored_as(method(name, **held))
+            assert fp8_core_format(plan_layer(layer, stored)) == (None if plain else suggested)
+            made = plan_layer(layer, stored, "fp8")
+            assert made.activation_format == ("bf16" if plain else suggested)
             if not plain:
-                assert fp8_core_format(plan_layer(layer, stored_as(method(name, **held)), "fp8_group128")) is None
+                assert fp8_core_format(made) is None
 
 
 def test_served_recipes_have_committed_runs() -> None:
@@ -370,7 +395,7 @@ def test_served_recipes_have_committed_runs() -> None:
         with path.open(encoding="utf-8", newline="") as lines:
             for row in csv.DictReader(lines):
                 if row["experts run by"] not in ("vLLM", "nobody") and not row["error"]:
-                    kind = "cpu" if "cpu" in row else "cuda"
+                    kind = "cpu" if "cpu" in row else row["capability"]
                     found.setdefault(kind, set()).add((row["weights"], row["activations"]))
     assert found == {kind: set(recipes) for kind, recipes in SERVED.items()}
 
@@ -426,7 +451,7 @@ def test_recipes_that_were_not_served(mode: str, monkeypatch: pytest.MonkeyPatch
         assert all(layer.w13_weight.isfinite().all() and layer.w13_weight.numel() for layer in built)
     else:
         assert "layers.0 to layers.2" in stand.said[0]
-    monkeypatch.setattr(served, "SERVED", {"cpu": frozenset({("fp32", "fp32")}), "cuda": frozenset()})
+    monkeypatch.setattr(served, "SERVED", {"cpu": frozenset({("fp32", "fp32")}), "sm_90": frozenset()})
     monkeypatch.setattr(plugin, "_waiting", [])
     stand.said.clear()
     stand.model()
@@ -438,24 +463,29 @@ def test_faster_option_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugin, "fp8_core_format", lambda _: "fp8_group128")
     stand = Stand(monkeypatch)
     stand.model()
-    assert ["COLLEGIUM_VLLM_ACTIVATIONS=fp8_group128" in line for line in stand.said] == [False, True]
+    assert ["COLLEGIUM_VLLM_ACTIVATIONS=fp8 " in line for line in stand.said] == [False, True]
     stand.said.clear()
     monkeypatch.setenv("COLLEGIUM_VLLM_ACTIVATIONS", "fp32")
     stand.model()
     assert len(stand.said) == 1
 
 
-def test_gpu_default_serves_only_listed_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "probe", lambda _: HOPPER)
-    for kind, (name, held) in METHODS.items():
-        layer = Layer(as_vllm_loads(kind)[0], moe(in_dtype=torch.bfloat16))
+def test_default_serves_only_listed_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run on one GPU says nothing of another capability."""
+    name, held = METHODS["ct mxfp4"]
+    layer = Layer(as_vllm_loads("ct mxfp4")[0], moe(in_dtype=torch.bfloat16))
+    monkeypatch.setattr(served, "SERVED", {"sm_90": frozenset({("mxfp4", "bf16")})})
+    for capability, listed in (((9, 0), True), ((10, 0), False), ((8, 0), False)):
+        monkeypatch.setattr(layers, "probe", lambda _, found=capability: replace(HOPPER, capability=found))
         made = plan_layer(layer, stored_as(method(name, **held)))
         reason = not_served(made)
-        if (made.problem.spec.weight_format, made.activation_format) in SERVED.get("cuda", ()):
+        if listed:
             assert reason is None
         else:
             assert reason is not None
-            assert all(part in reason for part in (made.kernel, "a GPU", "COLLEGIUM_VLLM=on"))
+            assert_values(reason, made.kernel, f"sm_{capability[0]}{capability[1]}", "COLLEGIUM_VLLM=on")
+    monkeypatch.setattr(layers, "probe", lambda _: HOPPER)
+    assert not_served(plan_layer(layer, stored_as(method(name, **held)), "fp8")) is not None, "other activations"
 
 
 def test_vllm_moves_experts_between_equal_layers(monkeypatch: pytest.MonkeyPatch) -> None:

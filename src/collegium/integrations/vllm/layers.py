@@ -25,6 +25,7 @@ from ...runtime.devices import probe
 from ...types import ActivationSpec, ExpertWeights, MoESpec, RoutingSpec
 
 __all__ = [
+    "FP8",
     "LoadedShards",
     "StoredAs",
     "activation_of",
@@ -33,11 +34,15 @@ __all__ = [
     "fp8_core_format",
     "is_padded",
     "loaded_weights",
+    "lost_declaration",
     "most_tokens",
     "plan_layer",
     "stored_as",
 ]
 
+FP8 = "fp8"  # the value of the option for activations that leaves the FP8 format to the weight format
+# The FP8 formats of activations with a kernel for FP8 tensor cores, fastest first; for other weights fp8_group128.
+_FP8_FORMATS = {"mxfp4": ("fp8_token", "fp8_group128")}
 LoadedShards = dict[int, set[tuple[int, str]]]  # id of a parameter to the (local expert, shard) loaded into it
 # Formats in which vLLM pads a rank's slice with zeros. The padding is kept if slices have unequal width.
 _PADDED_FORMATS = ("mxfp4", "fp8_block")
@@ -230,9 +235,9 @@ def plan_layer(
 ) -> Plan:
     """Plan a vLLM layer. weights: the loaded weights, if they are loaded.
 
-    activations: activation format; by default the format that the checkpoint declares if a kernel for FP8 tensor cores
-    supports it, else the model's dtype. Raises InputError, SpecError and PlanError with the reason if Collegium cannot
-    run the layer.
+    activations: activation format, or ``fp8`` for the FP8 format with the fastest kernel; by default the format that
+    the checkpoint declares if a kernel for FP8 tensor cores supports it, else the model's dtype. Raises InputError,
+    SpecError and PlanError with the reason if Collegium cannot run the layer.
     """
     _refuse(layer)
     moe = layer.moe_config
@@ -258,26 +263,44 @@ def plan_layer(
         placement=_placement(layer, intermediate_size),
         graph=facts.kind == "cuda",
     )
-    formats_within(activations or problem.dtype, None)  # refuses static formats before anything is loaded
     dispatcher = None if problem.placement is None else "partial"
-    if activations is None and stored.activations is not None and _fp8_cores(problem):
+    *preferred, last = _formats_to_try(problem, stored, activations)
+    formats_within(last or problem.dtype, None)  # refuses static formats before anything is loaded
+    for name in preferred:
         with suppress(PlanError):
-            return plan(problem, Overrides(activation_format=stored.activations, dispatcher=dispatcher))
-    return plan(problem, Overrides(activation_format=activations, dispatcher=dispatcher))
+            return plan(problem, Overrides(activation_format=name, dispatcher=dispatcher))
+    return plan(problem, Overrides(activation_format=last, dispatcher=dispatcher))
+
+
+def _formats_to_try(problem: Problem, stored: StoredAs, activations: str | None) -> list[str | None]:
+    """Return the activation formats of a layer, best first; None is the model's dtype."""
+    if activations not in (None, FP8):
+        return [activations]
+    if not _fp8_cores(problem):
+        return [None]
+    declared = [stored.activations] if stored.activations is not None else []
+    faster = _FP8_FORMATS.get(problem.spec.weight_format, ("fp8_group128",)) if activations == FP8 else ()
+    return [*declared, *faster, None]
 
 
 def fp8_core_format(layer_plan: Plan) -> str | None:
-    """Return the activation format with which the plan would use FP8 tensor cores, or None.
+    """Return the activation format that the option ``fp8`` would choose instead of the plan's, or None.
 
     None also for a plan whose activations are FP8 already.
     """
     if layer_plan.activation_format not in DTYPES or not _fp8_cores(layer_plan.problem):
         return None
-    with suppress(PlanError):
-        return plan(
-            layer_plan.problem, replace(layer_plan.overrides, activation_format="fp8_group128")
-        ).activation_format
+    for name in _FP8_FORMATS.get(layer_plan.problem.spec.weight_format, ("fp8_group128",)):
+        with suppress(PlanError):
+            return plan(layer_plan.problem, replace(layer_plan.overrides, activation_format=name)).activation_format
     return None
+
+
+def lost_declaration(layer_plan: Plan, stored: StoredAs) -> str | None:
+    """Return the FP8 format that the checkpoint declares if a GPU with FP8 tensor cores has no kernel for it."""
+    if stored.activations in (None, layer_plan.activation_format) or not _fp8_cores(layer_plan.problem):
+        return None
+    return stored.activations
 
 
 def _fp8_cores(problem: Problem) -> bool:

@@ -27,12 +27,14 @@ from ...runtime.devices import plain_torch
 from ...runtime.warm_up import warm_up
 from ..extra import import_extra
 from .layers import (
+    FP8,
     LoadedShards,
     StoredAs,
     check_weights,
     fp8_core_format,
     is_padded,
     loaded_weights,
+    lost_declaration,
     plan_layer,
     stored_as,
 )
@@ -296,17 +298,23 @@ def _refused_layers(layers: list[Any], config: Any) -> list[tuple[str, str]]:
 
 
 def _report(logger: Any, layers_by_plan: dict[str, list[Any]], count: int) -> None:
-    """Log the plans of all layers, and a faster activation option if there is one."""
+    """Log the plans of all layers, activations that no kernel runs as declared, and the option ``fp8`` if it helps."""
     for summary, layers in layers_by_plan.items():
         names = f"{layers[0].layer_name} to {layers[-1].layer_name}, {len(layers)} of {count} MoE layers"
         logger.info("Collegium: runs the experts of %s: %s", names, summary)
     if option(ACTIVATIONS):
         return
-    formats = (fp8_core_format(layers[0].collegium.plan) for layers in layers_by_plan.values())
-    name = next((name for name in formats if name is not None), None)
+    states: list[_State] = [layers[0].collegium for layers in layers_by_plan.values()]
+    for state in states:
+        declared = lost_declaration(state.plan, state.stored) if state.plan and state.stored else None
+        if declared is not None:
+            text = "Collegium: the checkpoint declares %s activations, which no kernel for FP8 tensor cores takes"
+            logger.info(text, declared)
+    suggested = [fp8_core_format(state.plan) for state in states if state.plan is not None]
+    name = next((name for name in suggested if name is not None), None)
     if name is not None:
-        text = "Collegium: %s=%s runs experts on FP8 tensor cores and rounds activations to FP8"
-        logger.info(text, ACTIVATIONS, name)
+        text = "Collegium: %s=%s runs experts on FP8 tensor cores and rounds activations to %s"
+        logger.info(text, ACTIVATIONS, FP8, name)
 
 
 def _refusal_text(refused: list[tuple[str, str]]) -> str:
