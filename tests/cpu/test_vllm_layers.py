@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +23,7 @@ from collegium.integrations.vllm.layers import (
     plan_layer,
     stored_as,
 )
-from collegium.integrations.vllm.served import SERVED, not_served
+from collegium.integrations.vllm.served import not_served
 from collegium.testing.compare import heavy_tailed, relative_error, uneven_ids
 from collegium.types import ActivationSpec
 from quantised_matrices import KINDS
@@ -386,18 +384,6 @@ def test_a_faster_mode_is_suggested(monkeypatch: pytest.MonkeyPatch) -> None:
             assert made.activation_format == ("bf16" if plain else suggested)
             if not plain:
                 assert fp8_core_format(made) is None
-
-
-def test_served_recipes_have_committed_runs() -> None:
-    """The table is what the committed files say vLLM served with the plug-in on, no more and no less."""
-    found: dict[str, set[tuple[str, str]]] = {}
-    for path in (Path(__file__).parents[2] / "benchmarks" / "results").glob("vllm_*.csv"):
-        with path.open(encoding="utf-8", newline="") as lines:
-            for row in csv.DictReader(lines):
-                if row["experts run by"] not in ("vLLM", "nobody") and not row["error"]:
-                    kind = "cpu" if "cpu" in row else row["capability"]
-                    found.setdefault(kind, set()).add((row["weights"], row["activations"]))
-    assert found == {kind: set(recipes) for kind, recipes in SERVED.items()}
 
 
 def test_three_layers_run_in_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
