@@ -26,6 +26,7 @@ from .commands.options import (
     Adapters,
     Device,
     Download,
+    Dummy,
     Format,
     Kernel,
     Model,
@@ -119,6 +120,7 @@ def generate(
     kernel: Kernel = None,
     activations: Activations = None,
     unequal_scales: UnequalScales = None,
+    dummy: Dummy = False,
     device: Device = None,
     download: Download = False,
 ) -> Report:
@@ -137,7 +139,7 @@ def generate(
 
     if not -(1 << 63) <= seed < 1 << 63:
         raise InputError(f"--seed: {seed} is not a 64-bit integer")
-    checkpoint = check_writable(find_model(model, download))
+    checkpoint = check_writable(find_model(model, download, weights=not dummy), dummy=dummy)
     adapters = [find_model(path, download) for path in adapter or ()]
     texts = prompts_of(prompt or [DEFAULT_PROMPT], adapters)
     limits = prompt_limits(checkpoint.path, texts)
@@ -153,6 +155,7 @@ def generate(
                 adapter=adapters[0] if len(adapters) == 1 else None,
                 adapters=adapters if len(adapters) > 1 else (),
                 progress=progress,
+                weights="dummy" if dummy else "files",
             )
         writer = Writer(loaded, checkpoint.path)
         with progress_bar("compiling") as progress:

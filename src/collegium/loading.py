@@ -16,7 +16,7 @@ from .checkpoint.layout import local_range
 from .checkpoint.loader import load_experts
 from .checkpoint.non_expert_weights import check_non_expert_weights, load_latent, load_router, load_shared
 from .checkpoint.problems import raise_if_any
-from .checkpoint.reader import Checkpoint, gguf_file, read_config
+from .checkpoint.reader import Checkpoint
 from .checkpoint.stored_format import StoredFormat
 from .dummy.weights import random_latent, random_router, random_shared, random_weights
 from .encoding import encoded
@@ -25,7 +25,6 @@ from .execution.layer_comparison import experts_may_repeat
 from .formats import by_name
 from .formats.payload import Payload
 from .layer import MoELayer
-from .locate import locate
 from .models import describe, text_of
 from .parallel.fingerprint import fingerprint
 from .parallel.placement import linear
@@ -42,6 +41,7 @@ from .types import ExpertWeights, LatentWeights, MoESpec, RouterModule, RouterWe
 __all__ = [
     "assemble",
     "dummy_layer",
+    "dummy_routed",
     "load_adapters",
     "load_layer",
     "load_routed",
@@ -81,7 +81,7 @@ def load_layer(  # noqa: PLR0913  flat: calls pass few of these, and an options 
     refuse_others(load_layer, others)
     dtype = dtype_name("load_layer", dtype)
     if weights == "dummy":
-        config = _config_of(path, download=download)
+        config = (path if isinstance(path, Checkpoint) else Checkpoint.open_config(path, download=download)).config
         spec = with_weight_format(describe(config, layer), weight_format)
         vocabulary = text_of(config).get("vocab_size")
         return dummy_layer(
@@ -202,6 +202,29 @@ def dummy_layer(
         )
 
 
+@plain_torch()
+def dummy_routed(
+    config: Mapping[str, object],
+    layer: int,
+    *,
+    weight_format: str | None = None,
+    overrides: Overrides | None = None,
+    device: torch.device | str | Ranks | None = None,
+    limits: Limits | None = None,
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16",
+) -> MoELayer:
+    """Return layer ``layer`` of a ``config.json`` as ``load_routed`` does, with random weights."""
+    return dummy_layer(
+        with_weight_format(describe(config, layer), weight_format).routed_alone(),
+        device,
+        router=False,
+        overrides=overrides,
+        limits=limits,
+        dtype=dtype,
+        checked=False,
+    )
+
+
 def with_weight_format(spec: MoESpec, weight_format: str | None) -> MoESpec:
     """Return ``spec`` with its routed experts in ``weight_format``; the shared expert keeps its format."""
     if weight_format is None:
@@ -211,19 +234,6 @@ def with_weight_format(spec: MoESpec, weight_format: str | None) -> MoESpec:
         alone = spec.shared_alone()
         shared = replace(shared, weight_format=alone.weight_format, down_format=alone.down_format)
     return replace(spec, weight_format=by_name(weight_format).name, down_format=None, shared=shared)
-
-
-def _config_of(path: str | os.PathLike[str] | Checkpoint, *, download: bool) -> Mapping[str, object]:
-    """Return the config of a model, without opening its weights where these are safetensors files."""
-    if isinstance(path, Checkpoint):
-        return path.config
-    root = locate(path, download=download, weights=False)
-    if gguf_file(root) is not None:
-        return Checkpoint.open(root).config
-    config = read_config(root.parent if root.is_file() else root)
-    if not config:
-        raise ConfigError(f"{root}: config.json is missing; weights='dummy' reads nothing else. Give a model's folder")
-    return config
 
 
 @plain_torch()

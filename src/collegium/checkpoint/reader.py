@@ -93,6 +93,22 @@ class Checkpoint:
             ) from error
         return cls(root, config, without_wrappers(tensors), complete=gguf is not None or root.is_dir())
 
+    @classmethod
+    def open_config(cls, path: str | os.PathLike[str], *, download: bool = False) -> Checkpoint:
+        """Open only the config of a model, as a checkpoint without tensors; path, download: as ``open``.
+
+        A GGUF file is opened whole, because its header holds the config. Raises ConfigError without ``config.json``.
+        """
+        root = locate(path, download=download, weights=False)
+        if gguf_file(root) is not None:
+            return cls.open(root)
+        config = read_config(root.parent if root.is_file() else root)
+        if not config:
+            raise ConfigError(
+                f"{root}: config.json is missing; random weights are made from nothing else. Give a model's folder"
+            )
+        return cls(root, config, {})
+
     @property
     def folder(self) -> Path:
         """The folder of the tokenizer, config and other files of the model."""

@@ -147,12 +147,13 @@ class Writer:
         return float(loss.double().exp())
 
 
-def check_writable(path: str) -> Checkpoint:
+def check_writable(path: str, *, dummy: bool = False) -> Checkpoint:
     """Open the checkpoint at ``path`` and check that it is a text model with a tokenizer; tensors are not read.
 
-    Raises the errors of ``Checkpoint.open`` and ``class_and_config``, and InputError for a missing tokenizer.
+    dummy: open only the config, for random weights. Raises the errors of ``Checkpoint.open`` and ``class_and_config``,
+    and InputError for a missing tokenizer.
     """
-    checkpoint = Checkpoint.open(path)
+    checkpoint = Checkpoint.open_config(path) if dummy else Checkpoint.open(path)
     class_and_config(checkpoint)
     _tokenizer(checkpoint.path)
     return checkpoint

@@ -26,6 +26,7 @@ __all__ = [
     "Adapters",
     "Device",
     "Download",
+    "Dummy",
     "Format",
     "Kernel",
     "Model",
@@ -120,6 +121,9 @@ MODEL_HELP = (
 Model = Annotated[str, typer.Argument(help=MODEL_HELP, autocompletion=complete_model)]
 Download = Annotated[
     bool, typer.Option("--download", help="Download missing files (safetensors, JSON, tokenizer) from the Hub.")
+]
+Dummy = Annotated[
+    bool, typer.Option("--dummy", help="Use random weights: only config.json and the tokenizer are read.")
 ]
 ShapeOrModel = Annotated[
     str,

@@ -23,7 +23,9 @@ from .gguf import transformers_tensor
 from .modules import experts_modules
 from .patches import progress_silenced, restore_class, temporary_subclass
 
-__all__ = ["load_dense_weights"]
+__all__ = ["load_dense_weights", "random_dense_weights"]
+
+_SEED = 0
 
 _INTEGER_DTYPES = (torch.int64, torch.int32, torch.bool)
 
@@ -88,24 +90,53 @@ def load_dense_weights(
     for checkpoint_name, reader in readers.items():
         name, read = transformers_tensor(checkpoint, checkpoint_name, reader)
         state[name] = _LazyTensor(read, errors)
+    model, loading_info = _without_experts(cls, config, state, dtype, device, errors, checkpoint)
+    _check_loading_info(model, loading_info, checkpoint)
+    return model, decoded
+
+
+def random_dense_weights(cls: Any, config: Any, checkpoint: Checkpoint, device: str, dtype: torch.dtype) -> nn.Module:
+    """Return the model of ``cls`` as ``load_dense_weights`` does, with the random numbers that its class starts with.
+
+    They are made on ``device``, are the same in every run, and do not change torch's state of random numbers. Raises
+    CheckpointError for a config that transformers cannot build.
+    """
+    place = torch.device(device)
+    devices = [place] if place.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(_SEED)
+        return _without_experts(cls, config, {}, dtype, device, [], checkpoint)[0]
+
+
+def _without_experts(
+    cls: Any,
+    config: Any,
+    state: Mapping[str, _LazyTensor],
+    dtype: torch.dtype,
+    device: str,
+    errors: Sequence[CollegiumError],
+    checkpoint: Checkpoint,
+) -> tuple[Any, Mapping[str, Any]]:
+    """Return a model whose experts' parameters stay on ``meta``, ready for inference, and transformers' loading info.
+
+    Parameters that ``state`` lacks are initialised by transformers. Raises the first of ``errors``.
+    """
     expert_parameters: dict[str, dict[str, nn.Parameter]] = {}
 
     def remove_experts(model: nn.Module) -> None:
         replace_blocks(model)
         expert_parameters.update(_detach_expert_parameters(model))
 
-    model, loading_info = _from_pretrained(
-        temporary_subclass(cls, remove_experts), config, state, dtype, device, errors, checkpoint.path
-    )
+    built_class = temporary_subclass(cls, remove_experts)
+    model, loading_info = _from_pretrained(built_class, config, state, dtype, device, errors, checkpoint.path)
     restore_class(model, cls)
     if errors:
         raise errors[0]
-    _check_loading_info(model, loading_info, checkpoint)
     _restore_expert_parameters(model, expert_parameters)
     model.name_or_path = model.config.name_or_path = str(checkpoint.folder)
     if (checkpoint.folder / "generation_config.json").exists():
         model.generation_config = _generation_config(checkpoint.folder)
-    return model.requires_grad_(False).eval(), decoded
+    return model.requires_grad_(False).eval(), loading_info
 
 
 def _from_pretrained(

@@ -18,7 +18,7 @@ from ...checkpoint.reader import Checkpoint
 from ...errors import ConfigError, InputError
 from ...formats.unquantised import DTYPES
 from ...layer import MoELayer
-from ...loading import load_layer, load_routed
+from ...loading import dummy_routed, load_layer, load_routed
 from ...models import family_of
 from ...parallel.ranks import Ranks
 from ...problem import Limits, Overrides
@@ -29,7 +29,7 @@ from ..extra import import_extra
 from .adapters import set_model_adapters
 from .blocks import BLOCKS, blocks_of
 from .classes import class_and_config
-from .dense_weights import load_dense_weights
+from .dense_weights import load_dense_weights, random_dense_weights
 from .frozen_experts import freeze_experts
 from .modules import experts_modules
 from .plugin import NAME, attach, install
@@ -52,6 +52,7 @@ def load_model(  # noqa: PLR0913  flat: calls pass few of these, and an options 
     adapters: Sequence[str | os.PathLike[str]] = (),
     progress: Progress | None = None,
     download: bool = False,
+    weights: Literal["files", "dummy"] = "files",
     **others: Never,
 ) -> nn.Module:
     """Load a text generation model whose experts run through Collegium in their published format.
@@ -68,6 +69,8 @@ def load_model(  # noqa: PLR0913  flat: calls pass few of these, and an options 
     sequence. The weights may be quantised.
     progress: called with (done, total, text).
     download: fetch missing files of the model and the adapter; code in a repository is neither fetched nor run.
+    weights: ``dummy`` reads only ``config.json``, and fills the model with random numbers, the same in every run: for
+    start-up tests and benchmarks without files. Experts have the config's format; all else is in ``dtype``.
 
     ``print(model)`` shows kernel and format of the experts, and ``model.get_memory_footprint()`` includes the packed
     experts. The model can be deep-copied and saved by ``torch.save(model)``; no parameter requires a gradient. It
@@ -90,6 +93,7 @@ def load_model(  # noqa: PLR0913  flat: calls pass few of these, and an options 
         overrides=overrides,
         limits=limits,
         progress=progress,
+        weights=weights,
     )
 
 
@@ -101,34 +105,62 @@ def load_model_in(
     adapter: str | os.PathLike[str] | None = None,
     adapters: Sequence[str | os.PathLike[str]] = (),
     download: bool = False,
+    weights: Literal["files", "dummy"] = "files",
     **layer_options: Any,
 ) -> nn.Module:
     """Load a model as ``load_model`` does, in ``dtype``; layer_options: see ``build_layers``."""
     place = probe(device.device if isinstance(device, Ranks) else device).place
-    checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path, download=download)
+    checkpoint = _open(path, weights, (*(() if adapter is None else (adapter,)), *adapters), download=download)
     if adapter is not None:
         checkpoint = with_adapter(checkpoint, adapter, download=download)
     # Before anything large is read.
     by_layer = read_expert_adapters(checkpoint, adapters, download=download) if adapters else {}
     install()
     cls, config = class_and_config(checkpoint)
-    quantised = quantised_dense_weights(checkpoint)
-    raise_if_any(checkpoint, [*check_outside_experts(checkpoint), *dense_weight_problems(checkpoint, quantised)])
     if family_of(checkpoint.config).name not in BLOCKS:
         config._experts_implementation = NAME
+    warns = not isinstance(device, Ranks) or device.rank == device.slice_rank == 0
     with plain_torch():
-        model, decoded = load_dense_weights(cls, config, checkpoint, place, DTYPES[dtype], quantised)
-        if not isinstance(device, Ranks) or device.rank == device.slice_rank == 0:
-            for sentence in sentences(checkpoint, decoded, DTYPES[dtype]):
-                _LOG.warning("%s: %s", checkpoint.path, sentence)
+        if weights == "dummy":
+            model = random_dense_weights(cls, config, checkpoint, place, DTYPES[dtype])
+        else:
+            model = _read_dense_weights(cls, config, checkpoint, place, DTYPES[dtype], warns=warns)
         _check_layer_indices(model, checkpoint)
         _check_fp16_range(model, checkpoint)
-        layers = build_layers(checkpoint, device=device, dtype=dtype, **layer_options)
+        layers = build_layers(checkpoint, device=device, dtype=dtype, weights=weights, **layer_options)
         _attach_layers(model, layers)
         if by_layer:
             set_model_adapters(model, {**experts_modules(model), **blocks_of(model)}, layers, by_layer)
     widen(model)
     freeze_experts(model, checkpoint.path)
+    return model
+
+
+def _open(
+    path: str | os.PathLike[str] | Checkpoint, weights: str, adapters: Sequence[object], *, download: bool
+) -> Checkpoint:
+    """Open the checkpoint, or only its config for random weights; raises InputError for a wrong ``weights``."""
+    if weights not in ("files", "dummy"):
+        raise InputError(f"load_model: weights={weights!r} was passed; allowed: 'files', 'dummy'")
+    if weights == "dummy" and adapters:
+        raise InputError(
+            f"load_model: weights='dummy' and adapters {', '.join(map(str, adapters))} were passed; an adapter changes "
+            "the weights of files. Leave out one of them"
+        )
+    if isinstance(path, Checkpoint):
+        return path
+    return (Checkpoint.open_config if weights == "dummy" else Checkpoint.open)(path, download=download)
+
+
+def _read_dense_weights(
+    cls: Any, config: Any, checkpoint: Checkpoint, device: str, dtype: torch.dtype, *, warns: bool
+) -> nn.Module:
+    """Check and load everything outside the experts. warns: log which quantised matrices were decoded."""
+    quantised = quantised_dense_weights(checkpoint)
+    raise_if_any(checkpoint, [*check_outside_experts(checkpoint), *dense_weight_problems(checkpoint, quantised)])
+    model, decoded = load_dense_weights(cls, config, checkpoint, device, dtype, quantised)
+    for sentence in sentences(checkpoint, decoded, dtype) if warns else ():
+        _LOG.warning("%s: %s", checkpoint.path, sentence)
     return model
 
 
@@ -141,6 +173,7 @@ def build_layers(
     limits: Limits | None = None,
     progress: Progress | None = None,
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16",
+    weights: Literal["files", "dummy"] = "files",
 ) -> dict[int, MoELayer]:
     """Read, audit, plan and pack the experts of every MoE layer; unpacked weights of one layer are in memory at a time.
 
@@ -158,7 +191,9 @@ def build_layers(
     }
     indices = counted(family.moe_layers(checkpoint.config), progress, "layer {}".format, end="done")
     if family.name in BLOCKS:
-        return {index: load_layer(checkpoint, index, **options) for index in indices}
+        return {index: load_layer(checkpoint, index, weights=weights, **options) for index in indices}
+    if weights == "dummy":
+        return {index: dummy_routed(checkpoint.config, index, **options) for index in indices}
     return {index: load_routed(CheckpointLayer.open(checkpoint, index), **options) for index in indices}
 
 
