@@ -1728,7 +1728,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the first row of an expert with the scale before it", "kernels/quantize.py",
-        (Edit("nvfp4_decoded_kernel", "$end <= $row", "$end < $row"),), (f"{_NVFP4}::test_kernel_finds_the_scale_of_the_expert",),
+        (Edit("nvfp4_decoded_kernel", "$end <= $row", "$end < $row"),), (f"{_NVFP4}::test_kernel_uses_each_experts_scale",),
     ),
     Mutant(
         "the scale of NVFP4 rows forgotten", "ops/quantize.py",

@@ -50,6 +50,7 @@ BUDGETS = (
     Budget("fmt_skip", "`fmt: skip` in src", 30),
     Budget("readme_lines", "lines of README.md", 100),
     Budget("guide_words", "words of the guides (docs/*.md)", 40_000),
+    Budget("test_names", "tests not named in two to six words", 0),
 )
 
 
@@ -62,6 +63,7 @@ def measure(root: Path = ROOT) -> dict[str, float]:
     host = [function for name, tree in trees.items() if DEVICE not in name.parts for function in functions(tree)]
     device = [function for name, tree in trees.items() if DEVICE in name.parts for function in functions(tree)]
     guides = [path for name, path in files.items() if name.parts[0] == "docs" and len(name.parts) == 2]
+    tests = [path for name, path in files.items() if name.parts[0] == "tests" and name.suffix == ".py"]
     return {
         "filler": 1000 * sum(name in FILLER for name in bindings) / len(bindings),
         "host_parameters": max(parameter_count(function) for function in host if function.name not in OPTIONS),
@@ -70,7 +72,17 @@ def measure(root: Path = ROOT) -> dict[str, float]:
         "fmt_skip": sum(text.count("# fmt: skip") for text in source.values()),
         "readme_lines": len((root / "README.md").read_text().splitlines()),
         "guide_words": sum(len(path.read_text().split()) for path in guides if path.suffix == ".md"),
+        "test_names": sum(
+            not 2 <= words <= 6 for path in tests for words in words_in_test_names(ast.parse(path.read_text()))
+        ),
     }
+
+
+def words_in_test_names(tree: ast.Module) -> Iterator[int]:
+    """Yield the number of words in the name of each test of a module, without the word ``test``."""
+    for function in functions(tree):
+        if function.name.startswith("test_"):
+            yield len(function.name.split("_")) - 1
 
 
 def bound_names(tree: ast.Module) -> Iterator[str]:

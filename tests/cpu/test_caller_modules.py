@@ -140,7 +140,7 @@ def test_a_shared_expert_of_the_caller() -> None:
     assert relative_error(runner(x[:7], routing=few), layer(x[:7], routing=few)) < 1e-6
 
 
-def test_outputs_apart_of_a_planned_shared_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planned_shared_expert_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = spec_of(shared=SharedSpec(intermediate_size=WIDE))
     layer = layer_of(spec, options={"shared": SharedWeights(experts=BLOCK)}, out_dtype="bf16")
     x, routing = inputs()
@@ -273,7 +273,7 @@ def test_modules_that_contradict_the_spec(spec: dict[str, Any], options: dict[st
         layer_of(spec_of(**spec), overrides, options={key: options[key] for key in options if key != "mode"})
 
 
-def test_compiled_layers_refuse_modules_that_are_trained() -> None:
+def test_compiled_layers_refuse_trained_modules() -> None:
     x, routing = inputs()
     layer = layer_of(options={"shared": nn.Linear(H, H)})
     compiled = torch.compile(layer, backend="aot_eager")
@@ -283,7 +283,7 @@ def test_compiled_layers_refuse_modules_that_are_trained() -> None:
         assert torch.equal(compiled(x, routing=routing), layer(x, routing=routing))
 
 
-def test_a_part_does_not_continue_as_another_rank() -> None:
+def test_a_part_keeps_its_rank() -> None:
     made = random_experts(E, 2, INNER, H, seed=1)
     plans = [
         plan(

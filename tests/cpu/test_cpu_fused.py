@@ -556,7 +556,7 @@ def test_input_weights_come_first(kernel):
     [ActivationSpec(limit=0.5), ActivationSpec(kind="swiglu_oai", limit=1.0), ActivationSpec(kind="relu2")],
     ids=lambda a: a.kind,
 )
-def test_activations(kernel, activation):
+def test_every_activation(kernel, activation):
     parts = 2 if activation.gated else 1
     judge(kernel, make_batch([2, 5, 0], 64), make_weights("int4_group", 3, 64, 48, parts=parts), activation)
 

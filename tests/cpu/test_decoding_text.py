@@ -44,7 +44,7 @@ def lanes_of(codes: Tensor, codec: interleave.LaneCodec) -> Tensor:
 
 
 @pytest.mark.parametrize(("dtype", "name"), DTYPES, ids=["bf16", "fp16"])
-def test_e2m1(dtype: torch.dtype, name: str) -> None:
+def test_e2m1_decoding(dtype: torch.dtype, name: str) -> None:
     smallest, top = (2.0**-126, 126) if dtype == torch.bfloat16 else (2.0**-14, 15)
     met: set[tuple[int, int]] = set()
     for seed in range(40):
@@ -63,7 +63,7 @@ def test_e2m1(dtype: torch.dtype, name: str) -> None:
 
 @pytest.mark.parametrize(("dtype", "name"), DTYPES, ids=["bf16", "fp16"])
 @pytest.mark.parametrize("scaled", [True, False])
-def test_e4m3(dtype: torch.dtype, name: str, scaled: bool) -> None:
+def test_e4m3_decoding(dtype: torch.dtype, name: str, scaled: bool) -> None:
     smallest, top = (2.0**-120, 120) if dtype == torch.bfloat16 else (2.0**-8, 15)
     met: set[tuple[int, int]] = set()
     for seed in range(200):
@@ -81,7 +81,7 @@ def test_e4m3(dtype: torch.dtype, name: str, scaled: bool) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "name"), DTYPES, ids=["bf16", "fp16"])
-def test_int4(dtype: torch.dtype, name: str) -> None:
+def test_int4_decoding(dtype: torch.dtype, name: str) -> None:
     for seed in range(40):
         codes, zeros = drawn(16, seed), drawn(17, seed + 100)
         both = lanes_of(codes, interleave.INT4)[..., 0]
@@ -93,7 +93,7 @@ def test_int4(dtype: torch.dtype, name: str) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "name"), DTYPES, ids=["bf16", "fp16"])
-def test_int8(dtype: torch.dtype, name: str) -> None:
+def test_int8_decoding(dtype: torch.dtype, name: str) -> None:
     met: set[tuple[int, int]] = set()
     for seed in range(200):
         codes, zeros = drawn(256, seed), drawn(256, seed + 200)

@@ -114,7 +114,7 @@ def test_mixed_adapters_match_merged_weights(weights: str, dtype: str, kernel: s
 
 @pytest.mark.parametrize("kind", ["relu2", "geglu", "swiglu_oai"])
 @pytest.mark.parametrize("kernel", ["cpu_grouped", "reference"])
-def test_activations(kind: Any, kernel: str) -> None:
+def test_every_activation(kind: Any, kernel: str) -> None:
     spec = ActivationSpec(kind=kind)
     decoded, layer = layer_of(kernel=kernel, activation=spec)
     adapters = adapters_of(gated=spec.gated)

@@ -34,14 +34,14 @@ def same_bits(found: torch.Tensor, expected: Any) -> bool:
     return bits(found) == bits(torch.tensor(expected, dtype=torch.float32))
 
 
-def test_bf16() -> None:
+def test_bf16_example() -> None:
     case = EXAMPLES["bf16"]
     data = torch.frombuffer(bytearray.fromhex(case["bytes_hex_le"]), dtype=torch.bfloat16)
     payload = Bf16.from_parts({".weight": data.view(2, 2)}, storage="plain", shape=(2, 2))
     assert same_bits(payload.decode(), case["values"])
 
 
-def test_e4m3fn() -> None:
+def test_e4m3fn_example() -> None:
     case = EXAMPLES["e4m3fn"]
     values = codecs.look_up(codecs.e4m3_values(torch.device("cpu")), raw(*case["bytes"]))
     assert case["values"][-1] == "nan"
@@ -49,14 +49,14 @@ def test_e4m3fn() -> None:
     assert same_bits(values[:-1], case["values"][:-1])
 
 
-def test_e8m0() -> None:
+def test_e8m0_example() -> None:
     case = EXAMPLES["e8m0"]
     values = codecs.look_up(codecs.e8m0_values(torch.device("cpu")), raw(*case["bytes"]))
     assert bits(values[:-1]) == words(*case["bits_f32_hex"][:-1])
     assert values[-1].isnan()
 
 
-def test_e2m1() -> None:
+def test_e2m1_example() -> None:
     assert same_bits(torch.tensor(codecs.E2M1_VALUES), EXAMPLES["e2m1"]["values"])
 
 
@@ -124,7 +124,7 @@ def test_mxfp4_deepseek_v4(signed: bool, typed: bool) -> None:
         ("minimax-m3", ".weight_scale_inv"),
     ],
 )
-def test_mxfp8(storage: str, suffix: str) -> None:
+def test_mxfp8_example(storage: str, suffix: str) -> None:
     case = EXAMPLES["mxfp8"]
     parts = {".weight": e4m3([case["weight_bytes"]]), suffix: raw(case["scale_byte"]).view(1, 1)}
     payload = MxFp8.from_parts(parts, storage=storage, shape=(1, 4))

@@ -423,7 +423,7 @@ def test_packed_rows_of_an_engine(name: str, scales: str | None) -> None:
     assert bool((found[~valid] == 7).all())
 
 
-def test_packed_rows_in_place_with_biases_and_static_scales() -> None:
+def test_packed_rows_biases_static_scales() -> None:
     made = random_experts(E, 2, INNER, H, seed=1)
     matrices = made.gate_up.decode().flatten(1, 2), made.down.decode()
     biases = heavy_tailed(E, 2 * INNER, seed=6), heavy_tailed(E, H, seed=7)

@@ -74,7 +74,7 @@ def test_rows_are_batch_invariant(k_in: int, n_out: int, pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_truth(pair: Pair) -> None:
+def test_linear_against_float64(pair: Pair) -> None:
     for tokens, k_in, n_out in ((5, 7168, 64), (33, 130, 7), (1, 2048, 1), (0, 40, 3)):
         x, weight = made(tokens, k_in, n_out, pair)
         found, truth = linear(x, weight), x.double() @ weight.double().T
@@ -153,7 +153,7 @@ def test_every_bit_of_a_weight_counts(way: Any) -> None:
     assert way(x, weight).tolist() == [[-(2.0**-23), 2.0**-100 - 7], [1.0, 1 - 2.0**-24], [2.0**60, 2.0**-40]]
 
 
-def test_refusals() -> None:
+def test_linear_refuses_inputs() -> None:
     x, weight = torch.zeros(4, 8), torch.zeros(3, 8)
     for given, text in (
         (

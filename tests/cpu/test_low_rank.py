@@ -132,7 +132,7 @@ def test_other_activations(activation: str) -> None:
 
 
 @pytest.mark.parametrize("block_t", [16, 64, 128])
-def test_hot_and_empty_experts_in_any_tile(block_t: int) -> None:
+def test_hot_and_empty_experts(block_t: int) -> None:
     _, packed = build("bf16", None)
     tiles = tuple(replace(tile, block_t=block_t) for tile in packed.tiling.pair(9))
     adapters = random_adapters(RANKS, EXPERTS, WIDE, HIDDEN)

@@ -235,7 +235,7 @@ def weights_by_expert(sizes: tuple[int, int, int]) -> ExpertWeights[Any]:
 
 
 @pytest.mark.parametrize("experts", [1, 5, 40])
-def test_kernel_finds_the_scale_of_the_expert(experts: int) -> None:
+def test_kernel_uses_each_experts_scale(experts: int) -> None:
     """Bit for bit, next to experts without rows, and rows of dropped assignments after the last expert."""
     counts = torch.randint(0, 4, (experts,))
     counts[0] = 3

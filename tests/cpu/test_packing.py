@@ -57,7 +57,7 @@ def test_lane_codecs(name: str) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("half", [False, True])
-def test_plain(shape: tuple[int, ...], half: bool) -> None:
+def test_plain_round_trip(shape: tuple[int, ...], half: bool) -> None:
     weight = random_experts(*shape, seed=1).gate_up.decode()
     for payload in (Bf16.encode(weight), Fp16.encode(weight)):
         unpacked = packing.unpack_plain(packing.pack_plain(payload, None, half=half))
@@ -67,7 +67,7 @@ def test_plain(shape: tuple[int, ...], half: bool) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("name", ["fp8_block", "fp8_channel", "fp8_tensor"])
-def test_fp8(name: str, native: bool, shape: tuple[int, ...]) -> None:
+def test_fp8_round_trip(name: str, native: bool, shape: tuple[int, ...]) -> None:
     payload = payload_of(name, shape)
     pack = packing.pack_fp8_block if name == "fp8_block" else packing.pack_fp8_rows
     unpacked = packing.unpack_fp8(pack(payload, None, native=native))
@@ -77,7 +77,7 @@ def test_fp8(name: str, native: bool, shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("half", [False, True])
-def test_mxfp4(shape: tuple[int, ...], half: bool) -> None:
+def test_mxfp4_round_trip(shape: tuple[int, ...], half: bool) -> None:
     payload = payload_of("mxfp4", shape)
     unpacked = packing.unpack_mx(packing.pack_mx(payload, None, half=half), half=half)
     assert torch.equal(unpacked.codes, nibbles(payload))
@@ -86,7 +86,7 @@ def test_mxfp4(shape: tuple[int, ...], half: bool) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("half", [False, True])
-def test_mxfp8(shape: tuple[int, ...], half: bool) -> None:
+def test_mxfp8_round_trip(shape: tuple[int, ...], half: bool) -> None:
     payload = payload_of("mxfp8", shape)
     unpacked = packing.unpack_mx(packing.pack_mx(payload, None, half=half), half=half)
     assert torch.equal(unpacked.codes, payload.codes.view(torch.uint8)[..., : shape[-1]])
@@ -95,7 +95,7 @@ def test_mxfp8(shape: tuple[int, ...], half: bool) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("half", [False, True])
-def test_nvfp4(shape: tuple[int, ...], half: bool) -> None:
+def test_nvfp4_round_trip(shape: tuple[int, ...], half: bool) -> None:
     payload = payload_of("nvfp4", shape)
     unpacked = packing.unpack_nvfp4(packing.pack_nvfp4(payload, None, half=half), half=half)
     assert torch.equal(unpacked.codes, nibbles(payload))
@@ -117,7 +117,7 @@ def test_int4_group(group: int, dtype: torch.dtype, shape: tuple[int, ...]) -> N
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("name", ["int4_affine", "int8_affine", "int4_ordered", "int8_ordered"])
-def test_integers(name: str, group: int, shape: tuple[int, ...]) -> None:
+def test_integers_round_trip(name: str, group: int, shape: tuple[int, ...]) -> None:
     payload = payload_of(name, shape, group)
     packed = packing.pack_int(payload, None)
     unpacked = packing.unpack_int(packed)
@@ -143,7 +143,7 @@ def test_scales_that_are_no_unit() -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("half", [False, True])
-def test_bnb4(shape: tuple[int, ...], half: bool) -> None:
+def test_bnb4_round_trip(shape: tuple[int, ...], half: bool) -> None:
     payload = payload_of("bnb4", (*shape[:3], 320))
     unpacked = packing.unpack_bnb4(packing.pack_bnb4(payload, None, half=half), half=half)
     assert torch.equal(unpacked.codes, nibbles(payload))
@@ -157,7 +157,7 @@ def test_bnb4(shape: tuple[int, ...], half: bool) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("zeroed", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_gguf(kind: str, zeroed: bool, shape: tuple[int, ...]) -> None:
+def test_gguf_round_trip(kind: str, zeroed: bool, shape: tuple[int, ...]) -> None:
     payload = random_blocks(kind, *shape)
     for offset in payload.kind.halves[:1] if zeroed else ():
         payload.blocks[0, 0, ::3, :, offset : offset + 2] = 0

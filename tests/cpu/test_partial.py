@@ -217,7 +217,7 @@ def test_other_ranks_need_no_shared_weights() -> None:
         MoELayer(expert_ids_of(random_experts(EXPERTS, 2, NARROW, WIDE, seed=1), (0, 1, 2)), layers[0].plan)
 
 
-def test_slices_of_a_shared_expert_that_cannot_be_cut() -> None:
+def test_shared_slices_that_cannot_be_cut() -> None:
     with pytest.raises(PlanError, match=r"shared='sliced' was forced.*width of 96 cannot be split over 7 ranks"):
         parts_of([linear(EXPERTS, 0, 7)], "sliced")
     with pytest.raises(PlanError, match="its ranks split experts or their width"):
@@ -241,7 +241,7 @@ def test_slices_of_a_shared_expert_that_cannot_be_cut() -> None:
     assert plan(problem, Overrides(dispatcher="partial")).output_is_reduced
 
 
-def test_a_graph_can_overlap_the_shared_expert_of_a_part() -> None:
+def test_a_graph_overlaps_the_shared_expert() -> None:
     device = DeviceFacts(kind="cuda", capability=(9, 0))
     spec = MoESpec(
         hidden_size=128,
@@ -258,7 +258,7 @@ def test_a_graph_can_overlap_the_shared_expert_of_a_part() -> None:
     assert "the dispatcher partial exchanges nothing; slice 1 of 2" in chosen.explain()
 
 
-def test_parts_are_float32_where_the_plan_says_so() -> None:
+def test_planned_float32_parts() -> None:
     layers, routed, block, gate = parts_of(SPLITS["slices"], "sliced", dtype="bf16", out_dtype="fp32")
     x, routing = heavy_tailed(9, WIDE, seed=9).bfloat16(), routing_of(9)
     parts = [layer(x, routing=routing) for layer in layers]
@@ -267,7 +267,7 @@ def test_parts_are_float32_where_the_plan_says_so() -> None:
     assert relative_error(torch.stack(parts).sum(0), dense + sums) < 0.01
 
 
-def test_checkpoints_load_slices_of_the_shared_expert(tmp_path: Path) -> None:
+def test_checkpoints_load_shared_slices(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     write_checkpoint(folder, "deepseek_v3", "bf16", size=TinySize(experts=EXPERTS, top_k=TOP_K, layers=2))
     view = CheckpointLayer.open(Checkpoint.open(folder), 1)

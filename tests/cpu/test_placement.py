@@ -63,7 +63,7 @@ def test_tensor_parallel_holds_all_experts() -> None:
     assert (placement.tp_rank, placement.tp_size) == (1, 2)
 
 
-def test_refusals() -> None:
+def test_placement_refuses_ranks() -> None:
     for make in (linear, round_robin, tensor_parallel):
         with raises_with(InputError, "4", "rank 2"):
             make(4, 2, 2)

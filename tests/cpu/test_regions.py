@@ -117,7 +117,7 @@ def check_bound(taken: dict[str, int], declared: dict[str, int], part: str) -> N
 
 
 @needs_triton
-def test_orders(beside_a_gpu: Any) -> None:
+def test_order_regions(beside_a_gpu: Any) -> None:
     seen: dict[str, int] = {}
     for (most, experts, least), rows, sizes in beside_a_gpu["order"]:
         check_bound(sizes, permute_regions(most, experts, block_t=tuple(least), weights=True), "order/")
@@ -130,7 +130,7 @@ def test_orders(beside_a_gpu: Any) -> None:
 
 
 @needs_triton
-def test_operands(beside_a_gpu: Any) -> None:
+def test_operand_regions(beside_a_gpu: Any) -> None:
     for (most, columns, name, order, gathered, dtype), rows, sizes in beside_a_gpu["operand"]:
         regions = operand_regions(most, columns, name, order=order, gathered=gathered, dtype=getattr(torch, dtype))
         check_bound(sizes, regions, "x/")
@@ -139,7 +139,7 @@ def test_operands(beside_a_gpu: Any) -> None:
 
 
 @needs_triton
-def test_products(beside_a_gpu: Any) -> None:
+def test_product_regions(beside_a_gpu: Any) -> None:
     seen: dict[str, dict[str, int]] = {}
     for (most, inside, outside), _, sizes in beside_a_gpu["product"]:
         check_bound(sizes, linear_regions(most, inside, outside, torch.float32), "")

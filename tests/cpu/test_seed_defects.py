@@ -346,7 +346,7 @@ OPTIMISED = (
     "test_route.py::test_given_routing_refusals",
     "test_route.py::test_bad_caller_routing_refused_when_checked",
     "test_activation.py::test_activate_refuses_wrong_shapes",
-    "test_placement.py::test_refusals",
+    "test_placement.py::test_placement_refuses_ranks",
     "test_formats.py::test_encode_refuses_wrong_tensors",
     "test_audit.py::test_broken_experts",
     "test_audit.py::test_unknown_tensors",

@@ -271,7 +271,7 @@ def test_weighted_sums(tokens: int, top_k: int, width: int, shared: bool, weight
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_router(name: str) -> None:
+def test_router_against_torch(name: str) -> None:
     spec = SPECS[name]
     logits = torch.randn(13, 20) * 3
     logits[3, 4], logits[4, 5], logits[5, 2] = torch.nan, torch.inf, -torch.inf
@@ -370,7 +370,7 @@ def test_results_use_the_passed_memory() -> None:
     assert torch.equal(out[:, 0], (order.slots >= 0).sum(1).float())
 
 
-def test_refusals() -> None:
+def test_small_kernels_refuse_inputs() -> None:
     with pytest.raises(InputError, match="block_t"):
         permute(torch.zeros(3, 2, dtype=torch.int64), 4, block_t=(16, 32, 64))
     rows, slots = torch.ones(4, 5), torch.zeros(2, 2, dtype=torch.int64)

@@ -35,7 +35,9 @@ def test_one_rank(folders: Path, weight_format: str, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize(("weight_format", "mode"), [("fp8_block", "experts"), ("bf16", "slices")])
-def test_ranks(folders: Path, weight_format: str, mode: Mode, world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_over_ranks(
+    folders: Path, weight_format: str, mode: Mode, world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(os.environ, FOLDER, str(folders))
     run = partial(served_faults, weight_format=weight_format, mode=mode)
     assert run_ranks(run, world) == [[]] * world

@@ -500,7 +500,7 @@ def test_scales_stay_as_published(monkeypatch: pytest.MonkeyPatch) -> None:
     assert layer.w2_scale[1] == scale
 
 
-def test_modes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plugin_modes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLLEGIUM_VLLM", "perhaps")
     with pytest.raises(InputError, match="auto, on, require, off"):
         plugin.register()

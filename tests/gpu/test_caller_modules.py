@@ -93,7 +93,7 @@ def test_modules_run_eagerly_and_in_graphs() -> None:
 
 
 @pytest.mark.parametrize("shared", ["sequential", "side_stream", "sliced"])
-def test_parts_of_a_sum_add_the_shared_expert_once(shared: Any) -> None:
+def test_parts_add_the_shared_expert_once(shared: Any) -> None:
     block, made = experts(1, WIDE, 7, "fp8_block"), experts(E, INNER, 1, "fp8_block")
     spec = MoESpec(
         hidden_size=H,

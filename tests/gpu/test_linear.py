@@ -45,7 +45,7 @@ def test_rows_are_batch_invariant(k_in: int, n_out: int, pair: Pair) -> None:
 
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize(("k_in", "n_out"), SIZES)
-def test_truth(k_in: int, n_out: int, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear_against_float64(k_in: int, n_out: int, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     for apart in (products._SPLIT_LIMIT, 0):
         monkeypatch.setattr(products, "_SPLIT_LIMIT", apart)
         for tokens in (0, 1, 13, 300, 4096):

@@ -125,7 +125,7 @@ def test_other_activations_keep_bits(weights: str, activations: str, kind: str) 
 
 
 @pytest.mark.parametrize(("weights", "activations", "most"), RECIPES[:6])
-def test_bits_do_not_depend_on_the_batch(weights: str, activations: str | None, most: float) -> None:
+def test_bits_in_any_batch(weights: str, activations: str | None, most: float) -> None:
     _, _, adapted, _ = layers_of(weights, activations)
     x, routing, ids = call(1500, hot=True)
     whole = adapted(x, routing=routing, adapter_ids=ids)

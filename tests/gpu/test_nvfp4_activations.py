@@ -126,7 +126,7 @@ def test_layers_are_the_emulation(activations: str, sizes: tuple[int, int, int])
 
 
 @pytest.mark.parametrize("activations", FORMATS)
-def test_rows_do_not_depend_on_the_batch(activations: str) -> None:
+def test_rows_in_any_batch(activations: str) -> None:
     """The bits of a token alone, in a small, a sorted and a large batch, next to a NaN row, and in two runs."""
     layer = layer_of(activations, "cuda")
     x, routing = tokens(4096, torch.bfloat16)

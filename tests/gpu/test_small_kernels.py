@@ -170,7 +170,7 @@ GROUPED = {"groups": 8, "topk_groups": 4}
         (1024, {"top_k": 10}),
     ],
 )
-def test_router(score: Any, biased: bool, experts: int, options: dict[str, Any]) -> None:
+def test_router_against_torch(score: Any, biased: bool, experts: int, options: dict[str, Any]) -> None:
     check_router(RoutingSpec(score=score, correction_bias=biased, **options), experts)
 
 

@@ -26,7 +26,7 @@ def test_without_git_the_files_are_found(tmp_path: Path) -> None:
     assert [str(path.relative_to(tmp_path)) for path in tracked(tmp_path)] == ["a.md", "src/b.py"]
 
 
-def test_links() -> None:
+def test_no_broken_links() -> None:
     assert check_links.broken_links() == []
 
 
@@ -44,7 +44,7 @@ def test_a_broken_link_is_found(tmp_path: Path, link: str, reason: str) -> None:
     assert reason in fault
 
 
-def test_changelog() -> None:
+def test_changelog_is_valid() -> None:
     assert check_changelog.changelog_fault() is None
 
 
@@ -64,7 +64,7 @@ def test_a_wrong_changelog_is_found(tmp_path: Path, heading: str, text: str) -> 
     assert text in str(check_changelog.changelog_fault(tmp_path))
 
 
-def test_size() -> None:
+def test_no_oversized_functions() -> None:
     assert check_size.oversized() == []
 
 
@@ -90,6 +90,7 @@ def test_readability_is_measured(tmp_path: Path) -> None:
         "docs/page.md": "Four words of text.\n",
         "src/host.py": "def f(a, found):\n    if a:\n        for own in a:\n            own\n    y = 1  # fmt: skip\n",
         "src/kernels/device.py": "def g(a, b, c, d):\n    return a\n",
+        "tests/test_f.py": "def test_f(): ...\ndef test_f_fails(): ...\ndef test_a_b_c_d_e_f_g(): ...\ndef g(): ...\n",
     }
     for name, text in sources.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -102,10 +103,11 @@ def test_readability_is_measured(tmp_path: Path) -> None:
         "fmt_skip": 1,
         "readme_lines": 3,
         "guide_words": 4,
+        "test_names": 2,
     }
 
 
-def test_words() -> None:
+def test_no_forbidden_words() -> None:
     assert check_words.forbidden_words() == []
 
 
