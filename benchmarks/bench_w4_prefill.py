@@ -104,7 +104,8 @@ def steps_of(layer_plan: Plan, packed: PackedExperts, case: tuple[Tensor, Routin
     rows = routing.topk_ids.numel()
     tile = packed.tiling.large(rows)
     assert tile is not None
-    batch, handle = local.dispatch(x, routing)
+    dispatch = partial(local.dispatch, x, routing, block_t=packed.tiling.block_t(rows))
+    batch, handle = dispatch()
     source, offsets, slots = batch.source, batch.expert_offsets, batch.slots
     assert slots is not None
     tiles = tile_list(offsets, rows, tile)
@@ -124,12 +125,11 @@ def steps_of(layer_plan: Plan, packed: PackedExperts, case: tuple[Tensor, Routin
     token_bytes = nbytes_of(x, slots, codes, scale)
     gate_up_bytes, down_bytes = (matrix.layout.nbytes for matrix in (packed.gate_up, packed.down))
     return {
-        "dispatch": Step(partial(local.dispatch, x, routing), nbytes_of(routing.topk_ids, source, slots)),
+        "dispatch": Step(dispatch, nbytes_of(routing.topk_ids, source, slots)),
         "tokens": Step(scatter, token_bytes),
         "(each row quantised)": Step(
             partial(operand, x, packed.forms[0], source=source, order=REORDERED), nbytes_of(x, source, codes, scale)
         ),
-        "tile list": Step(partial(tile_list, offsets, rows, tile), nbytes_of(tiles.expert, tiles.row)),
         "gate and up": Step(gate_up, gate_up_bytes + nbytes_of(codes, scale, middle)),
         "middle": Step(quantise, nbytes_of(middle, h, h_scale)),
         "down": Step(down, down_bytes + nbytes_of(h, h_scale, out)),

@@ -390,11 +390,16 @@ class LatentWeights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileRows:
-    """Token tiles of ``block_t`` rows: expert ``[count]`` int32 (-1: no tile) and first row ``[count]`` int64."""
+    """Token tiles of ``block_t`` rows: expert ``[count]`` int32 (-1: no tile) and first row ``[count]`` int64.
+
+    used: ``[3]`` int32, how many tiles have an expert (they come first), and two zeros, counters of a kernel that draws
+    tiles.
+    """
 
     block_t: int
     expert: Tensor
     row: Tensor
+    used: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

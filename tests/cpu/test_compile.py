@@ -232,6 +232,11 @@ _LISTS = dict.fromkeys(("row_map", "deltas", "rank_count", "row_width"))
 _LISTS["FORMAT"] = {
     "PermutationFormat": {"top_k": 8, "block_e": 256, "block_t_a": 16, "block_t_b": 64, "element_bytes": 0}
 }
+_LARGE_LIST = {
+    "FORMAT": {"PermutationFormat": {"top_k": 8, "block_e": 256, "block_t_a": 160, "block_t_b": 0, "element_bytes": 0}},
+    "tile_expert_b": None,
+    "tile_row_b": None,
+}
 _COUNT = {"BLOCK": 128, "TOP_K": 8, "BLOCK_E": 256}
 _UNWEIGHTED = {"weights": None, "weights_by_row": None}
 _ROUTING = {"score": 2, "top_k": 8, "block_k": 8, "renormalize": True}
@@ -281,6 +286,7 @@ SMALL: tuple[tuple[str, str, dict[str, str], dict[str, Any], int, int], ...] = (
     ("permute", "count_kernel", {}, _COUNT, 4, 80),
     ("permute", "scatter_kernel", {}, {"BLOCK": 128, "BLOCK_P": 32} | _LISTS, 4, 128),
     ("permute", "scatter_kernel", {}, {"BLOCK": 256, "BLOCK_P": 64} | _LISTS, 8, 128),
+    ("permute", "scatter_kernel", {}, {"BLOCK": 256, "BLOCK_P": 64} | _LISTS | _LARGE_LIST, 8, 128),
     ("columns", "columns_kernel", {"out": "bf16"}, _COLUMNS, 4, 48),
     ("columns", "columns_kernel", {"out": "fp16", "x": "fp16"}, _COLUMNS | {"TOP_K": 8}, 4, 48),
     ("columns", "halves_kernel", _HALVES, {"BLOCK": 4096}, 8, 48),

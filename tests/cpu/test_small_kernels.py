@@ -93,6 +93,8 @@ def same_order(left: Permutation, right: Permutation) -> None:
         assert one.block_t == other.block_t
         assert same_bits(one.expert, other.expert)
         assert same_bits(one.row, other.row)
+        assert same_bits(one.used, other.used)
+        assert one.used.tolist() == [int((one.expert >= 0).sum()), 0, 0]
 
 
 # From 257 assignments on two kernels do it.
@@ -120,9 +122,10 @@ def test_order_and_tiles(kind: str, tokens: int, top_k: int, experts: int) -> No
     if kind != "random":
         ids.fill_(-1 if kind == "dropped" else experts - 1)
     weights = torch.rand(tokens, top_k)
-    asked: dict[str, Any] = {"input_weights": weights, "block_t": (16, 64)}
-    wanted = permute(ids, experts, **asked)
-    same_order(permute_on_device(ids.int(), experts, **asked, memory=Poisoned()), wanted)
+    for block_t in ((16, 64), (160,)):
+        asked: dict[str, Any] = {"input_weights": weights, "block_t": block_t}
+        wanted = permute(ids, experts, **asked)
+        same_order(permute_on_device(ids.int(), experts, **asked, memory=Poisoned()), wanted)
 
 
 @pytest.mark.parametrize(
@@ -354,7 +357,7 @@ def test_results_use_the_passed_memory() -> None:
         "topk_ids": (routing.topk_ids,),
         "topk_weights": (routing.topk_weights,),
         "order": (order.source, order.slots, order.expert_offsets, tiles.row),
-        "owners": (tiles.expert,),
+        "owners": (tiles.expert, tiles.used),
         "weights_by_row": (order.weights_by_row,),
         "counts": (),
         "codes": (rows.codes,),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ if torch.cuda.is_available():
 from collegium.encoding import encode_experts
 from collegium.errors import InputError, PlanError, SpecError
 from collegium.experts.reference import Reference
+from collegium.experts.triton import packed as packed_experts
 from collegium.experts.triton.grouped import tile_list
 from collegium.experts.triton.packing import pack_w4a8
 from collegium.experts.triton.table import TritonW4A8
@@ -165,14 +167,19 @@ def test_layers_of_large_batches(weighted: bool, dtype: Any, kind: Any) -> None:
     x = heavy_tailed(90, 176, seed=3).to(torch.bfloat16 if dtype == "bf16" else torch.float16)
     ids = uneven_ids(90, 2, 5, seed=2)
     ids[0, 0] = -1
-    batch = Local(num_experts=5).dispatch(x, Routing(topk_ids=ids, topk_weights=torch.rand(90, 2)))[0]
+    block_t = large.tiling.block_t(180)
+    assert block_t == (160,)
+    batch = Local(num_experts=5).dispatch(x, Routing(topk_ids=ids, topk_weights=torch.rand(90, 2)), block_t=block_t)[0]
     if weighted:
         batch = replace(batch, input_weights=torch.rand(180) + 0.5)
     stop = int(batch.expert_offsets[-1])
     assert small.tiling.large(180) is None
     assert large.tiling.large(180) is not None
     truth = Reference().pack(made, replace(problem, activation_format="fp32").routed).run(batch)[:stop]
-    found = large.run(batch)[:stop]
+    # The tiles come from the sort, or else are listed.
+    with patch.object(packed_experts, "tile_list", lambda *_: pytest.fail("the tiles were listed again")):
+        found = large.run(batch)[:stop]
+    assert torch.equal(found, large.run(replace(batch, tiles=()))[:stop])
     assert relative_error(found, truth) < 0.06
     # The interpreter rounds the rows between the products toward zero, in both.
     assert relative_error(found, small.run(batch)[:stop]) < 0.012

@@ -58,6 +58,7 @@ def same_order(found: Permutation, wanted: Permutation) -> None:
     for left, right in zip(found.tiles, wanted.tiles, strict=True):
         assert same_bits(left.expert, right.expert)
         assert same_bits(left.row, right.row)
+        assert same_bits(left.used, right.used)
 
 
 @pytest.mark.parametrize("experts", [17, 256, 512])

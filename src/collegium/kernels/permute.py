@@ -46,7 +46,7 @@ class _Ranks(NamedTuple):
 
 
 class _TileList(NamedTuple):
-    """Expert and first row of each of ``count`` token tiles."""
+    """Expert and first row of each of ``count`` token tiles, and behind the experts ``types.TileRows.used``."""
 
     expert: Any
     row: Any
@@ -97,9 +97,14 @@ def _tile_counts(total, BLOCK_T: tl.constexpr):
 
 @triton.jit
 def _write_unused_tiles(tiles: _TileList, needed, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Write expert -1 and row 0 to the tiles that no expert needs."""
+    """Write expert -1 and row 0 to the tiles that no expert needs, and how many are needed (``TileRows.used``)."""
     if BLOCK_T:
-        first = tl.sum(needed, 0) + tl.program_id(0) * BLOCK_E
+        used = tl.sum(needed, 0)
+        number = tl.arange(0, 4)
+        # One program writes them. The condition is a bound: Triton's interpreter rejects a mask made with a scalar.
+        numbers = tl.where(tl.program_id(0) == 0, 3, 0)
+        tl.store(tiles.expert + tiles.count + number, tl.where(number == 0, used, 0), mask=number < numbers)
+        first = used + tl.program_id(0) * BLOCK_E
         while first < tiles.count:
             tile = first + tl.arange(0, BLOCK_E)
             tl.store(tiles.expert + tile, tl.full([BLOCK_E], -1, tl.int32), mask=tile < tiles.count)

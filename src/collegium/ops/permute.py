@@ -22,6 +22,7 @@ __all__ = ["Owners", "Permutation", "permute", "permute_regions", "tile_count"]
 _BLOCK = 128  # assignments whose pairs are counted
 _ALONE = 256  # assignments up to which one program does everything
 _PROGRAMS = 128
+_COUNTERS = 3  # of ``TileRows.used``
 
 
 class Owners(NamedTuple):
@@ -146,8 +147,10 @@ def _outputs(result: Permutation, owners: Owners | None, rows: int, num_experts:
     lists: list[Tensor | None] = []
     counts: list[int] = []
     for tiles in result.tiles:
-        lists += [tiles.expert, tiles.row]
-        counts.append(tiles.row.numel())
+        count = tiles.row.numel()
+        # The kernel writes ``used`` behind the experts; the address of no experts would be null.
+        lists += [tiles.expert if count else tiles.used, tiles.row]
+        counts.append(count)
     lists += [None] * (4 - len(lists))
     counts += [0] * (2 - len(counts))
     remote: tuple[Any, ...] = (None, None, None, None)
@@ -188,12 +191,12 @@ def _buffers(rows: int, experts: int, block_t: tuple[int, ...], *, weights: bool
     """Return what kernels write for ``rows`` assignments.
 
     order: sources, slots, expert offsets, row offsets and the first rows of tiles, one after the other. owners: the
-    experts of tiles. counts: scratch that two kernels share.
+    experts of tiles, and ``TileRows.used`` behind those of each list. counts: scratch that two kernels share.
     """
     tiles = sum(tile_count(rows, experts, size) for size in block_t)
     buffers: Buffers = {"order": (((2 + row_offsets) * rows + experts + 1 + tiles,), torch.int64)}
     if block_t:
-        buffers["owners"] = (tiles,), torch.int32
+        buffers["owners"] = (tiles + _COUNTERS * len(block_t),), torch.int32
     if weights:
         buffers["weights_by_row"] = (rows,), torch.float32
     if rows > _ALONE:
@@ -217,15 +220,15 @@ def _allocate(
     counts = [tile_count(rows, experts, size) for size in block_t]
     lengths = [rows, rows, experts + 1, rows if row_offsets else 0, *counts]
     source, slots, expert_offsets, offsets, *first_rows = tensors["order"].split(lengths)
-    owners = tensors["owners"].split(counts) if block_t else ()
+    owners = tensors["owners"].split([n for count in counts for n in (count, _COUNTERS)]) if block_t else ()
     result = Permutation(
         source=source,
         expert_offsets=expert_offsets,
         slots=slots.view(ids.shape),
         weights_by_row=tensors.get("weights_by_row"),
         tiles=tuple(
-            TileRows(block_t=size, expert=owner, row=first)
-            for size, owner, first in zip(block_t, owners, first_rows, strict=True)
+            TileRows(block_t=size, expert=expert, row=first, used=used)
+            for size, expert, first, used in zip(block_t, owners[::2], first_rows, owners[1::2], strict=True)
         ),
         row_offsets=offsets if row_offsets and rows else None,
     )
@@ -248,7 +251,8 @@ def _tiles(expert_offsets: Tensor, block_t: int, count: int) -> TileRows:
     safe = owner.clamp(max=last.numel() - 1)
     row = expert_offsets[safe] + (tile - (last - needed)[safe]) * block_t
     owner = torch.where(used, owner, -1).to(torch.int32)
-    return TileRows(block_t=block_t, expert=owner, row=torch.where(used, row, 0))
+    counters = torch.cat([last[-1:], last.new_zeros(_COUNTERS - 1)]).to(torch.int32)
+    return TileRows(block_t=block_t, expert=owner, row=torch.where(used, row, 0), used=counters)
 
 
 def _check(ids: Tensor, num_experts: int, weights: Tensor | None, block_t: tuple[int, ...]) -> None:

@@ -303,7 +303,7 @@ class PackedExperts(PackedWeights):
             dequantized_groups,
             buffer=buffer,
             offsets=batch.expert_offsets,
-            tiles=tile_list(batch.expert_offsets, count, tile, part(memory, "first")),
+            tiles=_tile_list(batch, tile, memory, "first"),
             rows=count,
             memory=part(memory, "second"),
         )
@@ -325,7 +325,7 @@ class PackedExperts(PackedWeights):
         offsets, used = batch.expert_offsets, _used_rows(batch)
         x, x_scale = self._ordered_operand(batch, self.gate_up.layout.row_order, part(memory, "x"))
         count = batch.source.numel()
-        tiles = tile_list(offsets, count, tile, part(memory, "first"))
+        tiles = _tile_list(batch, tile, memory, "first")
         middle = self._middle(count, out, memory)
         w4_prefill_gemm(x, self.gate_up, offsets, tiles, middle, x_scale=x_scale, activation=self.activation)
         h, h_scale = operand(
@@ -444,5 +444,5 @@ def _tile_list(batch: ContiguousBatch, tile: TileChoice, memory: Memory | None, 
     """Return the tile list that came with the batch, or list the tiles."""
     for rows in batch.tiles:
         if rows.block_t == tile.block_t:
-            return TileList(expert=rows.expert, row=rows.row, count=rows.row.numel(), tile=tile)
+            return TileList(expert=rows.expert, row=rows.row, count=rows.row.numel(), tile=tile, used=rows.used)
     return tile_list(batch.expert_offsets, batch.source.numel(), tile, part(memory, name))

@@ -113,9 +113,10 @@ class ProductTiling(Tiling):
 
     def block_t(self, rows: int) -> tuple[int, ...]:
         """Return the row counts whose token tile lists a batch of ``rows`` rows needs."""
-        if rows == 0 or self.large(rows) is not None:
+        if rows == 0:
             return ()
-        return tuple(dict.fromkeys(tile.block_t for tile in self.pair(rows)))
+        large = self.large(rows)
+        return tuple(dict.fromkeys(tile.block_t for tile in (self.pair(rows) if large is None else (large,))))
 
     def unsorted_tokens(self, top_k: int) -> int:
         """Return the most tokens of ``top_k`` assignments that run unsorted, each assignment in a separate tile.
