@@ -26,6 +26,7 @@ from collegium.experts.triton.tiles.problem import TileChoice
 from collegium.experts.triton.w4_prefill import w4_prefill_gemm
 from collegium.formats import MxFp4
 from collegium.kernels.enums import NOWHERE
+from collegium.ops.operand import transpose_scales
 from collegium.ops.quantize import REORDERED, activation_format, reorder_codes
 from collegium.parallel.local import Local
 from collegium.planning import plan
@@ -38,6 +39,7 @@ from products import grouped_gemm_reference
 from raising import raises_with
 
 TILE = TileChoice(block_n=256, block_t=160, warps=8, stages=5, group_t=2, programs=2)  # of one cluster
+SCALED = replace(TILE, block_t=128)  # where K blocks of tokens have scales
 COUNTS = (0, 330, 3, 0, 65)  # tiles of 112 and 16 tokens, an expert with a single tile of 80, two without rows
 ROWS, OWNED = 400, 398
 OFFSETS = torch.tensor([0, *COUNTS]).cumsum(0)
@@ -51,18 +53,25 @@ def weights_of(parts: int, n_out: int, k_in: int, *, bias: bool = True) -> tuple
     return pack_w4a8(payload, torch.randn(5, parts, n_out).bfloat16() if bias else None), payload.decode()
 
 
-def rows_of(k_in: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return codes in the order of the weights, their scales, and what they stand for."""
-    rows = activation_format("fp8_token").quantize(heavy_tailed(ROWS, k_in, seed=3).bfloat16())
-    assert rows.scales is not None
-    return reorder_codes(rows.codes, REORDERED), rows.scales, rows.codes.float() * rows.scales
+def rows_of(k_in: int, name: str = "fp8_token") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return codes in the order of the weights, their scales as the product reads them, and what they stand for."""
+    rows = activation_format(name).quantize(heavy_tailed(ROWS, k_in, seed=3).bfloat16())
+    scales = rows.scales
+    assert scales is not None
+    by_column = scales if scales.shape[1] == 1 else scales.repeat_interleave(128, 1)[:, :k_in]
+    meant = rows.codes.float() * by_column
+    if scales.shape[1] > 1:
+        scales = transpose_scales(scales, None)
+    return reorder_codes(rows.codes, REORDERED), scales, meant
 
 
 def run(x: torch.Tensor, packed: Any, dtype: torch.dtype, offsets: torch.Tensor = OFFSETS, **more: Any) -> torch.Tensor:
     out = torch.full((ROWS, packed.layout.shape[2]), 7.0, dtype=dtype)
-    return w4_prefill_gemm(x, packed, offsets, tile_list(offsets, ROWS, TILE), out, **more)
+    tile = SCALED if more["x_scale"].shape[1] > 1 else TILE
+    return w4_prefill_gemm(x, packed, offsets, tile_list(offsets, ROWS, tile), out, **more)
 
 
+@pytest.mark.parametrize("form", ["fp8_token", "fp8_group128"])
 @pytest.mark.parametrize(
     ("parts", "n_out", "k_in"),
     [
@@ -71,9 +80,9 @@ def run(x: torch.Tensor, packed: Any, dtype: torch.dtype, offsets: torch.Tensor 
         (1, 64, 704),  # more K blocks than stages
     ],
 )
-def test_truth_and_results_of_16_bits(parts: int, n_out: int, k_in: int) -> None:
+def test_truth_and_results_of_16_bits(parts: int, n_out: int, k_in: int, form: str) -> None:
     packed, values = weights_of(parts, n_out, k_in)
-    x, x_scale, meant = rows_of(k_in)
+    x, x_scale, meant = rows_of(k_in, form)
     activation = SWIGLU if parts == 2 else None
     floats = run(x, packed, torch.float32, x_scale=x_scale, activation=activation)
     truth = grouped_gemm_reference(meant, values, OFFSETS, bias=packed.bias, activation=activation)
@@ -93,14 +102,18 @@ def test_every_activation(kind: Any) -> None:
     assert relative_error(found[:OWNED], wanted[:OWNED]) < 1e-5
 
 
-def test_rows_are_batch_invariant() -> None:
+@pytest.mark.parametrize("form", ["fp8_token", "fp8_group128"])
+def test_rows_are_batch_invariant(form: str) -> None:
     packed, _ = weights_of(2, 72, 272)
-    x, x_scale, _ = rows_of(272)
+    x, x_scale, _ = rows_of(272, form)
     wanted = run(x, packed, torch.bfloat16, x_scale=x_scale, activation=SWIGLU)
     # The last 40 rows of the second expert alone, and the third one's.
     fewer = torch.tensor([0, 0, 40, 43, 43, 43])
     moved = torch.cat([torch.arange(290, 333), torch.arange(ROWS - 43)])
-    x, x_scale = x[moved], x_scale[moved]
+    x, x_scale = (
+        x[moved],
+        x_scale[moved] if form == "fp8_token" else transpose_scales(x_scale[moved].contiguous(), None),
+    )
     found = run(x, packed, torch.bfloat16, fewer, x_scale=x_scale, activation=SWIGLU)
     assert torch.equal(found[:43], wanted[290:333])
     x_scale[7] = torch.nan
@@ -148,8 +161,9 @@ def test_every_code_and_scale() -> None:
 
 
 @pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("form", ["fp8_token", "fp8_group128"])
 @pytest.mark.parametrize(("dtype", "kind"), [("bf16", "swiglu"), ("fp16", "swiglu_oai")])
-def test_layers_of_large_batches(weighted: bool, dtype: Any, kind: Any) -> None:
+def test_layers_of_large_batches(weighted: bool, dtype: Any, kind: Any, form: Any) -> None:
     spec = MoESpec(
         hidden_size=176,
         intermediate_size=96,
@@ -160,7 +174,7 @@ def test_layers_of_large_batches(weighted: bool, dtype: Any, kind: Any) -> None:
         expert_bias=True,
     )
     device = DeviceFacts(kind="cuda", capability=(9, 0))
-    problem = Problem(spec=spec, device=device, activation_format="fp8_token", dtype=dtype)
+    problem = Problem(spec=spec, device=device, activation_format=form, dtype=dtype)
     made = encode_experts(random_experts(5, 2, 96, 176, seed=1, bias=True), "mxfp4")
     small = TritonW4A8().pack(made, problem.routed)
     large = replace(small, machine=Machine(copies=True, compiles=True), forced="large")
@@ -196,7 +210,9 @@ def test_which_batches_are_large() -> None:
     assert found is not None
     assert (found.block_t, found.programs) == (160, 132)
     assert tile(256 * LARGE.four_bits - 1) is None
-    assert tile(256 * LARGE.four_bits, groups=True) is None, "scales of groups of columns"
+    scaled = tile(256 * LARGE.four_bits, groups=True)
+    assert scaled is not None
+    assert scaled.block_t == 128
     assert tile(256 * LARGE.four_bits, machine=machine_of((9, 0), 132, nvrtc=False)) is None
     assert tile(256 * LARGE.four_bits, machine=machine_of((10, 0), 132)) is None
     problem = replace(first.layout, shape=(256, *first.layout.shape[1:])).problem(8, 8, False)
@@ -223,8 +239,8 @@ def test_tiles_that_a_caller_forces() -> None:
     ]
     with raises_with(PlanError, "large tiles were forced"):
         plan(replace(problem, device=replace(hopper, nvrtc=False)), Overrides(tiles="large"))
-    with raises_with(PlanError, "large tiles were forced"):
-        plan(replace(problem, activation_format="fp8_group128"), Overrides(tiles="large"))
+    grouped = plan(replace(problem, activation_format="fp8_group128"))
+    assert {each.tiles for each in grouped.token_ranges} == {"small tiles", "large tiles"}
     with raises_with(SpecError, "tiles"):
         Overrides(tiles="wide")  # pyright: ignore[reportArgumentType]
 

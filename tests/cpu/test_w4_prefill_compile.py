@@ -23,7 +23,8 @@ if not nvrtc_found():
     pytest.skip("needs NVRTC", allow_module_level=True)
 
 GATE_UP = {
-    "OPERAND": 0, "OUT": 1, "PARTS": 2, "KIND": 0, "FAST": 0, "HAS_LIMIT": 0, "PLACED": 0, "BIAS": 0, "ALIGNED": 1,
+    "OPERAND": 0, "X_GROUPS": 0, "OUT": 1, "PARTS": 2, "KIND": 0, "FAST": 0, "HAS_LIMIT": 0, "PLACED": 0, "BIAS": 0,
+    "ALIGNED": 1,
 }  # fmt: skip
 DOWN = GATE_UP | {"PARTS": 1, "KIND": -1}
 CASES = (
@@ -33,8 +34,11 @@ CASES = (
     DOWN,
     DOWN | {"PLACED": 1, "BIAS": 3},
     DOWN | {"OUT": 2, "KIND": 6},
+    GATE_UP | {"X_GROUPS": 1},
+    DOWN | {"X_GROUPS": 1, "BIAS": 1, "PLACED": 1},
+    GATE_UP | {"X_GROUPS": 1, "OUT": 3, "ALIGNED": 0, "KIND": 1, "HAS_LIMIT": 1},
 )
-WIDTHS = 10  # 16 to 160 tokens
+WIDTHS = (10, 8)  # 16 to 160 tokens; to 128 where K blocks have scales
 
 
 @pytest.mark.parametrize("constants", CASES, ids=range(len(CASES)))
@@ -55,10 +59,11 @@ def test_products_run_on_without_spills(constants: dict[str, int], tmp_path: Pat
     assert names["ACQBULK"] == 1
     assert early_accesses(found) == []
     loops = product_loops(found)
-    assert len(loops) == WIDTHS
+    groups = constants["X_GROUPS"]
+    assert len(loops) == WIDTHS[groups]
     for loop in loops:
         counts = Counter(instruction.name.partition(".")[0] for instruction in loop)
         assert counts["QGMMA"] == 8, "two row tiles, four instructions each"
-        assert len(loop) < 230
+        assert len(loop) < (360 if groups else 230)
         assert counts["LDL"] + counts["STL"] == 0
         assert early_writes(loop) == []

@@ -22,7 +22,7 @@ from collegium.experts.triton.w4_prefill import w4_prefill_gemm
 from collegium.formats import MxFp4
 from collegium.formats.unquantised import DTYPES
 from collegium.kernels.enums import NOWHERE
-from collegium.ops.operand import operand
+from collegium.ops.operand import operand, transpose_scales
 from collegium.ops.quantize import REORDERED
 from collegium.parallel.local import Local
 from collegium.problem import Problem
@@ -116,8 +116,9 @@ def dispatched(
         (5, 72, 3072),
     ],
 )
-def test_matches_truth_and_small_batch_bits(experts: int, wide: int, hidden: int, style: str) -> None:
-    packed, made, problem = build(experts=experts, wide=wide, hidden=hidden)
+@pytest.mark.parametrize("act", ["fp8_token", "fp8_group128"])
+def test_matches_truth_and_small_batch_bits(experts: int, wide: int, hidden: int, style: str, act: str) -> None:
+    packed, made, problem = build(experts=experts, wide=wide, hidden=hidden, act=act)
     batch = dispatched(600, experts, hidden, style=style)
     rows, stop = batch.source.numel(), int(batch.expert_offsets[-1])
     assert packed.tiling.large(rows) is not None
@@ -147,7 +148,7 @@ def test_activations_and_biases(activation: ActivationSpec, bias: bool) -> None:
     assert torch.equal(packed.run(batch)[:stop], small(packed).run(batch)[:stop])
 
 
-@pytest.mark.parametrize("act", ["fp8_token", "fp8_static"])
+@pytest.mark.parametrize("act", ["fp8_token", "fp8_static", "fp8_group128", "fp8_group128_pow2"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_formats_of_tokens(act: str, dtype: str, weighted: bool) -> None:
@@ -159,8 +160,9 @@ def test_formats_of_tokens(act: str, dtype: str, weighted: bool) -> None:
     assert torch.equal(packed.run(batch)[:stop], small(packed).run(batch)[:stop])
 
 
+@pytest.mark.parametrize("act", ["fp8_token", "fp8_group128"])
 @pytest.mark.parametrize("parts", [1, 2])
-def test_every_count_of_rows(parts: int) -> None:
+def test_every_count_of_rows(parts: int, act: str) -> None:
     """Experts of 1 to 341 rows, so tiles of every width: the bits of the small tiles, and nothing beyond them."""
     counts = torch.arange(0, 342, 11)
     experts, n_out, k_in = counts.numel(), 200, 640
@@ -169,7 +171,12 @@ def test_every_count_of_rows(parts: int) -> None:
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]).cuda()
     stop = int(offsets[-1])
     rows = stop + 5
-    x, x_scale = operand(heavy_tailed(rows, k_in, seed=3).bfloat16().cuda(), "fp8_token", order=REORDERED)
+    x, x_scale = operand(heavy_tailed(rows, k_in, seed=3).bfloat16().cuda(), act, order=REORDERED)
+    large_tile = LARGE_TILE
+    if act == "fp8_group128":
+        assert x_scale is not None
+        x_scale = transpose_scales(x_scale, None)
+        large_tile = replace(LARGE_TILE, block_t=128)
     activation = ActivationSpec() if parts == 2 else None
     wanted = torch.full((rows, n_out), 7.0, dtype=torch.bfloat16, device="cuda")
     grouped_gemm(
@@ -177,7 +184,7 @@ def test_every_count_of_rows(parts: int) -> None:
     )
     for programs in (132, 2, 8):
         out = torch.full((rows, n_out), 7.0, dtype=torch.bfloat16, device="cuda")
-        tiles = tile_list(offsets, rows, replace(LARGE_TILE, programs=programs))
+        tiles = tile_list(offsets, rows, replace(large_tile, programs=programs))
         for _ in range(3):
             w4_prefill_gemm(x, packed, offsets, tiles, out, x_scale=x_scale, activation=activation)
             assert torch.equal(out, wanted)

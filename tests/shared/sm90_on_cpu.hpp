@@ -28,6 +28,7 @@ typedef long long i64;
 
 struct Index { int x; };
 struct float2 { float x, y; };
+struct float4 { float x, y, z, w; };
 struct uint4 { u32 x, y, z, w; };
 #ifndef BLOCKS
 #define BLOCKS 2  // of the cluster
@@ -247,7 +248,9 @@ static void multiply(float (&d)[64], const u8* x, const u8* w, int k, bool added
 }
 
 // The first operand is in registers: 64 rows of 32 E4M3 numbers, of which a lane has four words.
-template <int R> static void multiply_registers(float (&d)[R], u32 a0, u32 a1, u32 a2, u32 a3, const u8* tokens, int k) {
+template <int R> static void multiply_registers(
+    float (&d)[R], u32 a0, u32 a1, u32 a2, u32 a3, const u8* tokens, int k, bool added
+) {
     auto& own = slots[blockIdx.x][threadIdx.x / 32];
     int lane = own_lane();
     own[lane][1] = a0, own[lane][2] = a1, own[lane][3] = a2, own[lane][4] = a3;
@@ -266,7 +269,7 @@ template <int R> static void multiply_registers(float (&d)[R], u32 a0, u32 a1, u
                 float v = number_at(tokens, 8 * j + lane % 4 * 2 + e, k * 32 + i);
                 sum[0] += rows[0][i] * v, sum[1] += rows[1][i] * v;
             }
-            for (int h = 0; h < 2; h++) d[4 * j + 2 * h + e] += sum[h];
+            for (int h = 0; h < 2; h++) d[4 * j + 2 * h + e] = (added ? d[4 * j + 2 * h + e] : 0.0f) + sum[h];
         }
 }
 

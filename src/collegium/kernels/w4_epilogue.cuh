@@ -7,7 +7,7 @@ struct Out { void* rows; const i64* row_places; };
 
 constexpr i64 NOWHERE = -(1LL << 62);
 
-// Scaled in the order of w4a8.py: by the weight row, then by the token, then the bias.
+// Scaled in the order of w4a8.py: by the weight row, then by the token (1 where its K blocks were scaled), then the bias.
 __device__ __forceinline__ float scaled(float sum, float row_scale, float x_scale, float bias) {
     float v = sum * row_scale * x_scale;
     return BIAS ? v + bias : v;

@@ -5,7 +5,8 @@ constexpr int WARPS = 4 * GROUPS;
 constexpr int ROW_TILES = 2;        // of a group: 64 weight rows each, with separate operands and sums
 constexpr int BLOCK_TILES = GROUPS * ROW_TILES;
 constexpr int BLOCK_ROWS = BLOCK_TILES * ROW_TILE;
-constexpr int MAX_TOKENS = 160;     // of a tile
+constexpr int MAX_TOKENS = X_GROUPS ? 128 : 160;  // of a tile
+constexpr int MAX_TOKENS_OF_TWO = 80;  // of a tile whose products of two row tiles fit in registers beside the sums
 constexpr int TOKEN_STEP = 16;      // widths of tiles are its multiples
 constexpr int WIDTHS = MAX_TOKENS / TOKEN_STEP;
 constexpr int STAGES = 5;
@@ -17,7 +18,7 @@ constexpr int OUT_COLUMNS = ROW_TILES * ROW_TILE / PARTS;  // results of a group
 constexpr int OUT_PITCH = 2 * OUT_COLUMNS + 16;            // bytes, so that eight rows begin in different banks
 constexpr int RING = 8;             // tiles that were drawn and are not finished
 // Warps after those that multiply, one task each.
-constexpr int COPY_WARP = WARPS, DRAW_WARP = WARPS + 1, FACTOR_WARP = WARPS + 2;
+constexpr int COPY_WARP = WARPS, DRAW_WARP = WARPS + 1, FACTOR_WARP = WARPS + 2, SCALE_WARP = WARPS + 3;
 constexpr int THREADS = 32 * WARPS + 128;
 // Registers of a thread that multiplies, and of the others; at first all have the same number.
 constexpr int FIRST = 65536 / THREADS / 8 * 8, MULTIPLYING = 232, COPYING = 40;
@@ -38,6 +39,7 @@ struct Factors { float row_scale[BLOCK_ROWS], bias[BLOCK_ROWS], x_scale[MAX_TOKE
 
 struct Shared {
     u8 stage[STAGES][STAGE_BYTES];
+    alignas(16) float x_scale[X_GROUPS ? STAGES : 1][X_GROUPS ? MAX_TOKENS : 4];
     alignas(16) u8 out[GROUPS][OUT_TOKENS * OUT_PITCH];
     alignas(16) Factors factors[2];
     Tile tile[RING];
@@ -47,7 +49,7 @@ struct Shared {
 static_assert(sizeof(Shared) + 1023 <= 227 * 1024, "more shared memory than a block may have");
 
 struct TokenMaps { Map of_width[WIDTHS]; };  // boxes of half of the tokens of a tile
-struct Sizes { int n_out, row_tiles, k_blocks, group_t, sixteen; float limit, alpha, gate_bound, up_bound; };
+struct Sizes { int n_out, row_tiles, k_blocks, group_t, sixteen, scale_stride; float limit, alpha, gate_bound, up_bound; };
 struct Lists { const i64* expert_offsets; const int* tile_expert; const i64* tile_row; const int* tiles_used; };
 struct Parameters { const float *x_scale, *row_scale; const void* bias; };
 
@@ -163,7 +165,7 @@ __device__ __forceinline__ void load_factors(Shared& s, u32 rank, const Paramete
             scale[i] = __ldg(p.row_scale + (i64)t.expert * rows + min(first + 32 * i + lane, rows - 1));
 #pragma unroll
         for (int i = 0; i < MAX_TOKENS / 32; i++)
-            of_token[i] = __ldg(p.x_scale + t.row + min(32 * i + lane, tokens_of(t) - 1));
+            of_token[i] = X_GROUPS ? 1.0f : __ldg(p.x_scale + t.row + min(32 * i + lane, tokens_of(t) - 1));
         wait_at_most(&s.factors_empty[side], turn / 2 % 2 ^ 1);
 #pragma unroll
         for (int i = 0; i < BLOCK_ROWS / 32; i++) f.row_scale[32 * i + lane] = scale[i];
@@ -179,6 +181,45 @@ __device__ __forceinline__ void load_factors(Shared& s, u32 rank, const Paramete
         }
         __syncwarp();
         if (lane == 0) arrive(&s.factors_full[side]);
+    }
+}
+
+// Where the scale of a token is in a stage: a thread's four tokens of 16 follow each other.
+__device__ __forceinline__ int scale_place(int token) {
+    return token / 16 * 16 + token / 2 % 4 * 4 + token / 8 % 2 * 2 + token % 2;
+}
+
+// Loads the scales of tokens of each K block of tile after tile, some blocks ahead. One warp.
+__device__ __forceinline__ void load_token_scales(Shared& s, const Parameters& p, const Sizes& z) {
+    constexpr int AHEAD = 2, OF_LANE = MAX_TOKENS / 32;
+    int lane = threadIdx.x % 32;
+    Cursor c{0, 0};
+#pragma unroll 1
+    for (u32 turn = 0;; turn++) {
+        int slot = turn % RING;
+        wait_at_most(&s.ready[slot], turn / RING % 2);
+        Tile t = s.tile[slot];
+        if (tokens_of(t) == 0) break;
+        const float* first = p.x_scale + t.row + lane;
+#pragma unroll 1
+        for (int block = 0; block < z.k_blocks; block += AHEAD) {
+            float scale[AHEAD][OF_LANE];
+#pragma unroll
+            for (int k = 0; k < AHEAD; k++)
+#pragma unroll
+                for (int i = 0; i < OF_LANE; i++)
+                    scale[k][i] = block + k < z.k_blocks ? __ldg(first + (i64)(block + k) * z.scale_stride + 32 * i) : 0.0f;
+#pragma unroll
+            for (int k = 0; k < AHEAD; k++) {
+                if (block + k >= z.k_blocks) break;
+                wait_at_most(&s.empty[c.stage], c.parity ^ 1);
+#pragma unroll
+                for (int i = 0; i < OF_LANE; i++) s.x_scale[c.stage][scale_place(32 * i + lane)] = scale[k][i];
+                __syncwarp();
+                if (lane == 0) arrive(&s.full[c.stage]);
+                next(c);
+            }
+        }
     }
 }
 
@@ -208,11 +249,71 @@ __device__ __forceinline__ Codes load_codes(const u8* stage, const Reader& r, in
     return load_codes(stage + r.codes + row_tile * CODE_BYTES, stage + r.scales + row_tile * SCALE_BYTES);
 }
 
-template <int N> __device__ __forceinline__ void multiply_block(float (&d)[N / 2], const u32 (&a)[16], const u8* tokens) {
+// d = the product of 64 weight rows and N tokens of one K block, plus d where added.
+template <int N> __device__ __forceinline__ void multiply_block(
+    float (&d)[N / 2], const u32 (&a)[16], const u8* tokens, bool added
+) {
     begin_products();
 #pragma unroll
-    for (int k = 0; k < 4; k++) multiply_registers(d, a[4 * k], a[4 * k + 1], a[4 * k + 2], a[4 * k + 3], tokens, k);
+    for (int k = 0; k < 4; k++)
+        multiply_registers(d, a[4 * k], a[4 * k + 1], a[4 * k + 2], a[4 * k + 3], tokens, k, added || k > 0);
     commit_products();
+}
+
+// acc += d, each token with its scale. scales: of this thread's tokens, as scale_place orders them.
+template <int N> __device__ __forceinline__ void add_scaled(float (&acc)[N / 2], const float (&d)[N / 2], const float* scales) {
+#pragma unroll
+    for (int j = 0; j < N / 16; j++) {
+        float4 scale = *(const float4*)(scales + 16 * j);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            acc[8 * j + 2 * h] = fmaf(d[8 * j + 2 * h], scale.x, acc[8 * j + 2 * h]);
+            acc[8 * j + 2 * h + 1] = fmaf(d[8 * j + 2 * h + 1], scale.y, acc[8 * j + 2 * h + 1]);
+            acc[8 * j + 4 + 2 * h] = fmaf(d[8 * j + 4 + 2 * h], scale.z, acc[8 * j + 4 + 2 * h]);
+            acc[8 * j + 5 + 2 * h] = fmaf(d[8 * j + 5 + 2 * h], scale.w, acc[8 * j + 5 + 2 * h]);
+        }
+    }
+}
+
+// One K block where tokens have a scale for each: its products are added to the sums when they are complete. Registers of
+// wide tiles hold one product and one operand, so a group decodes and adds while the other one multiplies.
+template <int N> __device__ __forceinline__ void add_scaled_block(
+    const u8* stage, const float* scales, const Reader& r, float (&acc)[ROW_TILES][N / 2]
+) {
+    u32 a[16];
+    float d[N / 2];
+    decode(load_codes(stage, r, 0), r.selector, r.sixteen, a);
+    multiply_block<N>(d, a, stage, false);
+    if constexpr (N <= MAX_TOKENS_OF_TWO) {
+        u32 b[16];
+        float e[N / 2];
+        decode(load_codes(stage, r, 1), r.selector, r.sixteen, b);
+        multiply_block<N>(e, b, stage, false);
+        await_products<1>();
+        add_scaled<N>(acc[0], d, scales);
+        await_products<0>();
+        add_scaled<N>(acc[1], e, scales);
+    } else {
+        await_products<0>();
+        add_scaled<N>(acc[0], d, scales);
+        decode(load_codes(stage, r, 1), r.selector, r.sixteen, a);
+        multiply_block<N>(d, a, stage, false);
+        await_products<0>();
+        add_scaled<N>(acc[1], d, scales);
+    }
+}
+
+// Sums of all K blocks where tokens have a scale for each.
+template <int N> __device__ __forceinline__ void sum_scaled_blocks(
+    Shared& s, Cursor& c, int k_blocks, const Reader& r, float (&acc)[ROW_TILES][N / 2]
+) {
+#pragma unroll 1
+    for (int block = 0; block < k_blocks; block++, next(c)) {
+        wait_at_most(&s.full[c.stage], c.parity);
+        add_scaled_block<N>(s.stage[c.stage], s.x_scale[c.stage] + threadIdx.x % 4 * 4, r, acc);
+        __syncwarp();
+        if (r.releases) arrive_at_both(r.peer, &s.empty[c.stage]);
+    }
 }
 
 // Sums of all K blocks for N tokens and a group's two row tiles. One row tile is decoded while the other is multiplied.
@@ -231,9 +332,9 @@ template <int N> __device__ __forceinline__ void sum_over_k(
         const u8* stage = s.stage[c.stage];
         Barrier* empty = &s.empty[c.stage];
         codes = load_codes(stage, r, 1);
-        multiply_block<N>(acc[0], a, stage);
+        multiply_block<N>(acc[0], a, stage, true);
         decode(codes, r.selector, r.sixteen, b);
-        multiply_block<N>(acc[1], b, stage);
+        multiply_block<N>(acc[1], b, stage, true);
         next(c);
         bool more = block + 1 < k_blocks;
         if (more) {

@@ -2,22 +2,24 @@
 //
 //     out[r, n] = activation(x_scale[r] * row_scale[e, n] * sum over k of w[e, n, k] * x[r, k] + bias[e, n])
 //
-// for the rows r of expert e. Weights, order of K, rounding and so the bits are those of w4a8.py.
+// for the rows r of expert e. With X_GROUPS a row has a scale for each K block: x_scale[r, k / 128] then multiplies the
+// K block's product before it is added to the sum. Weights, order of K, rounding and so the bits are those of w4a8.py.
 //
 // Weights are the first operand of the tensor core and are decoded in registers (w4_decode.cuh); tokens are the second
-// operand, in shared memory: 16 to 160 of them in steps of 16, so a tile has the width of its expert's tokens. A block of
-// threads multiplies 256 weight rows at a time: two groups of four warps have 128 each, and one decodes while the other
-// multiplies. The two blocks of a cluster take neighbouring weights and the same tokens, of which each copies a half for
-// both. One warp copies, one draws tiles, one loads the factors of the epilogue (w4_pipeline.cuh, w4_epilogue.cuh).
+// operand, in shared memory: 16 to MAX_TOKENS of them in steps of 16, so a tile has the width of its expert's tokens. A
+// block of threads multiplies 256 weight rows at a time: two groups of four warps have 128 each, and one decodes while
+// the other multiplies. The two blocks of a cluster take neighbouring weights and the same tokens, of which each copies a
+// half for both. One warp copies, one draws tiles, one loads the factors of the epilogue, one those of K blocks
+// (w4_pipeline.cuh, w4_epilogue.cuh).
 //
 // tokens: tensor maps of x [rows, 128 k_blocks] for tiles of each width. codes, scales: tensor maps of [E, row_tiles,
 // k_blocks, 64, 64] bytes and [E, row_tiles, k_blocks, 64] words; gate and up alternate, eight rows each. Maps read zero
-// beyond their ends. x_scale: float32 [rows]. row_scale: float32 [E, 64 row_tiles]. bias: [E, PARTS, n_out]. counters: two
-// zeros, which the kernel leaves zero. Lists: as prefill.cu takes them, of tiles of 160 tokens. Rows from
-// expert_offsets[E] on are not written. PLACED: row r is written to element row_places[r] of the result, which may be in
-// a peer's memory, or nowhere.
+// beyond their ends. x_scale: float32 [rows], or [k_blocks, scale_stride] with X_GROUPS. row_scale: float32 [E, 64
+// row_tiles]. bias: [E, PARTS, n_out]. counters: two zeros, which the kernel leaves zero. Lists: as prefill.cu takes them,
+// of tiles of MAX_TOKENS tokens. Rows from expert_offsets[E] on are not written. PLACED: row r is written to element
+// row_places[r] of the result, which may be in a peer's memory, or nowhere.
 //
-// The compiler's options define PARTS, PLACED, OUT (1 bfloat16, 2 float16, 3 float32), KIND, FAST, HAS_LIMIT
+// The compiler's options define PARTS, PLACED, X_GROUPS, OUT (1 bfloat16, 2 float16, 3 float32), KIND, FAST, HAS_LIMIT
 // (kernels/enums.py), BIAS (0 none, 1 bfloat16, 2 float16, 3 float32) and ALIGNED: rows of results begin at multiples of
 // 16 bytes. The text follows sm90.cu, activation.cuh and the parts named above.
 
@@ -30,7 +32,8 @@ template <int N> __device__ __forceinline__ void run_tile(
     for (int m = 0; m < ROW_TILES; m++)
 #pragma unroll
         for (int i = 0; i < N / 2; i++) acc[m][i] = 0.0f;
-    sum_over_k<N>(s, c, z.k_blocks, r, acc);
+    if constexpr (X_GROUPS) sum_scaled_blocks<N>(s, c, z.k_blocks, r, acc);
+    else sum_over_k<N>(s, c, z.k_blocks, r, acc);
     int group = threadIdx.x / 128;
     int first_channel = ((2 * t.column + rank) * BLOCK_TILES + group * ROW_TILES) * (ROW_TILE / PARTS);
     wait_at_most(&s.factors_full[turn % 2], turn / 2 % 2);
@@ -58,7 +61,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
     int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     u32 rank = blockIdx.x % 2;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; i++) init(&s.full[i], 1), init(&s.empty[i], 2 * WARPS);
+        for (int i = 0; i < STAGES; i++) init(&s.full[i], 1 + X_GROUPS), init(&s.empty[i], 2 * WARPS);
         for (int i = 0; i < RING; i++) init(&s.ready[i], 1), init(&s.nearly_copied[i], 2);
         for (int i = 0; i < 2; i++) init(&s.factors_full[i], 1), init(&s.factors_empty[i], WARPS);
         show_barriers();
@@ -70,6 +73,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
         if (warp == COPY_WARP && elected()) copy_operands(s, rank, tokens, codes, scales, z);
         if (warp == DRAW_WARP && rank == 0 && elected()) draw_tiles(s, lists, z, counters);
         if (warp == FACTOR_WARP) load_factors(s, rank, parameters, z);
+        if (X_GROUPS && warp == SCALE_WARP) load_token_scales(s, parameters, z);
         __syncwarp();
     } else {
         take_registers<MULTIPLYING>();

@@ -322,15 +322,17 @@ class PackedExperts(PackedWeights):
         self, batch: ContiguousBatch, tile: TileChoice, out: Tensor, memory: Memory | None
     ) -> Tensor:
         """Write both products of four-bit weights to ``out``, with the bits of the small tiles."""
-        offsets, used = batch.expert_offsets, _used_rows(batch)
-        x, x_scale = self._ordered_operand(batch, self.gate_up.layout.row_order, part(memory, "x"))
+        offsets, used, memory_x = batch.expert_offsets, _used_rows(batch), part(memory, "x")
+        x, x_scale = self._ordered_operand(batch, self.gate_up.layout.row_order, memory_x)
+        if reads_transposed_scales(self.activations, self.gate_up.layout, tile):
+            assert x_scale is not None
+            x_scale = transpose_scales(x_scale, None, used=used, memory=memory_x)
         count = batch.source.numel()
         tiles = _tile_list(batch, tile, memory, "first")
         middle = self._middle(count, out, memory)
         w4_prefill_gemm(x, self.gate_up, offsets, tiles, middle, x_scale=x_scale, activation=self.activation)
-        h, h_scale = operand(
-            middle, self.forms[1], order=self.down.layout.row_order, used=used, memory=part(memory, "h")
-        )
+        form = middle_format(self.forms[1], self.down.layout, tile)
+        h, h_scale = operand(middle, form, order=self.down.layout.row_order, used=used, memory=part(memory, "h"))
         tiles = replace(tiles, row_offsets=_row_offsets(batch))
         return w4_prefill_gemm(h, self.down, offsets, tiles, out, x_scale=h_scale)
 

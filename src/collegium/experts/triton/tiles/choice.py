@@ -12,6 +12,7 @@ from .score import score
 
 __all__ = [
     "FOUR_BIT_TOKENS",
+    "FOUR_BIT_TOKENS_SCALED",
     "LARGE_BLOCK_N",
     "choose",
     "dequantize_threshold",
@@ -22,6 +23,7 @@ __all__ = [
 
 LARGE_BLOCK_N = 128  # weight rows of an operand of a large batch's tile, which has two
 FOUR_BIT_TOKENS = 160  # of the widest tile of four-bit weights in a large batch
+FOUR_BIT_TOKENS_SCALED = 128  # the same where each K block of a token has a scale
 _FOUR_BIT_ROWS = 256  # weight rows of a block of threads there
 _MIN_K = DEQUANTIZE.min_k
 _LARGE_GROUP_T = 8  # token tiles of one expert in a large batch that share a pass over its weights
@@ -58,13 +60,13 @@ def prefill_tile(problem: TileProblem, machine: Machine, *, always: bool = False
     # Blocks come in pairs, which share their tokens.
     programs = machine.sms // 2 * 2
     if problem.kind is Operands.FOUR_BIT:
-        if problem.promoted or problem.operands > 1:
+        if problem.operands > 1:
             return None
         if not always and problem.rows < large_from(problem, machine) * problem.experts:
             return None
         return TileChoice(
             block_n=_FOUR_BIT_ROWS,
-            block_t=FOUR_BIT_TOKENS,
+            block_t=FOUR_BIT_TOKENS_SCALED if problem.promoted else FOUR_BIT_TOKENS,
             warps=8,
             stages=5,
             group_t=_LARGE_GROUP_T,
