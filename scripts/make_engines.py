@@ -81,7 +81,7 @@ def speed_table(runs: list[Row]) -> str:
     """Return a line per model and recipe: how many times as fast the engine is with the plug-in, by measure."""
     lines: dict[tuple[str, ...], dict[str, str]] = {}
     for row in runs:
-        if "measure" in row:
+        if "measure" in row and (row["error"] or row["measure"] in MEASURES):
             lines.setdefault(tuple(row[name] for name in RUN), {})[row["measure"]] = cell(row)
     if not lines:
         return "No run on a GPU is committed yet.\n"
