@@ -157,7 +157,7 @@ class LayerBuilder:
         Raises InputError for an unknown name, shard or expert, TensorMismatchError for another shape or dtype,
         DuplicateTensorError for a tensor that was loaded before, and InputError after ``finish``.
         """
-        return self._open("load").load(parameter, tensor, shard, expert)
+        return self._open("load").load(parameter, tensor, shard, expert).is_needed
 
     @plain_torch()
     def load_all(

@@ -10,7 +10,7 @@ from torch import Tensor
 from .checkpoint.activation_scales import ScaleRequest
 from .checkpoint.layer_parameters import LayerParameters, LoadSummary, Shard, Stored, candidates_of
 from .checkpoint.name_mapping import MappedTensor, NameMapping
-from .checkpoint.parameters import check_plain
+from .checkpoint.parameters import StoredCopy, check_plain
 from .encoding import in_formats
 from .errors import InputError, MissingTensorError
 from .experts import ExpertKernel, PackedWeights
@@ -22,7 +22,7 @@ from .ops.quantize import activation_format
 from .parallel.placement import linear
 from .planning import kernel_named
 from .problem import ExpertsProblem
-from .runtime.checksum import Key, combined_checksum, tensor_checksum
+from .runtime.checksum import Key, combined_checksum, tensor_checksum, tensor_checksums
 from .runtime.devices import plain_torch
 from .stages.modules import InputTransform
 from .stages.shared import SharedExpert, slice_shared, split_shared
@@ -129,6 +129,7 @@ class WeightUpdater:
             absent=absent,
         )
         self._sums: dict[Key, Tensor] = {}
+        self._copies: dict[Key, StoredCopy] = {}
 
     @property
     def names(self) -> list[str]:
@@ -170,6 +171,7 @@ class WeightUpdater:
             experts = self._new_experts(slots) if slots else None
             shared = parameters.shared() if parameters.shared_touched else None
             self._check_reach()
+            self._sum_copies()
             if experts is not None:
                 self._write_experts(self._packed_batches(slots, experts))
             if shared is not None:
@@ -190,11 +192,23 @@ class WeightUpdater:
             )
         # Move the tensor once, for both the checksum and the copy.
         oriented = check_plain(f"load: {row.parameter!r}", tensor).to(self._device)
-        is_stored = self._parameters.load(row.parameter, oriented, row.shard, row.expert, interleaved=row.interleaved)
-        if is_stored:
+        loaded = self._parameters.load(row.parameter, oriented, row.shard, row.expert, interleaved=row.interleaved)
+        key = row.parameter, row.shard, row.expert
+        if loaded.is_needed and loaded.copy is not None and original is tensor:
+            self._copies[key] = loaded.copy
+        elif loaded.is_needed:
             moved = oriented if original is tensor else original.detach().to(self._device)
-            self._sums[row.parameter, row.shard, row.expert] = tensor_checksum(moved)
-        return is_stored
+            self._sums[key] = tensor_checksum(moved)
+        return loaded.is_needed
+
+    def _sum_copies(self) -> None:
+        """Compute the checksums of single matrices from their copies, those of one buffer at once."""
+        by_buffer: dict[int, list[tuple[Key, StoredCopy]]] = {}
+        for key, copy in self._copies.items():
+            by_buffer.setdefault(copy.rows.data_ptr(), []).append((key, copy))
+        for entries in by_buffer.values():
+            sums = tensor_checksums(entries[0][1].rows, [copy.number for _, copy in entries])
+            self._sums |= zip([key for key, _ in entries], sums.unbind(), strict=True)
 
     def _complete_slots(self) -> list[int]:
         """Return the slots to write; raises MissingTensorError where something is missing."""

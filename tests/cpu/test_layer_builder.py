@@ -41,7 +41,8 @@ from collegium.experts import KERNELS
 from collegium.formats import FORMATS
 from collegium.formats.gguf import KINDS as GGUF_KINDS
 from collegium.parallel.placement import tensor_parallel
-from collegium.runtime.checksum import tensor_checksum
+from collegium.runtime import checksum
+from collegium.runtime.checksum import tensor_checksum, tensor_checksums
 from collegium.types import ActivationSpec
 from collegium.weight_updater import experts_between
 from integers import random_blocks
@@ -112,6 +113,10 @@ def load_into(builder: LayerBuilder | WeightUpdater, items: list[Item]) -> list[
     return [builder.load(name, tensor, shard=shard, expert=expert) for name, tensor, shard, expert in items]
 
 
+def checksums_of(items: list[Item]) -> dict[Any, int]:
+    return {(name, shard, expert): int(tensor_checksum(tensor)) % (1 << 64) for name, tensor, shard, expert in items}
+
+
 def built(items: list[Item], spec: MoESpec | None = None, **options: Any) -> MoELayer:
     builder = LayerBuilder(spec or spec_of(), device="cpu", **options)
     load_into(builder, items)
@@ -151,10 +156,12 @@ def test_single_tensors_equal_loaded_files(tmp_path: Path, name: str) -> None:
     for tensor in (*layer.experts.slots(), *([] if layer.shared is None else layer.shared.experts.slots())):
         tensor.zero_()
     updater = WeightUpdater(layer, stored=view.stored, shared_stored=view.stored)
-    load_into(updater, list(engine_items(checkpoint)))
-    updater.finish()
+    new = list(engine_items(checkpoint))
+    load_into(updater, new)
+    report = updater.finish()
     assert same(layer, wanted)
     assert addresses(layer) == before
+    assert report.checksums == checksums_of(new)
 
 
 @pytest.mark.each_choice
@@ -590,6 +597,54 @@ def test_checksum_detects_change_and_swap() -> None:
     report = updater.finish()
     assert report.checksums["weight", "w2", 3] == int(tensor_checksum(items[-4][1])) % (1 << 64)
     assert f"{report.checksum:016x}" in str(report)
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [
+        Placement(expert_ids=(3, 1, 3)),
+        Placement(expert_ids=(0, 1, 2, 3, 4), tp_rank=1, tp_size=2),
+    ],
+    ids=["replicas", "slices"],
+)
+@pytest.mark.parametrize("fused", [False, True])
+def test_checksums_are_those_of_sent_tensors(placement: Placement, fused: bool) -> None:
+    options: Any = {"placement": placement, "overrides": Overrides(dispatcher="partial")}
+    layer = built(random_items(1, fused=fused)[1:], router=False, **options)
+    new = random_items(2, fused=fused)[1:]
+    updater = WeightUpdater(layer)
+    for name, tensor, shard, expert in new:
+        reused = tensor.clone()
+        updater.load(name, reused, shard=shard, expert=expert)
+        reused.zero_()
+    report = updater.finish()
+    local = [item for item in new if item[3] in placement.expert_ids]
+    assert report.checksums == checksums_of(local)
+    assert report.checksum == weights_checksum(local)
+    assert same(layer, built(new, router=False, **options))
+
+
+def test_default_device_of_the_caller_is_ignored() -> None:
+    layer, new = built(random_items(1)), random_items(2)
+    updater = WeightUpdater(layer)
+    with torch.device("meta"), torch.inference_mode():
+        load_into(updater, new)
+        report = updater.finish()
+    assert report.checksum == weights_checksum(new)
+    assert same(layer, built(new))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (13,), (3, 8), (5, 1001)])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("words", [1 << 22, 700])
+def test_checksums_of_rows(
+    shape: tuple[int, ...], dtype: torch.dtype, words: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checksum, "_CHUNK", words)
+    monkeypatch.setattr(checksum, "_factors", {})
+    rows = torch.randn(9, *shape).mul(50).to(dtype)
+    indices = [7, 0, 3, 3, 8]
+    assert tensor_checksums(rows, indices).tolist() == [int(tensor_checksum(rows[index])) for index in indices]
 
 
 def test_checksum_depends_on_value_and_position() -> None:

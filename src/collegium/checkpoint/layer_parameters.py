@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -16,10 +16,10 @@ from ..types import ExpertWeights, LatentWeights, MoESpec, RouterWeights, Shared
 from .activation_scales import ActivationScales, Reach, ScaleRequest, is_unequal, reach_of
 from .layout import Cut, local_range
 from .non_expert_weights import check_hash_entries
-from .parameters import MatrixParameters, Piece, Target, check_plain
+from .parameters import MatrixParameters, Piece, StoredCopy, Target, check_plain
 from .stored_format import ACTIVATION_SCALES, StoredFormat
 
-__all__ = ["SHARDS", "Candidates", "LayerParameters", "LoadSummary", "Shard", "Stored", "candidates_of"]
+__all__ = ["SHARDS", "Candidates", "LayerParameters", "LoadSummary", "Loaded", "Shard", "Stored", "candidates_of"]
 
 Shard = Literal["w1", "w2", "w3", "w13"]
 SHARDS: tuple[Shard, ...] = ("w1", "w2", "w3", "w13")
@@ -74,6 +74,13 @@ class LoadSummary:
         if self.skipped:
             text += f"; {self.skipped:,} of {len(self.skipped_experts)} experts of other ranks skipped"
         return text + (f"; {len(self.ignored):,} names ignored" if self.ignored else "")
+
+
+class Loaded(NamedTuple):
+    """Whether this rank needs a tensor, and where its bytes were copied to unchanged, None if nowhere."""
+
+    is_needed: bool
+    copy: StoredCopy | None = None
 
 
 class LayerParameters:
@@ -132,29 +139,29 @@ class LayerParameters:
         expert: int | None,
         *,
         interleaved: bool = False,
-    ) -> bool:
+    ) -> Loaded:
         """Take one tensor; see ``LayerBuilder.load``. interleaved: rows of gate and up alternate in ``w13``."""
         plain = check_plain(f"load: {parameter!r}", tensor)
         if parameter in self._allowed:
             self._load_dense(parameter, plain, shard, expert)
-            is_stored = True
+            loaded = Loaded(is_needed=True)
         elif parameter.startswith(_SHARED) and self._shared is not None:
             name = parameter.removeprefix(_SHARED)
             self._refuse_expert(parameter, expert)
-            is_stored = self._load_matrix(self._shared, name, plain, shard, None, interleaved=interleaved, routed=False)
+            loaded = self._load_matrix(self._shared, name, plain, shard, None, interleaved=interleaved, routed=False)
         else:
             self._refuse_dense(parameter)
             self._check_expert(parameter, expert)
-            is_stored = self._load_matrix(
+            loaded = self._load_matrix(
                 self._experts, parameter, plain, shard, expert, interleaved=interleaved, routed=True
             )
-        if is_stored:
+        if loaded.is_needed:
             self.summary.stored += 1
             self.summary.nbytes += plain.numel() * plain.element_size()
         elif expert is not None:
             self.summary.skipped += 1
             self.summary.skipped_experts.add(expert)
-        return is_stored
+        return loaded
 
     def missing(self, slots: Sequence[int] | None = None, *, dense: bool = True) -> list[str]:
         """Return what has not arrived, as text. slots: those to complete; None: all. dense: router and others too."""
@@ -278,19 +285,19 @@ class LayerParameters:
         *,
         interleaved: bool,
         routed: bool,
-    ) -> bool:
-        """Take a tensor of experts, or of the shared expert (not routed); return whether this rank needs it."""
+    ) -> Loaded:
+        """Take a tensor of experts, or of the shared expert (not routed)."""
         checked = self._prepare(matrices, name, tensor, shard, expert, interleaved=interleaved, routed=routed)
         if checked is None:
             assert shard is not None
             self._record_input_scale(name, tensor, shard, expert, routed=routed)
-            return True
+            return Loaded(is_needed=True)
         matrix, piece, part = checked
         targets = self._targets(expert) if routed else [Target(0, 0)]
         if not targets:
-            return False
-        matrix.store(piece, part, targets)
-        return not routed or self._slot_count > 0
+            return Loaded(is_needed=False)
+        copy = matrix.store(piece, part, targets)
+        return Loaded(is_needed=not routed or self._slot_count > 0, copy=copy)
 
     def _prepare(
         self,

@@ -24,7 +24,7 @@ from .layout import Cut, Source, check_part, has_grid_per_half, padding_of, stor
 from .stored_format import StoredFormat
 from .writer import entry_of
 
-__all__ = ["MatrixParameters", "Piece", "Target", "check_plain", "parameter_name"]
+__all__ = ["MatrixParameters", "Piece", "StoredCopy", "Target", "check_plain", "parameter_name"]
 
 _SHAPE_CLAIM = ".weight_shape"
 _BIAS = Part(suffix=".bias", dtypes=FLOATS, columns_per=0)
@@ -70,12 +70,33 @@ class Piece:
         """Whether the tensor holds gate and up."""
         return len(self.halves) > 1
 
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """Everything but the values and the expert: pieces with equal layouts are checked and cut alike."""
+        tensor = self.tensor
+        return self.name, tensor.dtype, tensor.shape, self.halves, self.interleaved, self.experts
+
 
 class Target(NamedTuple):
     """Where a tensor goes: the entry of its stack (0 for one expert's tensor), and a slot."""
 
     entry: int
     slot: int
+
+
+class StoredCopy(NamedTuple):
+    """Row ``number`` of ``rows [N, ...]``, a buffer, which holds exactly the bytes of a tensor."""
+
+    rows: Tensor
+    number: int
+
+
+class _Slicing(NamedTuple):
+    """Where a half lies in a tensor: its shape as stored, the slices of the kept part, and every which row."""
+
+    shape: tuple[int, ...]
+    slices: tuple[slice, ...]
+    rows: slice | None
 
 
 class MatrixParameters:
@@ -112,7 +133,9 @@ class MatrixParameters:
         self._lists: dict[str, dict[tuple[int, int], Tensor]] = {}  # parts of any length, by slot and half
         self._present: dict[str, set[tuple[int, int]]] = {}
         self._geometry: dict[str, Part] = {}
-        self._checked: dict[tuple[object, ...], Part] = {}  # parts of tensors like earlier ones
+        # By layout, so that tensors like earlier ones are neither checked nor sliced again.
+        self._checked: dict[tuple[object, ...], Part] = {}
+        self._slicings: dict[tuple[object, ...], _Slicing] = {}
 
     @property
     def stored(self) -> StoredFormat:
@@ -130,7 +153,7 @@ class MatrixParameters:
 
         Raises InputError for an unknown parameter, and TensorMismatchError for another shape or dtype.
         """
-        key = piece.name, piece.tensor.dtype, piece.tensor.shape, piece.halves, piece.interleaved, piece.experts
+        key = piece.layout
         if key not in self._checked:
             self._checked[key] = self._check(piece)
         return self._checked[key]
@@ -160,13 +183,16 @@ class MatrixParameters:
         self._narrow(piece, fitted, fitting)
         return fitted
 
-    def store(self, piece: Piece, part: Part, targets: Sequence[Target]) -> None:
-        """Copy ``piece`` into the buffers of ``targets``; raises DuplicateTensorError where it arrived before."""
+    def store(self, piece: Piece, part: Part, targets: Sequence[Target]) -> StoredCopy | None:
+        """Copy ``piece`` into the buffers of ``targets``; return where it lies unchanged, None if nowhere.
+
+        Raises DuplicateTensorError where it arrived before.
+        """
         if part.suffix == _SHAPE_CLAIM:
             self._check_claim(piece)
-            return
+            return None
         if not (part.required or part.if_present or part.suffix == _BIAS.suffix):
-            return
+            return None
         present = self._present.setdefault(part.suffix, set())
         locations = {(target.slot, half) for target in targets for half in piece.halves}
         repeated = sorted(locations & present)
@@ -175,9 +201,9 @@ class MatrixParameters:
                 f"load: {piece.name} of {self._matrix(*repeated[0])} was loaded before, now again with {piece.label}; "
                 "every tensor may be loaded once"
             )
-        for half in piece.halves:
-            self._copy(piece, part, half, targets)
+        copies = [self._copy(piece, part, half, targets) for half in piece.halves]
         present |= locations
+        return copies[0] if len(copies) == 1 else None
 
     def missing(self, slots: Iterable[int]) -> list[str]:
         """Return everything that the matrices of ``slots`` still need, as text."""
@@ -330,46 +356,60 @@ class MatrixParameters:
                 f"{piece.label}: weight_shape is {piece.tensor.reshape(-1, 2)[0].tolist()}, the spec implies {implied}"
             )
 
-    def _copy(self, piece: Piece, part: Part, half: int, targets: Sequence[Target]) -> None:
-        """Copy one half of ``piece`` to every target."""
+    def _copy(self, piece: Piece, part: Part, half: int, targets: Sequence[Target]) -> StoredCopy | None:
+        """Copy one half of ``piece`` to every target; return a row of the buffer that equals the whole tensor."""
         values = self._cut_part(piece, part, half)
         if part.any_length:
             lists = self._lists.setdefault(part.suffix, {})
             for entry, slot in targets:
                 lists[slot, half] = values[entry].to(self._device, copy=True)
-            return
-        buffer = self._buffer(piece, part, values)
-        buffer = buffer if self._parts is None else buffer[:, half]
-        region = tuple(slice(0, size) for size in values.shape[1:])
+            return None
+        whole = self._buffer(piece, part, values)
+        buffer = whole if self._parts is None else whole[:, half]
+        is_padded = values.shape[1:] != buffer.shape[1:]
+        region = tuple(slice(0, size) for size in values.shape[1:]) if is_padded else ()
         entries, slots = ([target[axis] for target in targets] for axis in (0, 1))
         if len(targets) > 1 and _is_run(entries) and _is_run(slots):
             stack = values[entries[0] : entries[-1] + 1]
             buffer[slots[0] : slots[-1] + 1][(slice(None), *region)].copy_(stack)
-            return
+            return None
         for entry, slot in targets:
             buffer[slot][region].copy_(values[entry])
+        is_verbatim = values.numel() == piece.tensor.numel() and values.is_contiguous() and piece.tensor.is_contiguous()
+        if is_padded or not is_verbatim or piece.experts is not None or not targets:
+            return None
+        if self._parts is None:
+            return StoredCopy(whole, slots[0])
+        return StoredCopy(whole.flatten(0, 1), slots[0] * self._parts + half)
 
     def _cut_part(self, piece: Piece, part: Part, half: int) -> Tensor:
         """Return the kept part of one half, ``[experts or 1, *stored shape]``, with rows repeated to one scale each."""
-        source = self._source(piece, half)
         tensor = piece.tensor
         stack = 1 if piece.experts is None else piece.experts
         if part.flat:
             return tensor.reshape(1, -1)
         if not part.rows_per and not part.columns_per:
             return self._cut_numbers(piece, part, half, stack)
-        halves = has_grid_per_half(source, part, tuple(tensor.shape))
-        source = replace(source, experts=None)
-        cut_later = self._cut != self._everything and self.stored.whole
-        span = self._everything if cut_later else self._cut
-        slices, _ = stored_slices(source, part, span, halves=halves)
-        values = tensor.reshape(stack, *stored_shape_of(source, part, halves=halves))[(slice(None), *slices)]
+        key = half, *piece.layout
+        slicing = self._slicings.get(key)
+        if slicing is None:
+            slicing = self._slicings[key] = self._slicing(piece, part, half)
+        values = tensor.reshape(stack, *slicing.shape)[(slice(None), *slicing.slices)]
         if part.repeats and part.rows_per > 1:
             values = values.view(torch.uint8).repeat_interleave(part.rows_per, dim=1)
-        if source.step > 1 and part.rows_per:
-            every = slice(source.offset, None, source.step)
-            values = values[..., every] if part.transposed else values[:, every]
+        if slicing.rows is not None:
+            values = values[..., slicing.rows] if part.transposed else values[:, slicing.rows]
         return values
+
+    def _slicing(self, piece: Piece, part: Part, half: int) -> _Slicing:
+        """Return where the kept part of ``half`` lies in tensors like that of ``piece``."""
+        source = self._source(piece, half)
+        halves = has_grid_per_half(source, part, tuple(piece.tensor.shape))
+        source = replace(source, experts=None)
+        cut_later = self._cut != self._everything and self.stored.whole
+        slices, _ = stored_slices(source, part, self._everything if cut_later else self._cut, halves=halves)
+        rows = slice(source.offset, None, source.step) if source.step > 1 and part.rows_per else None
+        return _Slicing(tuple(stored_shape_of(source, part, halves=halves)), tuple(slices), rows)
 
     def _cut_numbers(self, piece: Piece, part: Part, half: int, stack: int) -> Tensor:
         """Return the numbers of each matrix, ``[stack, *inner]``."""

@@ -10,12 +10,19 @@ faults, not attacks.
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-__all__ = ["combined_checksum", "odd_numbers", "row_checksums", "tensor_checksum", "weights_checksum"]
+__all__ = [
+    "combined_checksum",
+    "odd_numbers",
+    "row_checksums",
+    "tensor_checksum",
+    "tensor_checksums",
+    "weights_checksum",
+]
 
 _CHUNK = 1 << 22  # words at a time, so that temporary memory stays below 100 MB
 _ROW_CHUNK = 1 << 16  # words of each row at a time
@@ -49,6 +56,22 @@ def tensor_checksum(tensor: Tensor) -> Tensor:
         # Every chunk has another odd factor, so that chunks cannot be exchanged.
         total += (chunk * factors[: chunk.numel()]).sum() * _odd(number)
     return total
+
+
+def tensor_checksums(rows: Tensor, indices: Sequence[int]) -> Tensor:
+    """Return ``tensor_checksum`` of the rows ``indices [I]`` of ``rows [N, ...]``, int64 ``[I]``, in few launches."""
+    raw = rows.contiguous().flatten(1) if rows.dim() > 1 else rows.contiguous().unsqueeze(1)
+    raw = raw.view(torch.uint8)  # because not every device can gather 8-bit floats
+    words_per_row = -(-raw.shape[1] // 8)
+    if words_per_row > _CHUNK:
+        return torch.stack([tensor_checksum(raw[index]) for index in indices])
+    factors = _factors_on(raw.device)[:words_per_row]
+    step = max(1, _CHUNK // max(1, words_per_row))
+    chosen = torch.tensor(indices, device=raw.device)
+    sums = [
+        (_row_words(raw[chosen[start : start + step]]) * factors).sum(dim=1) for start in range(0, len(indices), step)
+    ]
+    return torch.cat(sums) * _odd(0)
 
 
 def row_checksums(rows: Tensor) -> Tensor:
