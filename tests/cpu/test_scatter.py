@@ -96,7 +96,7 @@ def test_the_bits_of_a_gather(name: str | None, kind: str, count: int, top_k: in
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_rows_of_no_slot_are_not_written(name: str | None) -> None:
+def test_rows_without_slot_untouched(name: str | None) -> None:
     x, memory = tokens_of(12, 160), Poisoned()
     permutation = permute(ids_of("foreign", 12, 4, 7), 7)
     stop = int(permutation.expert_offsets[-1])
@@ -136,7 +136,7 @@ def test_codes_keep_their_bits(reorder: int, groups: int, columns: int) -> None:
         assert torch.equal(scales[:stop], scale[source[:stop]])
 
 
-def test_ranks_fill_the_rows_of_their_experts() -> None:
+def test_ranks_fill_their_rows() -> None:
     """The rows of two ranks, each with half of the experts, are those of one rank."""
     x, ids = tokens_of(30, 160), uneven_ids(30, 3, 6, seed=2)
     routing = Routing(topk_ids=ids, topk_weights=torch.rand(30, 3))
@@ -174,7 +174,7 @@ def test_no_tokens() -> None:
         assert found.shape == (0, 160)
 
 
-def test_refusals() -> None:
+def test_wrong_slots_refused() -> None:
     x, slots = torch.ones(3, 128).bfloat16(), torch.zeros(3, 2, dtype=torch.int64)
     with raises_with(InputError, "slots", "int32"):
         scatter_rows(x, "fp8_token", slots.int(), 6)

@@ -14,10 +14,12 @@ if not torch.cuda.is_available():
 from collegium.encoding import encode_experts
 from collegium.layer import MoELayer
 from collegium.ops.linear import linear, sigmoid_gate
+from collegium.ops.operand import operand
 from collegium.ops.permute import Permutation, permute
-from collegium.ops.quantize import ACTIVATION_FORMATS, activation_format, quantize_rows
+from collegium.ops.quantize import ACTIVATION_FORMATS, AS_IS, REORDERED, activation_format, quantize_rows
 from collegium.ops.rms_norm import rms_norm
 from collegium.ops.route import route
+from collegium.ops.scatter import scatter_codes, scatter_rows
 from collegium.ops.weighted_sum import weighted_sum
 from collegium.planning import plan
 from collegium.problem import Problem
@@ -66,10 +68,11 @@ def same_order(found: Permutation, wanted: Permutation) -> None:
 @pytest.mark.parametrize("kind", ["random", "hot", "dropped"])
 def test_order_and_tiles(kind: str, tokens: int, experts: int) -> None:
     ids, weights = ids_of(kind, tokens, 8, experts), torch.rand(tokens, 8)
-    asked: dict[str, Any] = {"block_t": (16, 128)}
-    wanted = permute(ids, experts, input_weights=weights, **asked)
-    for dtype in (torch.int64, torch.int32) if tokens == 129 else (torch.int32,):
-        same_order(permute(ids.to("cuda", dtype), experts, input_weights=weights.cuda(), **asked), wanted)
+    for block_t in ((16, 128), (160,), (192,)):
+        asked: dict[str, Any] = {"block_t": block_t}
+        wanted = permute(ids, experts, input_weights=weights, **asked)
+        for dtype in (torch.int64, torch.int32) if tokens == 129 else (torch.int32,):
+            same_order(permute(ids.to("cuda", dtype), experts, input_weights=weights.cuda(), **asked), wanted)
 
 
 @pytest.mark.parametrize("experts", [1, 17, 256, 1024])
@@ -125,6 +128,37 @@ def test_codes_and_scales(name: str, rows: int, columns: int, dtype: torch.dtype
         found = quantize_rows(x.cuda(), form, source=moved[0], weights=moved[1], memory=Poisoned("cuda"))
         for part in ("codes", "scales", "global_scale"):
             assert same_bits(getattr(found, part), getattr(wanted, part)), part
+
+
+@pytest.mark.parametrize("name", [*(["fp8_token", "fp8_static", "fp8_group128"] if FP8 else []), "nvfp4", None])
+@pytest.mark.parametrize(
+    ("kind", "tokens", "top_k", "columns"),
+    [("random", 1, 8, 7168), ("hot", 257, 1, 336), ("random", 300, 6, 33), ("dropped", 40, 4, 128),
+     ("random", 2100, 8, 2880), ("random", 700, 8, 7168)],
+)  # fmt: skip
+def test_tokens_at_all_their_rows(name: str | None, kind: str, tokens: int, top_k: int, columns: int) -> None:
+    x = heavy_tailed(tokens, columns, seed=3).bfloat16().cuda()
+    if tokens > 20:
+        x[3], x[5, columns // 2], x[6, 0] = 0, torch.nan, torch.inf
+    form = None if name is None else activation_format(name)
+    form = form.within(100.0).operand_format if form is not None and form.static else form and form.operand_format
+    order = permute(ids_of(kind, tokens, top_k, 60).cuda(), 60)
+    stop, rows = int(order.expert_offsets[-1]), tokens * top_k
+    for columns_order in (AS_IS, REORDERED) if form is not None and form.e4m3 else (AS_IS,):
+        wanted, wanted_scale = operand(x, form, source=order.source, order=columns_order)
+        for _ in range(2):
+            memory = Poisoned("cuda")
+            found, scale = scatter_rows(x, form, order.slots, rows, order=columns_order, x_ready=True, memory=memory)
+            assert same_bits(found[:stop].cpu(), wanted[:stop].cpu())
+            assert bool(found[stop:].float().isnan().all()), "rows of no slot were written"
+            if scale is not None and wanted_scale is not None:
+                assert same_bits(scale[:stop].cpu(), wanted_scale[:stop].cpu())
+    if form is not None and form.e4m3:
+        codes, scales = operand(x, form)
+        assert scales is not None
+        found, scale = scatter_codes(codes, scales, order.slots, rows, memory=Poisoned("cuda"))
+        assert same_bits(found[:stop].cpu(), codes.view(torch.uint8)[order.source].view(codes.dtype)[:stop].cpu())
+        assert same_bits(scale[:stop].cpu() if scale is not None else None, scales[order.source][:stop].cpu())
 
 
 @pytest.mark.parametrize(("tokens", "width"), [(1, 7168), (33, 90), (200, 2880), (4096, 2048)])
