@@ -75,7 +75,7 @@ def test_rows_compare_speeds_and_seconds() -> None:
     assert set().union(*rows) <= set(bench_vllm.RESULT)
 
 
-def test_an_engine_without_an_answer_is_one_row() -> None:
+def test_engine_without_answer_is_one_row() -> None:
     (row,) = bench_vllm.rows_of({"error": "no kernel"}, {"error": "out of memory"})
     assert row["error"] == "without: no kernel; with: out of memory"
     assert row["experts run by"] == "nobody"

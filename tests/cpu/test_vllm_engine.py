@@ -164,7 +164,7 @@ def test_gpt_oss_experts_one_by_one(missing: str | None) -> None:
             loaded_weights(layer, stored, layer.collegium.loaded_shards)
 
 
-def test_all_experts_at_once_are_not_counted() -> None:
+def test_stacked_experts_are_not_counted() -> None:
     """Stacked files call vLLM's loader without an expert, by keyword."""
     layer, _ = gpt_oss_layer()
     seen: list[Any] = []
@@ -175,7 +175,7 @@ def test_all_experts_at_once_are_not_counted() -> None:
     assert not layer.collegium.loaded_shards
 
 
-def test_layers_that_change_expert_outputs_are_refused() -> None:
+def test_changed_expert_outputs_are_refused() -> None:
     tensors = {"w13_weight": torch.ones(EXPERTS, 2 * WIDE, HIDDEN), "w2_weight": torch.ones(EXPERTS, HIDDEN, WIDE)}
     for name in ("SubstitutedRoutedExperts", "MuseSparkRoutedExperts"):
         layer = type(name, (RoutedExperts,), {})(tensors, moe())
