@@ -64,6 +64,7 @@ _FOUR = ("tests/cpu/test_w4a8.py",)
 _DIRECT = ("tests/cpu/test_direct.py",)
 _ADAPTED = ("tests/cpu/test_low_rank.py::test_mixed_adapters_match_merged_weights[bf16-None-bf16-0.015]",)
 _ADAPTED_FOUR = ("tests/cpu/test_low_rank.py::test_mixed_adapters_match_merged_weights[mxfp4-fp8_token-bf16-0.06]",)
+_ADAPTED_TILES = ("tests/cpu/test_low_rank.py::test_hot_and_empty_experts",)
 _ADAPTERS = ("tests/cpu/test_expert_adapters.py",)
 _FUSED = ("tests/cpu/test_cpu_fused.py",)
 _NAN = ("tests/cpu/test_nan.py",)
@@ -1095,27 +1096,45 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     # Unmerged adapters.
     Mutant(
-        "an adapter's change of gate added to up", "kernels/grouped_gemm.py",
-        (Edit("grouped_tile", "add_low_rank($gate, $a, $b, $c, $d, $e, $f, 0, PROJ, ASM)", "add_low_rank($gate, $a, $b, $c, $d, $e, $f, 1, PROJ, ASM)"),), _ADAPTED,
+        "an adapter's B of gate multiplied for up", "kernels/low_rank.py",
+        (Edit("_load_b", "_matrix_at($adapters, tl.where($x, $a, 0), PROJECTION + $k // RANKS, PROJ.count)", "_matrix_at($adapters, tl.where($x, $a, 0), PROJECTION, PROJ.count)"),), _ADAPTED,
     ),
     Mutant(
-        "an adapter's change of gate added to up", "kernels/w4a8.py",
-        (Edit("_finish_sums", "add_low_rank($up, $a, $b, $c, $d, $e, $f, 1, PROJ, ASM)", "add_low_rank($up, $a, $b, $c, $d, $e, $f, 0, PROJ, ASM)"),), _ADAPTED_FOUR,
+        "an adapter's inner row of gate multiplied for up", "kernels/low_rank.py",
+        (Edit("_add_ranks", "$k // RANKS * RANK + $r", "$r"),), _ADAPTED_FOUR,
+    ),
+    Mutant(
+        "an adapter's change of another column", "kernels/w4a8.py",
+        (Edit("_column_of_row", "$n // 16 * 8", "$n // 16"),), _ADAPTED_FOUR,
+    ),
+    Mutant(
+        "an adapter's changes of gate and up swapped", "kernels/grouped_gemm.py",
+        (Edit("_first_ranks", "first_ranks($adapters, $a, $e, $c, $n, 1, PROJ, False)", "first_ranks($adapters, $a, $e, $c, $n, 0, PROJ, False)"),), _ADAPTED_TILES,
     ),
     Mutant(
         "the change of one adapter added to every row of a tile", "kernels/low_rank.py",
         (
-            Edit("add_low_rank", "tl.load($inner + $r[:, None], mask=$selected[None, :] & ($r < $rank)[:, None], other=0.0)", "tl.load($inner + $r[:, None], mask=($r < $rank)[:, None], other=0.0)"),
+            Edit("_add_ranks", "tl.load($p, mask=$selected[None, :] & ($r < $rank)[:, None], other=0.0)", "tl.load($p, mask=($r < $rank)[:, None], other=0.0)"),
             Edit("add_low_rank", "tl.where($selected[None, :], $acc + $change, $acc)", "$acc + $change"),
         ), _ADAPTED,
     ),
     Mutant(
         "one adapter for all rows of a tile", "kernels/low_rank.py",
-        (Edit("add_low_rank", "$current = _next_adapter($adapter, $current)", "$current = NO_MORE"),), _ADAPTED,
+        (Edit("add_low_rank", "$following = _next_adapter($adapter, $current)", "$following = NO_MORE"),), _ADAPTED,
+    ),
+    Mutant(
+        "adapters left out where programs take several", "kernels/low_rank.py",
+        (Edit("_write_inner_rows", "$skip = tl.num_programs(2)", ""),), _ADAPTED_TILES,
     ),
     Mutant(
         "ranks that an adapter lacks are read", "kernels/low_rank.py",
-        (Edit("add_low_rank", "tl.load($inner + $r[:, None], mask=$selected[None, :] & ($r < $rank)[:, None], other=0.0)", "tl.load($inner + $r[:, None], mask=$selected[None, :], other=0.0)"),), _ADAPTED,
+        (Edit("_add_ranks", "tl.load($p, mask=$selected[None, :] & ($r < $rank)[:, None], other=0.0)", "tl.load($p, mask=$selected[None, :], other=0.0)"),), _ADAPTED,
+    ),
+    Mutant(
+        "a kernel between inner rows and their product", "experts/triton/packed.py",
+        (Edit("PackedExperts.run_unsorted", "$h, $s = self._second_operand($m, $t, None, $memory)", ""),
+         Edit("PackedExperts.run_unsorted", "$t = _with_changes($t, $m, $a, $d, $memory)", "$t = _with_changes($t, $m, $a, $d, $memory)\nh, h_scale = self._second_operand($m, $t, None, $memory)")),
+        ("tests/cpu/test_low_rank.py::test_inner_rows_right_before_product",),
     ),
     Mutant(
         "the adapter of another token, unsorted", "kernels/low_rank.py",
@@ -1128,15 +1147,15 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the scale of an adapter's first expert for all", "kernels/low_rank.py",
-        (Edit("low_rank_kernel", "$scale + ($s * $count + $p).to(tl.int64) * $adapters.experts + $expert", "$scale + ($s * $count + $p).to(tl.int64) * $adapters.experts"),), _ADAPTED,
+        (Edit("_write_inner_rows", "$scale + ($s * $count + $p).to(tl.int64) * $adapters.experts + $expert", "$scale + ($s * $count + $p).to(tl.int64) * $adapters.experts"),), _ADAPTED,
     ),
     Mutant(
         "input weight not applied before an adapter", "kernels/low_rank.py",
-        (Edit("low_rank_kernel", "$acc *= $factor[None, :]", ""),), ("tests/cpu/test_low_rank.py::test_router_weight_on_the_input",),
+        (Edit("_write_inner_rows", "$acc *= $factor[None, :]", ""),), ("tests/cpu/test_low_rank.py::test_router_weight_on_the_input",),
     ),
     Mutant(
         "merged shared experts have adapters", "kernels/low_rank.py",
-        (Edit("add_low_rank", "$expert < $adapters.experts", "$expert < $expert + 1"),), ("tests/cpu/test_low_rank.py::test_experts_without_matrices_are_unchanged",),
+        (Edit("first_ranks", "$expert < $adapters.experts", "$expert < $expert + 1"),), ("tests/cpu/test_low_rank.py::test_experts_without_matrices_are_unchanged",),
     ),
     Mutant(
         "adapters dropped in large batches", "experts/triton/packed.py",

@@ -12,7 +12,8 @@ from adapted import adapted_truth, packed_adapters, random_adapters
 from collegium import Limits, MoESpec, Overrides, Problem, Routing, RoutingSpec, plan
 from collegium.adapters import TokenAdapters
 from collegium.experts import KERNELS
-from collegium.experts.triton import low_rank, packed as products
+from collegium.experts.triton import grouped, low_rank, packed as products
+from collegium.ops import quantize
 from collegium.parallel.local import Local
 from collegium.pipelines import PipelineParts
 from collegium.pipelines.direct import Direct
@@ -132,9 +133,13 @@ def test_other_activations(activation: str) -> None:
 
 
 @pytest.mark.parametrize("block_t", [16, 64, 128])
-def test_hot_and_empty_experts(block_t: int) -> None:
+def test_hot_and_empty_experts(monkeypatch: pytest.MonkeyPatch, block_t: int) -> None:
+    monkeypatch.setattr(low_rank, "_MAX_TURNS", 2)  # of three adapters
+    monkeypatch.setattr(low_rank, "_MIN_BLOCK_T", min(block_t, 32))
     _, packed = build("bf16", None)
-    tiles = tuple(replace(tile, block_t=block_t) for tile in packed.tiling.pair(9))
+    # Tall tiles have separate sums for gate and up.
+    pair = packed.tiling.pair(9)
+    tiles = tuple(replace(tile, block_t=block_t, interleave_gate_up=block_t == 16 and tile is pair[0]) for tile in pair)
     adapters = random_adapters(RANKS, EXPERTS, WIDE, HIDDEN)
     tokens = 70
     ids = torch.arange(tokens) % 4 - 1
@@ -189,6 +194,35 @@ def test_experts_without_matrices_are_unchanged() -> None:
         plain = pipeline(x, routing, dtype=torch.float32)
         found = pipeline(x, routing, dtype=torch.float32, adapters=token_adapters)
         assert (found != plain).any(dim=1).tolist() == [False, False, True, True]
+
+
+@pytest.mark.parametrize(("weights", "activations"), [("bf16", None), ("mxfp4", "fp8_token")])
+def test_inner_rows_right_before_product(
+    monkeypatch: pytest.MonkeyPatch, weights: str, activations: str | None
+) -> None:
+    """A product waits for the previous kernel alone, and late: everything else that it reads is older."""
+    _, packed = build(weights, activations)
+    adapters = random_adapters((16, 3), EXPERTS, WIDE, HIDDEN)
+    token_adapters = TokenAdapters(packed=packed_adapters(adapters), ids=torch.tensor([0, 1, -1, 1]))
+    x, routing = heavy_tailed(4, HIDDEN, seed=3).bfloat16(), routing_of(4)
+    names: list[str] = []
+
+    def recorder(inner: Any) -> Any:
+        def record(kernel: Any, *args: Any, **options: Any) -> None:
+            names.append(kernel.__name__)
+            inner(kernel, *args, **options)
+
+        return record
+
+    for module in (low_rank, grouped, quantize):
+        monkeypatch.setattr(module, "launch", recorder(module.launch))
+    product = "grouped_gemm_kernel" if activations is None else "w4a8_kernel"
+    for pipeline in pipelines_of(packed):
+        names.clear()
+        pipeline(x, routing, dtype=torch.float32, adapters=token_adapters)
+        assert names.count(product) == names.count("low_rank_kernel") == 2
+        for index in (i for i, name in enumerate(names) if name == product):
+            assert names[index - 1] == "low_rank_kernel"
 
 
 def test_memory_of_the_plan_is_enough() -> None:

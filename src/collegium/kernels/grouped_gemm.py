@@ -14,8 +14,9 @@ products with too few programs. Eight rows of gate and eight of up alternate, so
 column.
 
 With PDL a program may start while the previous kernel still runs, and waits for it before it reads anything; with
-EARLY anything but its token tile, which was complete before that kernel started. The next kernel may start after the K
-loop: earlier, its programs would take resources that programs of this kernel still need.
+EARLY anything but its token tile, which was complete before that kernel started. With adapters the previous kernel is
+``low_rank_kernel``, which has waited for everything else, and a program waits for it behind the K loop. The next kernel
+may start after the K loop: earlier, its programs would take resources that programs of this kernel still need.
 """
 
 from typing import Any, NamedTuple
@@ -38,7 +39,7 @@ from .decode import (
     rescale_sum,
     wait_for_products,
 )
-from .low_rank import adapter_at, add_low_rank
+from .low_rank import adapter_at, add_low_rank, first_ranks
 from .tiles import dot, split_gate_up, store_rows, tile_prologue, token_at
 
 __all__ = ["grouped_gemm_kernel", "grouped_tile"]
@@ -469,6 +470,28 @@ def _scale_and_add_bias(acc, unit, tokens, weights, token, offset, FORMAT: tl.co
 
 
 @triton.jit
+def _column_of_row(n_first, TILE: tl.constexpr):
+    """Return the column of the result of each row of a tile; gate and up alternate eight by eight if interleaved."""
+    n = tl.arange(0, TILE.block_n)
+    if TILE.interleave_gate_up:
+        return n_first + n // 16 * 8 + n % 8
+    else:
+        return n_first + n
+
+
+@triton.jit
+def _first_ranks(adapters, adapter, expert, n_first, n_out, PROJ: tl.constexpr, TILE: tl.constexpr):
+    """Return ``first_ranks`` of up and gate; gate's are used only where it has another accumulator."""
+    column = _column_of_row(n_first, TILE)
+    if TILE.interleave_gate_up or PROJ.count == 1:
+        ranks = first_ranks(adapters, adapter, expert, column, n_out, 0, PROJ, TILE.interleave_gate_up)
+        return ranks, ranks
+    else:
+        up = first_ranks(adapters, adapter, expert, column, n_out, 1, PROJ, False)
+        return up, first_ranks(adapters, adapter, expert, column, n_out, 0, PROJ, False)
+
+
+@triton.jit
 def grouped_tile(
     tokens,
     weights,
@@ -489,6 +512,8 @@ def grouped_tile(
     BLOCK_T: tl.constexpr,
     ASM: tl.constexpr,
     LAUNCH_NEXT: tl.constexpr,
+    LATE: tl.constexpr,
+    UNSORTED: tl.constexpr,
 ):
     """Return ``[columns, BLOCK_T]`` float32: rows ``token [BLOCK_T]`` times weights of an expert from n_first on.
 
@@ -496,7 +521,8 @@ def grouped_tile(
     ``row`` are read where ``PROJ.adapter_rank`` is not 0. There are ``TILE.block_n`` columns, or half as many where
     gate and up are interleaved. row_count: how many of the rows exist; the others may be any of ``tokens``, and
     their results mean nothing. ``TILE.depth`` divides the K blocks and is 1 for weights that are decoded. LAUNCH_NEXT:
-    the next kernel may start once the products are done.
+    the next kernel may start once the products are done. LATE: the adapters' kernel is waited for after them. UNSORTED:
+    there are few programs, so B is read before the K loop, which takes longer, in spite of the registers.
     """
     BLOCK_N: tl.constexpr = TILE.block_n
     ACCUMULATORS: tl.constexpr = 1 if TILE.interleave_gate_up else PROJ.count
@@ -506,6 +532,9 @@ def grouped_tile(
     tables = tokens.sums
     if FORMAT.weight == TABLE_LANES:
         tables = load_tables(weights.row_scale + rows.matrix * 16, PROJ.count, ASM)
+    ranks, gate_ranks = row, row
+    if PROJ.adapter_rank and UNSORTED:
+        ranks, gate_ranks = _first_ranks(adapters, adapter, expert, n_first, n_out, PROJ, TILE)
     if TILE.depth > 1:
         up = _sum_in_steps_of_depth(pointers, strides, unit, row_count, n_out, k_in, FORMAT, TILE, BLOCK_T, ASM)
         gate, gate_unit, up_unit = up, unit, unit
@@ -515,18 +544,25 @@ def grouped_tile(
         )
     if LAUNCH_NEXT:
         gdc_launch_dependents()
+    if PROJ.adapter_rank and not UNSORTED:
+        ranks, gate_ranks = _first_ranks(adapters, adapter, expert, n_first, n_out, PROJ, TILE)
     offset = (rows.matrix + rows.projection) * n_out + n_first + rows.column
     up_offset = offset + (ACCUMULATORS - 1) * n_out
     up = _scale_and_add_bias(up, up_unit, tokens, weights, token, up_offset, FORMAT)
     if ACCUMULATORS == 2:
         gate = _scale_and_add_bias(gate, gate_unit, tokens, weights, token, offset, FORMAT)
+    if PROJ.adapter_rank:
+        column = _column_of_row(n_first, TILE)
+        LAST: tl.constexpr = ACCUMULATORS - 1
+        up = add_low_rank(
+            up, ranks, adapters, adapter, expert, row, column, n_out, LAST, PROJ, TILE.interleave_gate_up, ASM, LATE
+        )
+        if ACCUMULATORS == 2:
+            gate = add_low_rank(
+                gate, gate_ranks, adapters, adapter, expert, row, column, n_out, 0, PROJ, False, ASM, False
+            )
     if TILE.interleave_gate_up:
         gate, up = split_gate_up(up, TILE.block_n, BLOCK_T)
-    if PROJ.adapter_rank:
-        column = n_first + tl.arange(0, up.shape[0])
-        up = add_low_rank(up, adapters, adapter, expert, row, column, n_out, PROJ.count - 1, PROJ, ASM)
-        if PROJ.count == 2:
-            gate = add_low_rank(gate, adapters, adapter, expert, row, column, n_out, 0, PROJ, ASM)
     if PROJ.activation == NO_ACTIVATION:
         return up
     else:
@@ -580,6 +616,8 @@ def _write_tile(
         BLOCK_T,
         ASM,
         PDL and not ROWS.top_k,
+        PDL and PROJ.adapter_rank > 0,
+        ROWS.top_k > 0,
     )
     n = tl.arange(0, COLUMNS)
     store_rows(result, output.out, output.row_map, row, t < rows.count, rows.n_first, n, n_out, ROWS.row_map)
@@ -625,7 +663,18 @@ def grouped_gemm_kernel(
     """
     COLUMNS: tl.constexpr = TILE.block_n // 2 if TILE.interleave_gate_up else TILE.block_n
     rows = tile_prologue(
-        n_out, token_tiles, tile_expert, tile_row, expert_offsets, experts, COLUMNS, TILE, ROWS.top_k, EARLY, PDL
+        n_out,
+        token_tiles,
+        tile_expert,
+        tile_row,
+        expert_offsets,
+        experts,
+        COLUMNS,
+        TILE,
+        ROWS.top_k,
+        EARLY,
+        PDL and PROJ.adapter_rank > 0,
+        PDL,
     )
     if rows.expert < 0:
         return

@@ -1,23 +1,27 @@
 """Low-rank changes of rows that have an adapter (LoRA): ``scale * B @ (A @ x)``, added to a product's float32 sums.
 
-``low_rank_kernel`` computes ``scale * A @ x`` of each row before a product starts, in token tiles of the product: a
-program takes 16 ranks of one projection, and each adapter that occurs in its tile once. The product kernels call
-``add_low_rank``, which multiplies by B before the activation, and leaves rows without an adapter alone.
+``low_rank_kernel`` computes ``scale * A @ x`` of each row, in token tiles of a product: a program takes 16 ranks of one
+projection, and reads A once for each of the adapters that it takes in its tile. It is launched right before the
+product, which runs at the same time and waits for it behind the K loop. The product calls ``first_ranks`` before that
+loop and ``add_low_rank`` behind it, which multiplies by B before the activation, and leaves rows without an adapter
+alone.
 
 Sums over columns and ranks run in one order, so the bits of a row do not depend on the rest of a batch.
 """
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from .tiles import dot, pdl_wait
 
-__all__ = ["adapter_at", "add_low_rank", "low_rank_kernel"]
+__all__ = ["adapter_at", "add_low_rank", "first_ranks", "low_rank_kernel"]
 
 NO_ADAPTER = tl.constexpr(-1)
 UNKNOWN_ADAPTER = tl.constexpr(-2)
 NO_MORE = tl.constexpr(2147483647)
 RANKS = tl.constexpr(16)  # multiplied at once
+SUMS = tl.constexpr(4)  # over columns, at the same time
 
 
 @triton.jit
@@ -55,8 +59,75 @@ def _matrix_at(adapters, adapter, projection, PROJECTIONS: tl.constexpr):
 
 
 @triton.jit
+def _load_b(
+    adapters,
+    adapter,
+    expert,
+    column,
+    n_out,
+    start,
+    PROJECTION: tl.constexpr,
+    PROJ: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Return 16 ranks, from ``start`` on, of an adapter's transposed B, ``[N, 16]``, and how many it has, ``[16]``.
+
+    Zeros for ranks that it lacks, for columns past the end, and for NO_MORE as adapter. INTERLEAVED: ``[N, 32]``, the
+    ranks of gate and those of up, with zeros for rows of the other projection.
+    """
+    COUNT: tl.constexpr = 2 * RANKS if INTERLEAVED else RANKS
+    k = tl.arange(0, COUNT)
+    exists = adapter < NO_MORE
+    rank, _, first = _matrix_at(adapters, tl.where(exists, adapter, 0), PROJECTION + k // RANKS, PROJ.count)
+    rank = tl.where(exists, rank, 0)
+    r = start + k % RANKS
+    inside = (column < n_out)[:, None] & (r < rank)[None, :]
+    if INTERLEAVED:
+        inside &= (tl.arange(0, column.shape[0]) // 8 % 2)[:, None] == (k // RANKS)[None, :]
+    pointers = adapters.b + (first + (expert * rank + r) * n_out)[None, :] + column[:, None]
+    return tl.load(pointers, mask=inside, other=0.0), rank
+
+
+@triton.jit
+def _add_ranks(acc, b, rank, inner, selected, start, RANK: tl.constexpr, ASM: tl.constexpr):
+    """Return ``acc [N, BLOCK_T]`` plus B, of ``_load_b``, times the inner rows that are ``selected``."""
+    k = tl.arange(0, b.shape[1])
+    r = start + k % RANKS
+    pointers = inner + (k // RANKS * RANK + r)[:, None]
+    t = tl.load(pointers, mask=selected[None, :] & (r < rank)[:, None], other=0.0)
+    if b.dtype == tl.bfloat16:
+        # Two terms of bfloat16 have 16 bits of the float32 number.
+        upper = t.to(tl.bfloat16)
+        lower = (t - upper.to(tl.float32)).to(tl.bfloat16)
+        return dot(b, lower, dot(b, upper, acc, ASM), ASM)
+    else:
+        return _exact_dot(b, t, acc)
+
+
+@triton.jit
+def first_ranks(
+    adapters,
+    adapter,
+    expert,
+    column,
+    n_out,
+    PROJECTION: tl.constexpr,
+    PROJ: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Return what ``add_low_rank`` begins with: the first adapter of a tile, and its first ranks (``_load_b``).
+
+    Arguments as there.
+    """
+    first = tl.where(expert < adapters.experts, _next_adapter(adapter, NO_ADAPTER), NO_MORE)
+    b, rank = _load_b(adapters, first, expert, column, n_out, 0, PROJECTION, PROJ, INTERLEAVED)
+    return first, b, rank
+
+
+@triton.jit
 def add_low_rank(
     acc,
+    ranks,
     adapters,
     adapter,
     expert,
@@ -65,58 +136,121 @@ def add_low_rank(
     n_out,
     PROJECTION: tl.constexpr,
     PROJ: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     ASM: tl.constexpr,
+    LATE: tl.constexpr,
 ):
     """Return ``acc [N, BLOCK_T]`` float32, plus B times the inner rows where a row has an adapter.
 
-    adapters: ``AdapterRows``. adapter, row: ``[BLOCK_T]``, the result of ``adapter_at`` and the rows. column: ``[N]``
-    columns of the product. PROJ: ``Projections``. An unknown adapter makes its row NaN.
+    ranks: of ``first_ranks``. adapters: ``AdapterRows``. adapter, row: ``[BLOCK_T]``, the result of ``adapter_at`` and
+    the rows. column: ``[N]`` columns of the product. PROJ: ``Projections``. INTERLEAVED: eight rows of gate and eight
+    of up alternate, and PROJECTION is 0. LATE: the previous kernel, which writes the inner rows, is waited for here. An
+    unknown adapter makes its row NaN.
     """
-    inside = (column < n_out)[:, None]
     inner = adapters.inner + (row * PROJ.count + PROJECTION)[None, :] * PROJ.adapter_rank
-    current = tl.where(expert < adapters.experts, _next_adapter(adapter, NO_ADAPTER), NO_MORE)
+    current, b, rank = ranks
+    if LATE:
+        gdc_wait()
     while current < NO_MORE:
-        rank, _, first = _matrix_at(adapters, current, PROJECTION, PROJ.count)
-        b_ptr = adapters.b + first + expert * rank * n_out + column[:, None]
+        # Read while the current adapter is multiplied.
+        following = _next_adapter(adapter, current)
+        next_b, next_rank = _load_b(adapters, following, expert, column, n_out, 0, PROJECTION, PROJ, INTERLEAVED)
         selected = adapter == current
-        change = tl.zeros_like(acc)
-        for start in range(0, rank, RANKS):
-            r = start + tl.arange(0, RANKS)
-            b = tl.load(b_ptr + r[None, :] * n_out, mask=inside & (r < rank)[None, :], other=0.0)
-            t = tl.load(inner + r[:, None], mask=selected[None, :] & (r < rank)[:, None], other=0.0)
-            if b.dtype == tl.bfloat16:
-                # Two terms of bfloat16 have 16 bits of the float32 number.
-                upper = t.to(tl.bfloat16)
-                lower = (t - upper.to(tl.float32)).to(tl.bfloat16)
-                change = dot(b, upper, change, ASM)
-                change = dot(b, lower, change, ASM)
-            else:
-                change = _exact_dot(b, t, change)
+        change = _add_ranks(tl.zeros_like(acc), b, rank, inner, selected, 0, PROJ.adapter_rank, ASM)
+        if PROJ.adapter_rank > RANKS:
+            for start in range(RANKS, tl.max(rank, 0), RANKS):
+                b, _ = _load_b(adapters, current, expert, column, n_out, start, PROJECTION, PROJ, INTERLEAVED)
+                change = _add_ranks(change, b, rank, inner, selected, start, PROJ.adapter_rank, ASM)
         acc = tl.where(selected[None, :], acc + change, acc)
-        current = _next_adapter(adapter, current)
+        current, b, rank = following, next_b, next_rank
     return tl.where((adapter == UNKNOWN_ADAPTER)[None, :], float("nan"), acc)
 
 
 @triton.jit
+def _add_columns(acc, a, x, ASM: tl.constexpr):
+    """Return ``acc`` plus ``a`` times ``x``, 16-bit or float32 numbers."""
+    return _exact_dot(a, x, acc) if x.dtype == tl.float32 else dot(a, x, acc, ASM)
+
+
+@triton.jit
 def _sum_over_columns(
-    a_ptr, x_ptr, r_inside, selected, k_in, BLOCK_K: tl.constexpr, DEPTH: tl.constexpr, ASM: tl.constexpr
+    a_ptr, x_ptr, r_inside, selected, k_in, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr
 ):
     """Return ``[RANKS, BLOCK_T]``: rows of A from ``a_ptr [RANKS, 1]`` times rows at ``x_ptr [1, BLOCK_T]``.
 
-    DEPTH blocks are read before the first is multiplied: a small batch waits for memory, not for products.
+    Blocks of columns take turns in four sums: a product need not wait for the one before it.
     """
-    acc = tl.zeros((RANKS, x_ptr.shape[1]), dtype=tl.float32)
-    for k_first in tl.range(0, k_in, DEPTH * BLOCK_K, num_stages=3):
+    sum0 = tl.zeros((RANKS, x_ptr.shape[1]), dtype=tl.float32)
+    sum1, sum2, sum3 = sum0, sum0, sum0
+    for k_first in tl.range(0, k_in, SUMS * BLOCK_K, num_stages=STAGES):
         operands = ()
-        for index in tl.static_range(DEPTH):
+        for index in tl.static_range(SUMS):
             k = k_first + index * BLOCK_K + tl.arange(0, BLOCK_K)
             a = tl.load(a_ptr + k[None, :], mask=r_inside[:, None] & (k < k_in)[None, :], other=0.0)
             x = tl.load(x_ptr + k[:, None], mask=(k < k_in)[:, None] & selected[None, :], other=0.0)
             operands += ((a, x),)
-        for index in tl.static_range(DEPTH):
-            a, x = operands[index]
-            acc = _exact_dot(a, x, acc) if x.dtype == tl.float32 else dot(a, x, acc, ASM)
-    return acc
+        sum0 = _add_columns(sum0, operands[0][0], operands[0][1], ASM)
+        sum1 = _add_columns(sum1, operands[1][0], operands[1][1], ASM)
+        sum2 = _add_columns(sum2, operands[2][0], operands[2][1], ASM)
+        sum3 = _add_columns(sum3, operands[3][0], operands[3][1], ASM)
+    return (sum0 + sum1) + (sum2 + sum3)
+
+
+@triton.jit
+def _write_inner_rows(
+    x,
+    adapters,
+    scale,
+    input_weights,
+    expert,
+    first,
+    count,
+    x_stride,
+    k_in,
+    PROJECTIONS: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    TOP_K: tl.constexpr,
+    GATHER: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Write the inner rows of up to BLOCK_T of ``count`` rows from ``first`` on, of a program's ranks and adapters.
+
+    Arguments as in ``low_rank_kernel``. Of the adapters that occur, in order, a program takes every
+    ``num_programs(2)``-th.
+    """
+    r_first = tl.program_id(1) % (RANK // RANKS) * RANKS
+    projection = tl.program_id(1) // (RANK // RANKS)
+    t = tl.arange(0, BLOCK_T)
+    row = first + tl.where(t < count, t, 0)
+    adapter = adapter_at(adapters, row, count, TOP_K)
+    source = row
+    if GATHER:
+        source = row // TOP_K if TOP_K else tl.load(adapters.source + row)
+    x_ptr = x + source[None, :] * x_stride
+    inner = adapters.inner + (row * PROJECTIONS + projection)[None, :] * RANK
+    factor = tl.full((BLOCK_T,), 1.0, tl.float32)
+    if input_weights is not None:
+        factor = tl.load(input_weights + row)
+    r = r_first + tl.arange(0, RANKS)
+    current = _next_adapter(adapter, NO_ADAPTER)
+    to_skip = tl.program_id(2)
+    while current < NO_MORE:
+        if to_skip == 0:
+            to_skip = tl.num_programs(2)
+            rank, a_first, _ = _matrix_at(adapters, current, projection, PROJECTIONS)
+            if r_first < rank:
+                selected = adapter == current
+                weight = tl.load(scale + (current * PROJECTIONS + projection).to(tl.int64) * adapters.experts + expert)
+                a_ptr = adapters.a + a_first + (expert * rank + r)[:, None] * k_in
+                acc = _sum_over_columns(a_ptr, x_ptr, r < rank, selected, k_in, BLOCK_K, STAGES, ASM)
+                acc *= weight
+                acc *= factor[None, :]
+                tl.store(inner + r[:, None], acc, mask=selected[None, :] & (r < rank)[:, None])
+        to_skip -= 1
+        current = _next_adapter(adapter, current)
 
 
 @triton.jit(do_not_specialize_on_alignment=["input_weights", "expert_offsets", "tile_expert", "tile_row"])
@@ -135,7 +269,7 @@ def low_rank_kernel(
     TILE_T: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
     TOP_K: tl.constexpr,
     GATHER: tl.constexpr,
     ASM: tl.constexpr,
@@ -146,15 +280,13 @@ def low_rank_kernel(
     x: rows of tokens (GATHER) or rows in order, ``[., x_stride]``. adapters: ``AdapterRows``; a: ``[experts, rank,
     k_in]`` of each adapter and projection. scale: float32 ``[adapters, PROJECTIONS, experts]``. input_weights: float32
     ``[R]``, factors of the rows, or None. tile_expert, tile_row, expert_offsets: token tiles of TILE_T rows, or with
-    TOP_K the ids. Entries of ranks that an adapter lacks are not written, nor are rows without an adapter.
+    TOP_K the ids. Entries of ranks that an adapter lacks are not written, nor are rows without an adapter. A grid of
+    tiles, projections times groups of ranks, and turns of adapters.
+
+    PDL: the next kernel starts when every program has waited for the previous one, and so need not wait for that.
     """
     pdl_wait(PDL)
-    BLOCKS: tl.constexpr = (TILE_T + BLOCK_T - 1) // BLOCK_T
-    program = tl.program_id(0)
-    block = program % BLOCKS
-    tile = program // BLOCKS
-    r_first = tl.program_id(1) % (RANK // RANKS) * RANKS
-    projection = tl.program_id(1) // (RANK // RANKS)
+    tile = tl.program_id(0)
     expert_id = tl.load(tile_expert + tile)
     known = (expert_id >= 0) & (expert_id < adapters.experts)
     expert = tl.where(known, expert_id, -1).to(tl.int64)
@@ -164,31 +296,25 @@ def low_rank_kernel(
         first = tile.to(tl.int64)
         count = 1
     else:
-        first = tl.load(tile_row + tile) + block * BLOCK_T
-        stop = tl.load(expert_offsets + expert + 1)
-        count = tl.minimum(stop - first, TILE_T - block * BLOCK_T).to(tl.int32)
-    t = tl.arange(0, BLOCK_T)
-    row = first + tl.where(t < count, t, 0)
-    if count <= 0:
-        return
-    adapter = adapter_at(adapters, row, count, TOP_K)
-    source = row
-    if GATHER:
-        source = row // TOP_K if TOP_K else tl.load(adapters.source + row)
-    x_ptr = x + source[None, :] * x_stride
-    inner = adapters.inner + (row * PROJECTIONS + projection)[None, :] * RANK
-    factor = tl.full((BLOCK_T,), 1.0, tl.float32)
-    if input_weights is not None:
-        factor = tl.load(input_weights + row)
-    r = r_first + tl.arange(0, RANKS)
-    current = _next_adapter(adapter, NO_ADAPTER)
-    while current < NO_MORE:
-        rank, a_first, _ = _matrix_at(adapters, current, projection, PROJECTIONS)
-        if r_first < rank:
-            selected = adapter == current
-            a_ptr = adapters.a + a_first + (expert * rank + r)[:, None] * k_in
-            acc = _sum_over_columns(a_ptr, x_ptr, r < rank, selected, k_in, BLOCK_K, DEPTH, ASM)
-            acc *= tl.load(scale + (current * PROJECTIONS + projection).to(tl.int64) * adapters.experts + expert)
-            acc *= factor[None, :]
-            tl.store(inner + r[:, None], acc, mask=selected[None, :] & (r < rank)[:, None])
-        current = _next_adapter(adapter, current)
+        first = tl.load(tile_row + tile)
+        count = tl.minimum(tl.load(expert_offsets + expert + 1) - first, TILE_T).to(tl.int32)
+    for start in range(0, count, BLOCK_T):
+        _write_inner_rows(
+            x,
+            adapters,
+            scale,
+            input_weights,
+            expert,
+            first + start,
+            count - start,
+            x_stride,
+            k_in,
+            PROJECTIONS,
+            RANK,
+            BLOCK_T,
+            BLOCK_K,
+            STAGES,
+            TOP_K,
+            GATHER,
+            ASM,
+        )

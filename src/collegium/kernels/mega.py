@@ -275,6 +275,8 @@ def _multiply(
             TILE.block_t,
             ASM,
             False,
+            False,
+            False,
         )
         column = n_first + tl.arange(0, COLUMNS)
     else:
@@ -297,6 +299,8 @@ def _multiply(
             TILE,
             TILE.block_t,
             ASM,
+            False,
+            False,
             False,
         )
     return result, column

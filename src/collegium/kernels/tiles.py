@@ -74,6 +74,26 @@ def tile_of(program, n_tiles, token_tiles, GROUP_T: tl.constexpr):
 
 
 @triton.jit
+def _load_acquired(pointer):
+    """Load an integer, so that later loads of this thread see what was in the L2 cache by then.
+
+    Lines that the L1 cache of this multiprocessor had before are dropped.
+    """
+    BITS: tl.constexpr = pointer.dtype.element_ty.primitive_bitwidth
+    if BITS == 64:
+        return tl.inline_asm_elementwise(
+            "ld.acquire.gpu.global.b64 $0, [$1];", "=l,l", [pointer.to(tl.int64)], tl.int64, is_pure=False, pack=1
+        )
+    elif BITS == 32:
+        return tl.inline_asm_elementwise(
+            "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [pointer.to(tl.int64)], tl.int32, is_pure=False, pack=1
+        )
+    else:
+        tl.inline_asm_elementwise("fence.acq_rel.gpu; mov.b32 $0, 0;", "=r", [], tl.int32, is_pure=False, pack=1)
+        return tl.load(pointer)
+
+
+@triton.jit
 def _tile_at(
     tile,
     tile_expert,
@@ -83,14 +103,15 @@ def _tile_at(
     BLOCK_T: tl.constexpr,
     TOP_K: tl.constexpr,
     EARLY: tl.constexpr,
+    LATE: tl.constexpr,
 ):
     """Return expert (-1: none) and first row, both int64, and count of rows of a token tile; TOP_K 0: it is listed.
 
     EARLY: the previous kernel may still run, so tile lists are read through the L2 cache (.cg): the L1 of this
-    multiprocessor may have a stale line.
+    multiprocessor may have a stale line. LATE: as in ``tile_prologue``; nothing that is read next may be stale.
     """
     CACHE: tl.constexpr = ".cg" if EARLY else ""
-    expert_id = tl.load(tile_expert + tile, cache_modifier=CACHE)
+    expert_id = _load_acquired(tile_expert + tile) if LATE else tl.load(tile_expert + tile, cache_modifier=CACHE)
     if TOP_K:
         # Compared before the conversion: truncation must not turn an invalid id into a valid one.
         expert = tl.where((expert_id >= 0) & (expert_id < experts), expert_id, -1).to(tl.int64)
@@ -114,18 +135,26 @@ def tile_prologue(
     TILE: tl.constexpr,
     TOP_K: tl.constexpr,
     EARLY: tl.constexpr,
+    LATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Wait for the previous kernel and return this program's ``TileRows``.
 
-    width: rows of a weight matrix. COLUMNS: how many of them a program multiplies. TILE: ``Tile``.
+    width: rows of a weight matrix. COLUMNS: how many of them a program multiplies. TILE: ``Tile``. LATE: the previous
+    kernel has waited for the ones before it, and a program with rows waits for it later, with what it writes.
     """
     tile, n_tile = tile_of(tl.program_id(0), tl.cdiv(width, COLUMNS), token_tiles, TILE.group_t)
     n_first = n_tile * COLUMNS
-    if PDL and not EARLY:
+    if PDL and not (EARLY or LATE):
         gdc_wait()
-    expert, first, count = _tile_at(tile, tile_expert, tile_row, expert_offsets, experts, TILE.block_t, TOP_K, EARLY)
-    if PDL and EARLY:
+    expert, first, count = _tile_at(
+        tile, tile_expert, tile_row, expert_offsets, experts, TILE.block_t, TOP_K, EARLY, LATE
+    )
+    if LATE:
+        # No kernel may end before those that it follows.
+        if expert < 0:
+            gdc_wait()
+    elif PDL and EARLY:
         gdc_wait()
     if PDL and TOP_K:
         gdc_launch_dependents()

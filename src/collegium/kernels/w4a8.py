@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from . import enums
 from .activation import activate
 from .decode import upper_scale, wait_for_products
-from .low_rank import adapter_at, add_low_rank
+from .low_rank import adapter_at, add_low_rank, first_ranks
 from .tiles import dot, split_gate_up, store_rows, tile_prologue, token_at
 from .w4a8_ptx import DECODE_E2M1_E4M3, DECODE_E2M1_E8M0, DECODE_INT4
 
@@ -541,10 +541,21 @@ def _load_bias(bias, column, n_out):
 
 
 @triton.jit
+def _column_of_row(n_first, BLOCK_N: tl.constexpr, PROJ: tl.constexpr):
+    """Return the column of the result of each packed row from ``n_first`` on; gate and up alternate eight by eight."""
+    n = tl.arange(0, BLOCK_N)
+    if PROJ.count == 2:
+        return n_first // 2 + n // 16 * 8 + n % 8
+    else:
+        return n_first + n
+
+
+@triton.jit
 def _finish_sums(
     acc,
     bias,
     bounds,
+    ranks,
     adapters,
     adapter,
     expert,
@@ -554,28 +565,29 @@ def _finish_sums(
     FORMAT: tl.constexpr,
     PROJ: tl.constexpr,
     ASM: tl.constexpr,
+    LATE: tl.constexpr,
 ):
-    """Return the result ``[columns, BLOCK_T]`` and its columns: sums plus bias and low-rank changes, activated.
+    """Return the result ``[columns, BLOCK_T]`` and its columns: sums plus low-rank changes and bias, activated.
 
-    bias: of the expert's first projection.
+    bias: of the expert's first projection. ranks: of ``first_ranks``, with adapters.
     """
     BLOCK_N: tl.constexpr = acc.shape[0]
+    if PROJ.adapter_rank:
+        column = _column_of_row(n_first, BLOCK_N, PROJ)
+        acc = add_low_rank(
+            acc, ranks, adapters, adapter, expert, row, column, n_out, 0, PROJ, PROJ.count == 2, ASM, LATE
+        )
     if PROJ.count == 2:
         gate, up = split_gate_up(acc, BLOCK_N, acc.shape[1])
         column = n_first // 2 + tl.arange(0, BLOCK_N // 2)
         if FORMAT.bias:
             gate += _load_bias(bias, column, n_out)
             up += _load_bias(bias + n_out, column, n_out)
-        if PROJ.adapter_rank:
-            gate = add_low_rank(gate, adapters, adapter, expert, row, column, n_out, 0, PROJ, ASM)
-            up = add_low_rank(up, adapters, adapter, expert, row, column, n_out, 1, PROJ, ASM)
         return activate(gate, up, bounds, PROJ), column
     else:
         column = n_first + tl.arange(0, BLOCK_N)
         if FORMAT.bias:
             acc += _load_bias(bias, column, n_out)
-        if PROJ.adapter_rank:
-            acc = add_low_rank(acc, adapters, adapter, expert, row, column, n_out, 0, PROJ, ASM)
         if PROJ.activation != NO_ACTIVATION:
             acc = activate(acc, acc, bounds, PROJ)
         return acc, column
@@ -602,6 +614,8 @@ def w4a8_tile(
     BLOCK_T: tl.constexpr,
     ASM: tl.constexpr,
     LAUNCH_NEXT: tl.constexpr,
+    LATE: tl.constexpr,
+    UNSORTED: tl.constexpr,
 ):
     """Return float32 ``[columns, BLOCK_T]`` and its columns: rows ``token [BLOCK_T]`` times an expert's weights.
 
@@ -609,18 +623,26 @@ def w4a8_tile(
     read where ``PROJ.adapter_rank`` is not 0. n_first: the first of ``TILE.block_n`` rows of the packed
     weights. row_first: the first of the rows, for transposed scales. row_count: how many of the rows exist; the others
     may be any token, and their results are not used. LAUNCH_NEXT: the next kernel may start once the products are
-    complete.
+    complete. LATE: the adapters' kernel is waited for after them. UNSORTED: as in ``grouped_tile``.
     """
     valid = (tl.arange(0, BLOCK_T) < row_count)[None, :]
     x_ptr, xs_ptr = _token_pointers(tokens, token, row_first, FORMAT)
     w_ptr, s_ptr = _weight_pointers(weights, expert, n_first, row_tiles, FORMAT, TILE, ASM)
     pointers = _Pointers(x=x_ptr, x_scale=xs_ptr, weight=w_ptr, scale=s_ptr)
+    column = _column_of_row(n_first, TILE.block_n, PROJ)
+    ranks = row
+    if PROJ.adapter_rank and UNSORTED:
+        ranks = first_ranks(adapters, adapter, expert, column, n_out, 0, PROJ, PROJ.count == 2)
     acc = _sum_over_k(pointers, valid, tokens.scale_stride, FORMAT, TILE, BLOCK_T, ASM)
     if LAUNCH_NEXT:
         gdc_launch_dependents()
+    if PROJ.adapter_rank and not UNSORTED:
+        ranks = first_ranks(adapters, adapter, expert, column, n_out, 0, PROJ, PROJ.count == 2)
     acc = _scale_rows(acc, tokens, weights, expert, n_first, token, row_tiles, FORMAT)
     bias = weights.bias + expert * PROJ.count * n_out
-    return _finish_sums(acc, bias, bounds, adapters, adapter, expert, row, n_first, n_out, FORMAT, PROJ, ASM)
+    return _finish_sums(
+        acc, bias, bounds, ranks, adapters, adapter, expert, row, n_first, n_out, FORMAT, PROJ, ASM, LATE
+    )
 
 
 @triton.jit
@@ -670,6 +692,8 @@ def _write_tile(
         BLOCK_T,
         ASM,
         PDL and not ROWS.top_k,
+        PDL and PROJ.adapter_rank > 0,
+        ROWS.top_k > 0,
     )
     store_rows(result, output.out, output.row_map, row, t < rows.count, 0, column, n_out, ROWS.row_map)
 
@@ -724,6 +748,7 @@ def w4a8_kernel(
         TILE,
         ROWS.top_k,
         EARLY,
+        PDL and PROJ.adapter_rank > 0,
         PDL,
     )
     if rows.expert < 0:

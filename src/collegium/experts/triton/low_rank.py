@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...adapters import AdapterMatrices
 from ...kernels.arguments import AdapterRows
-from ...runtime.launch import launch, overlaps
+from ...runtime.launch import launch, overlaps, power_at_least
 from ...runtime.memory import Memory, alloc
 
 if TYPE_CHECKING:
@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 __all__ = ["AdaptedRows", "LowRankRows", "low_rank_rows"]
 
-_MAX_BLOCK_T = 64  # rows of a program; a tile with more has several programs
-_BLOCK_BYTES = 256  # of columns multiplied in a step
+_MIN_BLOCK_T, _MAX_BLOCK_T = 16, 64  # rows multiplied at once
+_BLOCK_BYTES = 256  # of columns multiplied at once
+_MAX_TURNS = 8  # programs that share the adapters of a tile
 
 
 class AdaptedRows(NamedTuple):
@@ -52,6 +53,8 @@ def low_rank_rows(
 ) -> LowRankRows | None:
     """Return the inner rows ``[R, P, rank]`` of one product, None where no adapter changes it.
 
+    The product has to be launched next: it waits for the inner rows alone, when it adds them.
+
     x: ``[T, K]`` tokens where ``gathered``, otherwise rows ``[R, K]`` in order. tiles: of the product. memory: where
     "inner" comes from.
     """
@@ -74,30 +77,34 @@ def low_rank_rows(
         matrices.experts,
     )
     tile_t = tiles.tile.block_t if tiles.top_k == 0 else 1
-    block_t = min(max(16, tile_t), _MAX_BLOCK_T)
-    args = (
-        x,
-        arguments,
-        matrices.scale,
-        batch.input_weights,
-        batch.expert_offsets,
-        tiles.expert,
-        tiles.row,
-        x.stride(0),
-        matrices.k_in,
-    )
+    block_t = _block_t(tile_t, batch.rows, matrices.experts)
+    sizes = (x.stride(0), matrices.k_in)
+    args = (x, arguments, matrices.scale, batch.input_weights, batch.expert_offsets, tiles.expert, tiles.row, *sizes)
     constants = {
         "PROJECTIONS": projections,
         "RANK": rank,
         "TILE_T": tile_t,
         "BLOCK_T": block_t,
         "BLOCK_K": _BLOCK_BYTES // x.element_size(),
-        "DEPTH": _MAX_BLOCK_T // block_t,
+        "STAGES": 3 if block_t == _MIN_BLOCK_T else 2,
         "TOP_K": tiles.top_k,
         "GATHER": gathered,
         "ASM": x.is_cuda,
         "PDL": overlaps(x),
     }
-    grid = (tiles.count * -(-tile_t // block_t), projections * (rank // 16))
+    turns = 1 if tiles.top_k else _turns(batch.rows, matrices)
+    grid = (tiles.count, projections * (rank // 16), turns)
     launch(low_rank_kernel, grid, args, constants, num_warps=4)
     return LowRankRows(arguments, rank)
+
+
+def _block_t(tile_t: int, rows: int, experts: int) -> int:
+    """Return how many rows of a tile of ``tile_t`` are multiplied at once: the fewest where experts have few."""
+    # By the power of two above the rows, by which batches are warmed up.
+    few = power_at_least(rows) <= _MIN_BLOCK_T * experts
+    return _MIN_BLOCK_T if few else min(max(tile_t, _MIN_BLOCK_T), _MAX_BLOCK_T)
+
+
+def _turns(rows: int, matrices: AdapterMatrices) -> int:
+    """Return how many programs share the adapters of a tile: about as many as occur in it, of ``rows`` in all."""
+    return min(2 * power_at_least(-(-rows // matrices.experts)), len(matrices.ranks), _MAX_TURNS)

@@ -171,9 +171,8 @@ class PackedExperts(PackedWeights):
         memory_x = part(memory, "x")
         source: Tensor | None = ids
         adapted = None if adapters is None else AdaptedRows(adapters.ids, ids, ids, count)
-        first = _with_changes(first, x, adapters, adapted, memory, gathered=True)
-        order, x_ready = self.gate_up.layout.row_order, first.low_rank is not None
-        x, x_scale = operand(x, self.forms[0], order=order, x_ready=x_ready, memory=memory_x)
+        tokens = x
+        x, x_scale = operand(x, self.forms[0], order=self.gate_up.layout.row_order, memory=memory_x)
         if self.gate_up.order is not None:
             x = gather_columns(x, self.gate_up.order, ids, ids, top_k=top_k, memory=memory_x)
             source = None
@@ -183,9 +182,10 @@ class PackedExperts(PackedWeights):
             token = torch.arange(count, device=x.device) // top_k
             x_scale = transpose_scales(x_scale, token, memory=memory_x)
         middle = self._middle(count, out, memory)
+        first = _with_changes(first, tokens, adapters, adapted, memory, gathered=True)
         grouped_gemm(x, self.gate_up, ids, first, middle, source=source, x_scale=x_scale, activation=self.activation)
-        second = _with_changes(second, middle, adapters, adapted, memory)
         h, h_scale = self._second_operand(middle, second, None, memory)
+        second = _with_changes(second, middle, adapters, adapted, memory)
         return grouped_gemm(h, self.down, ids, second, out, x_scale=h_scale)
 
     def products(self) -> tuple[MeasuredProduct, ...]:
@@ -282,8 +282,8 @@ class PackedExperts(PackedWeights):
         grouped_gemm(
             x, self.gate_up, offsets, first, middle, source=source, x_scale=x_scale, activation=self.activation
         )
-        second = _with_changes(second, middle, adapters, adapted, memory)
         h, h_scale = self._second_operand(middle, second, batch, memory)
+        second = _with_changes(second, middle, adapters, adapted, memory)
         return grouped_gemm(h, self.down, offsets, second, out, x_scale=h_scale)
 
     def _run_large(self, batch: ContiguousBatch, tile: TileChoice, out: Tensor, memory: Memory | None) -> Tensor:
@@ -387,10 +387,7 @@ class PackedExperts(PackedWeights):
         between = self.forms[1] if batch is None else self._form_of(1, batch)
         form = middle_format(between, self.down.layout, tiles.tile)
         memory_h = part(memory, "h")
-        # The adapters' kernel has waited for the rows and only reads them, so quantisation may overlap it.
-        x_ready = tiles.low_rank is not None
-        order = self.down.layout.row_order
-        rows = operand(middle, form, order=order, x_ready=x_ready, used=used, memory=memory_h)
+        rows = operand(middle, form, order=self.down.layout.row_order, used=used, memory=memory_h)
         return rescale(rows, self.down, used, memory_h)
 
 
