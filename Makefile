@@ -18,11 +18,11 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TOKENIZ
 OFFLINE := HF_HUB_OFFLINE=1
 # What `make test` runs of the tests; `make test-all` runs all of them.
 SELECTED = -m 'not exhaustive'
-# vLLM pins a torch of its own, so it has an environment of its own; the models are quantised by our tools.
+# vLLM pins another torch, so it has a separate environment; the models are quantised by our tools.
 VLLM   := $(VENV)-vllm
 # Nearly all the time of the GPU tests is compilation. What measures the host runs alone, after them.
 GPU_WORKERS ?= -n 14 --dist worksteal
-# What several GPUs do together runs after the rest: kernels that wait for each other are late beside other processes.
+# What several GPUs do together runs after the rest: kernels that wait for each other are late while other processes run.
 GPU_RANKS := $(patsubst %,tests/gpu/test_%.py,all_gather all_to_all compiled_models half_batches mega mover symm_mem symmetric whole_model_ranks)
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check -c $(PINS)
 
@@ -99,7 +99,7 @@ test: check snippets examples docs unit ## all of the above; what CI runs
 test-all: ## all of make test with the exhaustive tests too: whole grids of formats, sizes and models (half an hour)
 	$(MAKE) SELECTED= test
 
-test-newest: ## the same tests with the newest torch, Triton and transformers, in an environment of their own (a large download)
+test-newest: ## the same tests with the newest torch, Triton and transformers, in a separate environment (a large download)
 	$(MAKE) $(NEWEST) versions snippets examples unit
 
 versions: $(VENV)/.dev
@@ -108,7 +108,7 @@ versions: $(VENV)/.dev
 demo: $(VENV)/.runtime ## the shipped model writes text in every weight format
 	@$(OFFLINE) $(BIN)/collegium demo
 
-bench-cpu: $(VENV)/.dev ## the CPU path beside transformers' own experts
+bench-cpu: $(VENV)/.dev ## the CPU path compared with transformers' experts
 	$(OFFLINE) $(BIN)/python benchmarks/bench_cpu.py
 
 gpu-test: ## the tests of a machine with a GPU, on the Python that is there (torch, Triton and pytest installed)

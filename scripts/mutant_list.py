@@ -526,7 +526,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a row's scale of one block's columns alone", "kernels/prefill.cu",
-        (Edit("store_codes", "most[0] = max(most[0], theirs[0]), most[1] = max(most[1], theirs[8]);", ""),), _PREFILL,
+        (Edit("store_codes", "amax[0] = max(amax[0], peer_amax[0]), amax[1] = max(amax[1], peer_amax[8]);", ""),), _PREFILL,
     ),
     Mutant(
         "a counter that is left", "kernels/prefill.cu",

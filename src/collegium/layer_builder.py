@@ -78,7 +78,7 @@ class LayerBuilder:
 
         device: as ``load_layer``. placement: the experts and slice of this rank, instead of those of Ranks as
         ``device``.
-        stored: how the experts are stored: the name of a format, whose storages are told apart by the names of the
+        stored: how the experts are stored: the name of a format, whose storages are distinguished by the names of the
         parameters; a ``checkpoint.StoredFormat``, needed for integers, FP8 blocks of other sizes than 128 x 128, and
         where storages share names; or a pair for gate and up, and for down. None: the formats of ``spec``.
         shared_stored: likewise for the shared expert. router: False for a layer whose callers pass logits or a routing,

@@ -216,7 +216,7 @@ def test_streamed_layers_release_their_memory(tmp_path: Path) -> None:
         arrived.release(number)
         assert not any(reference() is not None for reference in left)
         assert torch.equal(layer(x), load_layer(tmp_path, number, device="cpu")(x))
-        with pytest.raises(InputError, match=r"no longer in memory: its layer was released"):
+        with raises_with(InputError, "released"):
             load_router(CheckpointLayer.open(arrived.checkpoint, number))
     audit(arrived.checkpoint, deep=False)
     again = next(name for name in tiny.tensors if ".layers.1." in name)

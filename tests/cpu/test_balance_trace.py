@@ -83,7 +83,7 @@ def test_incomplete_passes_refused(model):
         found.trace("m")
     found.add(0, torch.tensor([[1, 2]]))
     found.add(0, torch.tensor([[1, -1]]))
-    with pytest.raises(InputError, match="2 of 2 passes did not run all 6 layers"):
+    with raises_with(InputError, "2 of 2", "6 layers"):
         found.trace("m")
     with pytest.raises(InputError, match="0 layers are routed by transformers"), recording(torch.nn.Linear(2, 2)):
         pass

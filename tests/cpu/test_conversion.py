@@ -146,7 +146,7 @@ def test_ungated_experts_and_stacks_are_written(tmp_path, family: str, name: str
 
 def test_row_concatenated_experts_refused(tmp_path) -> None:
     build(CASES["dbrx"], tmp_path / "in")
-    with pytest.raises(InputError, match=r"experts of dbrx .* can be written as: no other format"):
+    with raises_with(InputError, "dbrx"):
         quantize_model(str(tmp_path / "in"), "fp16")
 
 
@@ -189,7 +189,7 @@ def test_quantised_weights_elsewhere_are_refused(tmp_path) -> None:
 def test_nothing_is_overwritten(tmp_path) -> None:
     write_checkpoint(tmp_path / "in", "mixtral", "bf16", size=SIZE)
     (tmp_path / "out").mkdir()
-    with pytest.raises(InputError, match="exists; nothing is overwritten"):
+    with raises_with(InputError, tmp_path / "out"):
         quantize_model(str(tmp_path / "in"), "mxfp4", str(tmp_path / "out"))
 
 
@@ -237,7 +237,7 @@ def test_folders_of_failed_runs_are_removed(tmp_path) -> None:
     write_checkpoint(tmp_path / "in", "mixtral", "bf16", size=SIZE)
     (tmp_path / "in" / "tokenizer.json").symlink_to("nothing")
     (tmp_path / "mine").mkdir()
-    with pytest.raises(CheckpointError, match="cannot be copied"):
+    with raises_with(CheckpointError, "tokenizer.json"):
         quantize_model(str(tmp_path / "in"), "mxfp4", str(tmp_path / "mine" / "a" / "b" / "out"))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "mine"]
     assert not [*(tmp_path / "mine").iterdir()]

@@ -188,7 +188,7 @@ def test_captured_calls_pass_ids() -> None:
     x = heavy_tailed(3, HIDDEN, seed=3)
     padded = layer(torch.cat([x, x[:1]]), adapter_ids=torch.tensor([0, -1, 2, 0]))[:3]
     torch.testing.assert_close(runner(x, adapter_ids=torch.tensor([0, -1, 2])), padded)
-    with pytest.raises(InputError, match="adapter_ids missing; the layer was captured with it"):
+    with raises_with(InputError, "adapter_ids"):
         runner(x)
 
 
@@ -218,7 +218,7 @@ def test_unknown_ids() -> None:
 def test_wrong_calls() -> None:
     _, layer = layer_of()
     x = heavy_tailed(8, HIDDEN, seed=3).bfloat16()
-    with pytest.raises(InputError, match="the layer has no adapters; call set_adapters first"):
+    with raises_with(InputError, "set_adapters"):
         layer(x, adapter_ids=IDS)
     layer.set_adapters(adapters_of())
     for ids in (IDS[:7], IDS.float(), IDS[:, None], IDS.to(torch.int16)):
@@ -371,7 +371,7 @@ def test_adapters_of_quantised_experts(on_disk: tuple[Path, list[Path]], tmp_pat
     base, folders = on_disk
     code, _, said = command("quantize", base, "--to", "fp8_channel", "--out", tmp_path / "small")
     assert code == 0, said
-    with pytest.raises(ConfigError, match="adapters are merged into matrices in"):
+    with raises_with(ConfigError, "F8_E4M3 (20, 24)", "BF16, F16 and F32", "quantize"):
         with_adapter(Checkpoint.open(tmp_path / "small"), folders[0])
     layer = load_layer(tmp_path / "small", 0, device="cpu", dtype="fp32")
     assert layer.spec.weight_format == "fp8_channel"

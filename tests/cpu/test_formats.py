@@ -178,17 +178,17 @@ def test_cuts_refuse_other_boundaries(form: type[Payload]) -> None:
     payload = form.encode(heavy(300, 300))
     row, column = steps(payload)
     for start, stop in ((-1, 30), (10, 10), (0, 301), (20, 10)):
-        with pytest.raises(InputError, match=rf"output rows {start}:{stop} cannot be cut out of 300"):
+        with raises_with(InputError, f"output rows {start}:{stop}", 300):
             payload.rows(start, stop)
-        with pytest.raises(InputError, match=rf"input columns {start}:{stop} cannot be cut out of 300"):
+        with raises_with(InputError, f"input columns {start}:{stop}", 300):
             payload.columns(start, stop)
     if column > 1:
-        with pytest.raises(InputError, match=rf"multiples of {column} or the end 300"):
+        with raises_with(InputError, f"multiples of {column}", 300):
             payload.columns(0, column + 1)
-        with pytest.raises(InputError, match=rf"multiples of {column} or the end 300"):
+        with raises_with(InputError, f"multiples of {column}", 300):
             payload.columns(column - 1, 300)
     if row > 1:
-        with pytest.raises(InputError, match=rf"multiples of {row} or the end 300"):
+        with raises_with(InputError, f"multiples of {row}", 300):
             payload.rows(0, row + 1)
 
 

@@ -53,7 +53,7 @@ def test_from_parts_keeps_every_byte(form: type[Payload], storage: str, shape: t
 def test_from_parts_refuses_mismatched_parts(form: type[Payload], storage: str) -> None:
     parts = random_parts(form, storage, (4, 64))
     for suffix, tensor in parts.items():
-        with pytest.raises(MissingTensorError, match=rf"needs the part '{suffix}'"):
+        with raises_with(MissingTensorError, suffix):
             form.from_parts({k: v for k, v in parts.items() if k != suffix}, storage=storage, shape=(4, 64))
         with raises_with(TensorMismatchError, "torch.float64"):
             form.from_parts({**parts, suffix: tensor.float().double()}, storage=storage, shape=(4, 64))
@@ -64,7 +64,7 @@ def test_from_parts_refuses_mismatched_parts(form: type[Payload], storage: str) 
             form.from_parts(wrong, storage=storage, shape=(4, 64))
     with raises_with(UnknownTensorError, "'.weight_foo'"):
         form.from_parts({**parts, ".weight_foo": torch.zeros(1)}, storage=storage, shape=(4, 64))
-    with pytest.raises(SpecError, match=rf"{form.name}: storage 'tape' is not known, allowed: {form.storages[0].name}"):
+    with raises_with(SpecError, form.name, "'tape'", form.storages[0].name):
         form.from_parts(parts, storage="tape", shape=(4, 64))
     with pytest.raises(InputError, match=r"logical shape \[..., N, K\]"):
         form.from_parts(parts, storage=storage, shape=(64,))

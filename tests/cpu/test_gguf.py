@@ -368,7 +368,7 @@ def test_unknown_routing_is_refused() -> None:
     keys = {"block_count": 2, "embedding_length": 64, "expert_feed_forward_length": 64, "expert_count": 4}
     with raises_with(ConfigError, "expert_gating_func", "9", "1"):
         describe(_config("qwen3moe", expert_used_count=2, expert_gating_func=9, **keys))
-    with pytest.raises(ConfigError, match="swiglu_clamp_exp='an array of 2' is not implemented"):
+    with raises_with(ConfigError, "swiglu_clamp_exp", "array of 2"):
         describe(_config("qwen3moe", expert_used_count=2, swiglu_clamp_exp="an array of 2", **keys))
     with raises_with(ConfigError, "'gguf:mamba'", "gguf:llama"):
         describe(_config("mamba", **keys))

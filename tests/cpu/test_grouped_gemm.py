@@ -646,7 +646,7 @@ def test_inconsistent_column_orders_refused(fault: str) -> None:
         group_of[group_of == 1] = 0
     else:
         group_of[1, 1] = group_of[1, 1].flip(0)
-    with pytest.raises(InputError, match="whole matrices in one order"):
+    with raises_with(InputError, "int4_ordered", "32", "reference"):
         pack.pack_int(replace(payload, group_of=group_of), None)
 
 
@@ -719,7 +719,7 @@ def test_wrong_rows_are_refused() -> None:
         ops.grouped_gemm(torch.zeros(4, 91).bfloat16(), packed.down, offsets, tiles, out)
     with raises_with(InputError, "torch.float16"):
         ops.grouped_gemm(torch.zeros(4, 90).half(), packed.down, offsets, tiles, out)
-    with pytest.raises(InputError, match="others need neither"):
+    with raises_with(InputError, "x_scale"):
         ops.grouped_gemm(torch.zeros(4, 90).bfloat16(), packed.down, offsets, tiles, out, x_scale=torch.ones(4, 1))
     with raises_with(InputError, "(4, 175)"):
         ops.grouped_gemm(torch.zeros(4, 90).bfloat16(), packed.down, offsets, tiles, out[:, :175])

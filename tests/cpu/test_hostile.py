@@ -175,7 +175,7 @@ def test_index_leaving_the_folder(tmp_path: Path, name: str) -> None:
     raw_file(tmp_path / "out.safetensors", {"a": entry(0, 1)}, b"1")
     (tmp_path / "model").mkdir()
     index(tmp_path / "model", {"a": name})
-    with pytest.raises(CheckpointError, match="leaves the folder"):
+    with raises_with(CheckpointError, repr(name), tmp_path / "model"):
         Checkpoint.open(tmp_path / "model")
 
 
@@ -222,7 +222,7 @@ def test_broken_config(tmp_path: Path, text: str, expected: str) -> None:
 
 
 def test_nothing_there(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no such folder or file"):
+    with raises_with(CheckpointError, tmp_path / "absent"):
         Checkpoint.open(tmp_path / "absent")
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with raises_with(CheckpointError, "pytorch_model.bin"):

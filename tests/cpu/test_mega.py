@@ -20,6 +20,7 @@ from collegium.pipelines.mega import MAX_TOKENS, Mega
 from collegium.pipelines.split import Split
 from collegium.testing.compare import relative_error
 from mega_ranks import CASES, MOST, Ranks, crowded, deserted, encoded, given, planned, together
+from raising import assert_values
 from ranks import run_ranks
 from rough_tokens import same
 from split_layers import EXPERTS
@@ -199,10 +200,11 @@ def test_mega_refusals_give_reasons() -> None:
     assert "the device is cpu" in why(DeviceFacts(kind="cpu"), "fp32")
     assert "the dispatcher is local" in why(world=1)
     assert "the dispatcher is all_to_all" in why(wish={"dispatcher": "all_to_all"})
-    assert "the weights are mxfp4 with fp8_group128 activations; it takes" in why(act="fp8_group128")
+    assert_values(why(act="fp8_group128"), "mxfp4 weights", "fp8_group128", "mxfp4 with fp8_token")
     coded: dict[str, Any] = {"act": "fp8_group128", "weight_format": "fp8_block"}
-    assert "the hidden size is 40; its codes are copied by sixteen" in why(**coded, hidden_size=40)
-    assert "the weights are int4_group with fp8_token activations" in why(weight_format="int4_group")
+    assert_values(why(**coded, hidden_size=40), "hidden size is 40", "multiples of 16")
+    assert_values(why(weight_format="int4_group"), "int4_group weights", "fp8_token")
+    assert_values(why(wish={"kernel": "reference"}), "kernel is reference", "Triton")
     assert "measured too little with nvfp4 weights; Overrides(pipeline='mega') takes it" in why(weight_format="nvfp4")
     assert "found sm_100" in why(replace(GPU, capability=(10, 0)))
     assert "the combine is reduced" in why(wish={"combine": "reduced"})

@@ -65,7 +65,7 @@ def test_nothing_starts_after_time_limit(tmp_path: Path) -> None:
 def test_models_without_experts_refused(tmp_path: Path) -> None:
     with raises_with(InputError, "'mixtral'", "qwen3_30b", "gpt_oss_20b", "config.json"):
         bench_model("mixtral", device="cpu")
-    with pytest.raises(InputError, match="builds no experts"):
+    with raises_with(InputError, tmp_path):
         bench_model(str(tiny_config(tmp_path, "llama")), device="cpu")
 
 

@@ -32,6 +32,7 @@ from collegium.formats.unquantised import DTYPES
 from collegium.parallel.placement import expert_ids_of, linear
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
 from collegium.types import ActivationKind
+from raising import raises_with
 from ranks import run_ranks
 from truth import moe_truth
 
@@ -198,7 +199,7 @@ def test_unknown_dtypes_are_refused() -> None:
         problem_of(out_dtype="fp8")
     layer = MoELayer(random_experts(E, 2, INNER, H, seed=1), plan(problem_of()))
     x, routing = inputs()
-    with pytest.raises(InputError, match=r"out is torch\.float64.*pass another out"):
+    with raises_with(InputError, "out", "torch.float64"):
         layer(x.bfloat16(), routing=routing, out=torch.empty(T, H, dtype=torch.float64))
 
 
@@ -219,7 +220,7 @@ def test_a_cpu_has_no_approximate_functions(kind: ActivationKind, weights: str) 
     [
         ({}, Overrides(kernel="reference"), "kernel reference, not cpu_grouped"),
         ({"weights": "mxfp4"}, Overrides(kernel="cpu_grouped"), "weight_format mxfp4, not fp32"),
-        ({"activation": ActivationSpec(limit=2.0)}, None, r"activation ActivationSpec\(.*limit=2.0"),
+        ({"activation": ActivationSpec(limit=2.0)}, None, "limit=2.0"),
         ({"dtype": "fp16"}, None, "dtype fp16, not bf16"),
     ],
 )
@@ -228,7 +229,7 @@ def test_replan_refuses_what_is_not_packed(changes: dict[str, Any], overrides: A
     x, routing = inputs()
     x = x.bfloat16()
     before = layer(x, routing=routing)
-    with pytest.raises(InputError, match=f"(?s)replan: the plan has {text}.*call swap"):
+    with raises_with(InputError, "replan", text, "swap"):
         layer.replan(plan(problem_of(**changes), overrides), layer.experts)
     assert torch.equal(layer(x, routing=routing), before)
     layer.replan(plan(problem_of(limits=Limits(max_tokens=3))), layer.experts)

@@ -122,7 +122,7 @@ def test_gptq_worked_example() -> None:
         assert form.from_parts(parts, storage="gptq", shape=(8, 8)).decode().tolist() == wanted
     second = {**parts, ".qzeros": torch.tensor([[0x88888888 - 2**32]], dtype=torch.int32)}
     assert Int4Group.from_parts(second, storage="gptq_v2", shape=(8, 8)).decode().tolist() == wanted
-    with pytest.raises(TensorMismatchError, match=r"symmetric weights, the zero points are 7 to 7 instead of 8"):
+    with raises_with(TensorMismatchError, "zero points", "7 to 7", "8"):
         Int4Group.from_parts(parts, storage="gptq_v2", shape=(8, 8))
 
 
@@ -224,7 +224,7 @@ def test_a_bias_must_be_zero() -> None:
     parts = {**gptq_parts(np.random.default_rng(0), 16, 96), ".bias": torch.zeros(16, dtype=torch.float16)}
     Int4Affine.from_parts(parts, storage="gptq", shape=(16, 96), group_size=32)
     parts[".bias"][3] = 1
-    with pytest.raises(TensorMismatchError, match="bias is not zero"):
+    with raises_with(TensorMismatchError, "bias"):
         Int4Affine.from_parts(parts, storage="gptq", shape=(16, 96), group_size=32)
 
 

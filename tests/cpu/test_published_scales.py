@@ -293,7 +293,7 @@ def test_missing_and_undeclared_zero_points(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"declares int4_affine .* needs .*weight_zero_point"):
         audit(gone)
     write_asymmetric(tmp_path, symmetric=True)
-    with pytest.raises(UnknownTensorError, match="a zero point, where the config declares no asymmetric"):
+    with raises_with(UnknownTensorError, "zero_point"):
         audit(Checkpoint.open(tmp_path))
 
 

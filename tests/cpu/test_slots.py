@@ -19,6 +19,7 @@ from collegium.problem import DeviceFacts, Problem
 from collegium.runtime.machine import Machine
 from collegium.testing.compare import random_experts
 from collegium.types import ExpertWeights, MoESpec, RoutingSpec
+from raising import raises_with
 from split_layers import taken
 
 EXPERTS, WIDE, HIDDEN = 5, 96, 160
@@ -144,11 +145,11 @@ def test_packing_that_shares_memory_is_refused() -> None:
     class Mixed(PackedWeights):
         pass
 
-    with pytest.raises(InputError, match="Mixed mixes experts in its packing"):
+    with raises_with(InputError, "Mixed"):
         Mixed().slots()
     kernel: Any = next(row for row in KERNELS if row.name == "cpu_grouped")
     weights = _weights("bf16")
     values = weights.down.values[:1].expand_as(weights.down.values)
     shared = replace(weights.down, values=values)
-    with pytest.raises(InputError, match=r"CpuExperts: the slots of a tensor \(5, [0-9, ]+\) share memory"):
+    with raises_with(InputError, "CpuExperts", "(5, "):
         _packed(kernel, replace(weights, down=shared), "bf16").slots()

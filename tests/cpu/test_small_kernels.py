@@ -411,7 +411,7 @@ def test_orders_need_e4m3_operands(name: str | None) -> None:
         lambda: quantize_on_device(torch.ones(3, 4), name or "fp32", order=PADDED),
         lambda: operand_regions(3, 4, name, gathered=True, order=PADDED, dtype=torch.float32),
     ):
-        with pytest.raises(InputError, match=r"format \w+: found order 1 of its rows, allowed: 0"):
+        with raises_with(InputError, "order 1"):
             call()
     assert {form.name for form in quantization.ACTIVATION_FORMATS if form.e4m3} == {
         "fp8_group128", "fp8_group128_pow2", "fp8_token", "fp8_static",

@@ -505,7 +505,7 @@ def _work(job):
 
 @cache
 def _shapes():
-    """Return what AMX is told of its tiles for each count of rows: 0 to 3 sums, 4 rows of x, 5 to 7 weights."""
+    """Return the AMX tile configuration for each number of rows: tiles 0 to 3 sums, 4 rows of x, 5 to 7 weights."""
     shapes = np.zeros((_TILE_ROWS + 1, 64), dtype=np.uint8)
     shapes[:, 0] = 1
     shapes[:, 16:32:2] = 64

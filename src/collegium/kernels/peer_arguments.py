@@ -1,4 +1,4 @@
-"""Arguments of ``peer.py`` and ``mega.py`` in groups; ``arguments.py`` says what Triton makes of named tuples.
+"""Arguments of ``peer.py`` and ``mega.py`` in groups; ``arguments.py`` explains what Triton makes of named tuples.
 
 Shape letters: T tokens of this rank, B the maximum number of tokens of a rank, W ranks, K experts per token, E experts,
 H width, I intermediate size, G scales of a row.

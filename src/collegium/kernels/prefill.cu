@@ -37,20 +37,20 @@ struct Tile { int expert, column, row, count; };
 
 struct Shared {
     u8 stage[STAGES][STAGE_BYTES];
-    alignas(16) u8 turned[WARPS][1024];
+    alignas(16) u8 staging[WARPS][1024];
     alignas(16) float weight[STAGES][2 * UNIT];
     float token[STAGES][WORKERS * UNIT];
-    u32 most[WARPS][2][16];
+    u32 amax[WARPS][2][16];
     Tile tile[RING];
     int place[RING];
-    Barrier full[STAGES], empty[STAGES], ready[RING], told[RING], met[WARPS][2];
+    Barrier full[STAGES], empty[STAGES], ready[RING], tile_written[RING], amax_arrived[WARPS][2];
 };
 
 static_assert(sizeof(Shared) + 1023 <= 227 * 1024, "more than a block may have");
 
 struct Sizes { int n_out, steps, k_blocks, scale_rows, group_t; float limit, alpha, gate_bound, up_bound; };
 struct Lists { const i64* expert_offsets; const int* tile_expert; const i64* tile_row; const int* tiles_used; };
-struct Beside { const float *x_scale, *scale, *row_scale; const void* bias; };
+struct ScalesAndBias { const float *x_scale, *scale, *row_scale; const void* bias; };
 struct Out { void* rows; const i64* row_places; float* scale; };
 struct Place { int stage; u32 parity; };
 
@@ -87,7 +87,7 @@ __device__ __forceinline__ void copies(
         Tile t{0, 0, 0, 0};
         if (place < places) t = tile_of(place, columns, z.group_t, lists);
         s.tile[turn] = t;
-        if (PROMOTED) arrive(&s.told[turn]);
+        if (PROMOTED) arrive(&s.tile_written[turn]);
         if (t.count == 0) break;
         expect(&s.ready[turn], 4);
         int row = t.expert * PARTS * z.n_out + t.column * SPAN + SPAN / 2 * rank, units = units_of(t);
@@ -121,14 +121,14 @@ __device__ __forceinline__ void copies(
 }
 
 // Loads the factors of tokens and weights, K block by K block. Two warps, which ask for some blocks at a time.
-__device__ __forceinline__ void factors(Shared& s, u32 rank, const Beside& n, const Sizes& z) {
+__device__ __forceinline__ void factors(Shared& s, u32 rank, const ScalesAndBias& n, const Sizes& z) {
     constexpr int AHEAD = GROUPS ? 2 : 4, ROWS = X_SCALE == 1 ? WORKERS : 1, OWN = GROUPS ? 2 : 1;
     int lane = threadIdx.x - (WARPS + 1) * 32;
     Place p{0, 0};
     u32 parity = 0;
 #pragma unroll 1
     for (int turn = 0;;) {
-        wait(&s.told[turn], parity);
+        wait(&s.tile_written[turn], parity);
         Tile t = s.tile[turn];
         if (t.count == 0) break;
         if (++turn == RING) turn = 0, parity ^= 1;
@@ -285,7 +285,7 @@ __device__ __forceinline__ float bias_at(const void* bias, i64 i) {
 
 // column: of this thread's first number of a part, in the part.
 __device__ __forceinline__ void finish(
-    float (&d)[64], int expert, int column, const float (&per_token)[2], const Beside& n, const Sizes& z
+    float (&d)[64], int expert, int column, const float (&per_token)[2], const ScalesAndBias& n, const Sizes& z
 ) {
     if (X_SCALE != 2 && !ROW_SCALE && !BIAS) return;
 #pragma unroll
@@ -373,10 +373,10 @@ __device__ __forceinline__ float inverse_of(float x) {
     return fmaf(fmaf(-x, r, 1.0f), r, r);
 }
 
-__device__ __forceinline__ float scale_of(u32 most) {
+__device__ __forceinline__ float scale_of(u32 amax) {
     if (CODES == 2)
-        return __int_as_float(max((int)(most >> 23) - 8 + ((most & 0x7FFFFFu) > 0x600000u), 1) << 23);
-    return fmaxf(over_448(__uint_as_float(most)), 1.1754943508222875e-38f);
+        return __int_as_float(max((int)(amax >> 23) - 8 + ((amax & 0x7FFFFFu) > 0x600000u), 1) << 23);
+    return fmaxf(over_448(__uint_as_float(amax)), 1.1754943508222875e-38f);
 }
 
 __device__ __forceinline__ u16 code_pair(float low, float high, float inverse, bool finite) {
@@ -385,41 +385,41 @@ __device__ __forceinline__ u16 code_pair(float low, float high, float inverse, b
     return codes_of(low, high);
 }
 
-// Stores codes of 16 rows of 64 or 128 columns. Where gate and up are beside each other, the other half of a row's
+// Stores codes of 16 rows of 64 or 128 columns. Where gate and up are in one tile, the other half of a row's
 // group is in the other block, and its largest magnitude comes from there; the blocks meet turn after turn.
 __device__ __forceinline__ void store_codes(
     Shared& s, float* d, int row, int left, int column, u32 peer, u32 turn, const Out& o, const Sizes& z
 ) {
     constexpr int PAIRS = 8 * CHUNKS;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = column + lane % 4 * 2;
-    u32 most[2] = {0, 0};
+    u32 amax[2] = {0, 0};
 #pragma unroll
     for (int i = 0; i < 4 * PAIRS; i++) {
         float v = d[i];
         if (ROUND) v = __uint_as_float(pair(v, v) << 16);
         d[i] = v = first + i / 4 * 8 + i % 2 < z.n_out ? v : 0.0f;
-        most[i / 2 % 2] = max(most[i / 2 % 2], __float_as_uint(v) & 0x7FFFFFFFu);
+        amax[i / 2 % 2] = max(amax[i / 2 % 2], __float_as_uint(v) & 0x7FFFFFFFu);
     }
 #pragma unroll
     for (int h = 0; h < 2; h++)
 #pragma unroll
-        for (int by = 1; by < 4; by *= 2) most[h] = max(most[h], __shfl_xor_sync(0xFFFFFFFFu, most[h], by));
+        for (int by = 1; by < 4; by *= 2) amax[h] = max(amax[h], __shfl_xor_sync(0xFFFFFFFFu, amax[h], by));
     if (PARTS == 2) {
-        Barrier* met = &s.met[warp][turn % 2];
-        u32* theirs = s.most[warp][turn % 2] + lane / 4;
-        if (lane == 0) expect(met, 64);
+        Barrier* amax_arrived = &s.amax_arrived[warp][turn % 2];
+        u32* peer_amax = s.amax[warp][turn % 2] + lane / 4;
+        if (lane == 0) expect(amax_arrived, 64);
         __syncwarp();
-        if (lane % 4 < 2) send(peer, theirs + 8 * (lane % 4), lane % 4 ? most[1] : most[0], met);
-        wait(met, turn / 2 % 2);
-        most[0] = max(most[0], theirs[0]), most[1] = max(most[1], theirs[8]);
+        if (lane % 4 < 2) send(peer, peer_amax + 8 * (lane % 4), lane % 4 ? amax[1] : amax[0], amax_arrived);
+        wait(amax_arrived, turn / 2 % 2);
+        amax[0] = max(amax[0], peer_amax[0]), amax[1] = max(amax[1], peer_amax[8]);
     }
     constexpr int WIDE = ALIGNED ? 16 : 1, ACROSS = 64 * CHUNKS / WIDE;
     int groups = (z.n_out + 127) / 128;
-    u8* room = s.turned[warp];
+    u8* room = s.staging[warp];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        bool finite = most[h] < 0x7F800000u;
-        float scale = scale_of(finite ? most[h] : 0), inverse = inverse_of(scale);
+        bool finite = amax[h] < 0x7F800000u;
+        float scale = scale_of(finite ? amax[h] : 0), inverse = inverse_of(scale);
 #pragma unroll
         for (int j = 0; j < PAIRS; j++) {
             const float* two = d + 4 * j + 2 * h;
@@ -442,16 +442,17 @@ __device__ __forceinline__ void store_codes(
 }
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1) prefill(
-    const __grid_constant__ Map x, const __grid_constant__ Map w, int* counters, const __grid_constant__ Beside n,
-    const __grid_constant__ Out o, const __grid_constant__ Lists lists, const __grid_constant__ Sizes z
+    const __grid_constant__ Map x, const __grid_constant__ Map w, int* counters,
+    const __grid_constant__ ScalesAndBias n, const __grid_constant__ Out o, const __grid_constant__ Lists lists,
+    const __grid_constant__ Sizes z
 ) {
     Shared& s = *(Shared*)shared_memory();
     int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     u32 rank = blockIdx.x % 2, peer = rank ^ 1;
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) init(&s.full[i], PROMOTED ? 65 : 1), init(&s.empty[i], 2 * WARPS);
-        for (int i = 0; i < RING; i++) init(&s.ready[i], 1), init(&s.told[i], 1);
-        for (int i = 0; i < WARPS; i++) init(&s.met[i][0], 1), init(&s.met[i][1], 1);
+        for (int i = 0; i < RING; i++) init(&s.ready[i], 1), init(&s.tile_written[i], 1);
+        for (int i = 0; i < WARPS; i++) init(&s.amax_arrived[i][0], 1), init(&s.amax_arrived[i][1], 1);
         show_barriers();
     }
     meet_cluster();
@@ -464,7 +465,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
     } else {
         take_registers<MULTIPLYING>();
         int group = warp / 4, of_warp = UNIT * group + 16 * (warp % 4);
-        u32 met = 0;
+        u32 exchanges = 0;
         Place p{0, 0};
 #pragma unroll 1
         for (int turn = 0;; turn = (turn + 1) % RING) {
@@ -488,10 +489,10 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
 #pragma unroll
             for (int i = 0; i < 32 * CHUNKS; i++) d[i] = activated(d[i], d[PARTS == 2 ? i + 32 : i], z);
             if (CODES) {
-                store_codes(s, d, row, left, column, peer, met++, o, z);
+                store_codes(s, d, row, left, column, peer, exchanges++, o, z);
             } else {
-                store_rows(s.turned[warp], d, row, left, column, o, z);
-                if (PARTS == 1) store_rows(s.turned[warp], d + 32, row, left, column + UNIT, o, z);
+                store_rows(s.staging[warp], d, row, left, column, o, z);
+                if (PARTS == 1) store_rows(s.staging[warp], d + 32, row, left, column + UNIT, o, z);
             }
         }
     }

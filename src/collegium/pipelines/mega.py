@@ -17,6 +17,7 @@ from ..adapters import TokenAdapters
 from ..errors import InputError
 from ..experts.triton.grouped import activation_bounds, operand_format, projections
 from ..experts.triton.packed import PackedExperts
+from ..experts.triton.table import TritonKernel
 from ..formats.unquantised import DTYPES
 from ..kernels.arguments import Tile
 from ..kernels.enums import (
@@ -66,7 +67,21 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_TOKENS", "Mega", "MegaKind"]
 
-FORMATS = (("mxfp4", "fp8_token"), ("nvfp4", "fp8_token"), ("fp8_block", "fp8_group128"))
+
+class _Recipe(NamedTuple):
+    """What the kernel multiplies: formats, the order of the columns of codes, what divides the width."""
+
+    weights: str
+    activations: str
+    order: int
+    width_multiple: int
+
+
+RECIPES = (
+    _Recipe("mxfp4", "fp8_token", REORDERED, 1),
+    _Recipe("nvfp4", "fp8_token", REORDERED, 1),
+    _Recipe("fp8_block", "fp8_group128", AS_IS, 16),  # its codes are copied by sixteen
+)
 MAX_TOKENS = 4096  # of a rank; an expert's list has an entry for every assignment of every rank
 
 
@@ -438,8 +453,10 @@ def _shape_of(form: ActivationFormat, order: int, counts: tuple[int, int, int, i
     return _Shape(*counts, hidden, *columns_and_groups(hidden), inner, *columns_and_groups(inner))
 
 
-def _has_4bit_weights(query: PipelineQuery) -> bool:
-    return query.problem.spec.weight_format in ("mxfp4", "nvfp4")
+def _recipe_of(problem: Problem) -> _Recipe | None:
+    """Return the recipe of the layer of ``problem``, None for formats that the kernel does not take."""
+    formats = problem.spec.weight_format, problem.activation_format
+    return next((recipe for recipe in RECIPES if (recipe.weights, recipe.activations) == formats), None)
 
 
 def _slower(problem: Problem) -> str | None:
@@ -476,18 +493,23 @@ class MegaKind:
         """Refuse other dispatchers, formats and GPUs, what the kernel lacks, and where it is slower unless forced."""
         problem, device = query.problem, query.problem.device
         rule = problem.spec.routing
-        weights, activations = problem.spec.weight_format, problem.activation_format
         if device.kind != "cuda":
             return f"the device is {device.kind}; it is one kernel for CUDA GPUs"
         if query.dispatcher.name != "symm_mem":
             return f"the dispatcher is {query.dispatcher.name}; it replaces symm_mem, without a wrapper"
         if problem.routed.mixed:
             return f"the weights are {format_names(problem.spec.formats)}; its kernel takes one format for both"
-        if (weights, activations) not in FORMATS or not query.kernel.name.startswith("triton"):
-            supported = ", ".join(f"{first} with {second}" for first, second in FORMATS)
-            return f"the weights are {weights} with {activations} activations; it takes {supported}"
-        if not _has_4bit_weights(query) and problem.spec.expert_hidden_size % 16:
-            return f"the hidden size is {problem.spec.expert_hidden_size}; its codes are copied by sixteen"
+        recipe = _recipe_of(problem)
+        if recipe is None or not isinstance(query.kernel, TritonKernel):
+            supported = ", ".join(f"{known.weights} with {known.activations}" for known in RECIPES)
+            return (
+                f"the kernel is {query.kernel.name}, for {problem.spec.weight_format} weights with "
+                f"{problem.activation_format} activations; it takes {supported}, in a kernel of Triton"
+            )
+        if problem.spec.expert_hidden_size % recipe.width_multiple:
+            return (
+                f"the hidden size is {problem.spec.expert_hidden_size}; it takes multiples of {recipe.width_multiple}"
+            )
         if device.capability != (9, 0):
             gpu = "an unknown GPU" if device.capability is None else "sm_{}{}".format(*device.capability)
             return f"found {gpu}; its grid is sized for sm_90, where all programs run at once"
@@ -511,12 +533,12 @@ class MegaKind:
         """Return the regions of a pass of ``max_tokens`` tokens on every rank."""
         problem, spec = query.problem, query.problem.spec
         tokens = problem.limits.max_tokens
+        recipe = _recipe_of(problem)
         assert problem.placement is not None
-        assert problem.activation_format is not None
-        form = activation_format(problem.activation_format)
-        order = REORDERED if _has_4bit_weights(query) else AS_IS
+        assert recipe is not None
+        form = activation_format(recipe.activations)
         counts = problem.world_size, tokens, spec.routing.top_k, problem.placement.width
-        shape = _shape_of(form, order, counts, spec.expert_hidden_size, query.experts.intermediate)
+        shape = _shape_of(form, recipe.order, counts, spec.expert_hidden_size, query.experts.intermediate)
         dtype = torch.bfloat16 if DTYPES[problem.dtype] == torch.bfloat16 else torch.float32
         regions: Regions = {}
         if spec.latent_size is not None:
