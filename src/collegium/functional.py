@@ -5,7 +5,7 @@ Shape letters: T tokens, K experts per token, E local experts, M rows of room fo
 """
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,16 +15,14 @@ from .formats.from_scales import payload_from_scales
 from .formats.payload import Payload
 from .formats.unquantised import FLOAT_FORMATS, as_stored
 from .layer import MoELayer
-from .ops.quantize import activation_format
 from .planning import plan
 from .problem import Limits, Overrides, Problem
 from .runtime.devices import probe
 from .runtime.packed_module import check_tensors, refuse_gradient
+from .stages.given_scales import GivenScales, Scale, given_scales
 from .types import ActivationSpec, ExpertWeights, MoESpec, Routing, RoutingSpec
 
 __all__ = ["MoEOptions", "moe", "moe_batched"]
-
-Scale = Tensor | float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,9 +33,9 @@ class MoEOptions:
         tell the format (``collegium.formats.payload_from_scales``). w1_global_scale, w2_global_scale: of NVFP4, as
         ModelOpt's ``weight_scale_2``. block_shape: rows and columns of an FP8 block, None: (128, 128).
     a1_scale: of x, where it is float8_e4m3fn: one number, ``[T]``, ``[T, 1]``, or ``[T, ceil(H / 128)]``; for x
-        ``[E, M, H]`` also ``[E, 1, 1]``, and ``[E, M]`` in place of ``[T]``. With unquantised x, one number: x is
-        quantised with it. a2_scale: one number, for the rows between the products; None: these rows are quantised with
-        scales of their values.
+        ``[E, M, H]`` also ``[E, 1, 1]``, and ``[E, M]`` in place of ``[T]``. Unquantised x is quantised with it.
+        a2_scale: of the rows between the products, with the same shapes, ``ceil(I / 128)`` in the last: the experts of
+        a token share its scales, and larger numbers saturate. None: scales follow from the values of each row.
     expert_map: ``[G]`` integers, the local expert of each expert of all ranks, -1 for an expert of another rank; ids
         are then global. global_num_experts: G; None or -1: as many as ``expert_map`` has, or E.
     apply_router_weight_on_input: the router weight multiplies the experts' input instead of their output. These three
@@ -90,11 +88,11 @@ def moe(
     activation = activation or ActivationSpec()
     matrices = _payloads(gate_up, down, 2 if activation.gated else 1, options)
     routing = Routing(topk_ids=_local_ids(topk_ids, matrices[0].shape[0], options), topk_weights=topk_weights)
-    layer, scale = _layer_of(x, matrices, activation, biases, options, top_k=topk_ids.shape[1])
+    layer, given = _layer_of(x, matrices, activation, biases, options, top_k=topk_ids.shape[1])
     out = _output(x, options)
-    if scale is not None:
-        return layer.run_quantized(x, scale, routing, out=out)
-    return layer(x, routing=routing, out=out)
+    if given.codes is None or given.scale is None:
+        return layer(x, routing=routing, out=out)
+    return layer.run_quantized(given.codes, given.scale, routing, middle_scale=given.middle_scale, out=out)
 
 
 def moe_batched(
@@ -125,8 +123,10 @@ def moe_batched(
         )
     activation = activation or ActivationSpec()
     matrices = _payloads(gate_up, down, 2 if activation.gated else 1, options)
-    layer, scale = _layer_of(x, matrices, activation, biases, options, top_k=1)
-    return layer.run_batched(x, counts, scale=scale, out=_output(x, options), expected=expected)
+    layer, given = _layer_of(x, matrices, activation, biases, options, top_k=1)
+    rows = x if given.codes is None else given.codes
+    scales = {"scale": given.scale, "middle_scale": given.middle_scale}
+    return layer.run_batched(rows, counts, **scales, out=_output(x, options), expected=expected)
 
 
 def _layer_of(
@@ -137,13 +137,19 @@ def _layer_of(
     options: MoEOptions,
     *,
     top_k: int,
-) -> tuple[MoELayer, Tensor | None]:
-    """Return a layer for one call, and the scales of x where x is codes. top_k: number of ids for each row of x."""
+) -> tuple[MoELayer, GivenScales]:
+    """Return a layer for one call, and what it is called with. top_k: number of ids for each row of x."""
     gate_up, down = matrices
     experts, parts, intermediate, hidden = gate_up.shape
     gate_up_bias, down_bias = biases or (None, None)
     refuse_gradient(gate_up_bias=gate_up_bias, down_bias=down_bias)
-    quantization = _input_quantization(x, options)
+    given = given_scales(
+        x,
+        options.a1_scale,
+        options.a2_scale,
+        intermediate_size=intermediate,
+        format_name=options.overrides.activation_format,
+    )
     spec = MoESpec(
         hidden_size=hidden,
         intermediate_size=intermediate,
@@ -159,25 +165,13 @@ def _layer_of(
         down=down,
         gate_up_bias=None if biases is None else _gate_up_bias(biases[0], (experts, parts, intermediate)),
         down_bias=None if biases is None else biases[1],
-        input_reach=quantization.reach,
+        input_reach=given.reach,
     )
-    layer = MoELayer(weights, plan(_problem(x, top_k, spec, quantization, options), options.overrides))
-    return layer, quantization.scale
+    layer = MoELayer(weights, plan(_problem(x, top_k, spec, given.activation_format, options), options.overrides))
+    return layer, given
 
 
-class _InputQuantization(NamedTuple):
-    """How the experts' rows are quantised.
-
-    activation_format: None: the default, or that of ``overrides``. scale: of x, where x is codes. reach: as in
-    ``ExpertWeights``.
-    """
-
-    activation_format: str | None = None
-    scale: Tensor | None = None
-    reach: tuple[float, float] | None = None
-
-
-def _problem(x: Tensor, top_k: int, spec: MoESpec, quantization: _InputQuantization, options: MoEOptions) -> Problem:
+def _problem(x: Tensor, top_k: int, spec: MoESpec, format_name: str | None, options: MoEOptions) -> Problem:
     """Return the problem of one call with ``top_k`` ids for each row of x, of which a spec has at most E."""
     dtype = _name_of(options.out_dtype or torch.bfloat16) if x.dtype == torch.float8_e4m3fn else _name_of(x.dtype)
     assignments = max(1, x.shape[:-1].numel() * top_k)
@@ -187,7 +181,7 @@ def _problem(x: Tensor, top_k: int, spec: MoESpec, quantization: _InputQuantizat
         limits=Limits(max_tokens=-(-assignments // spec.routing.top_k)),
         dtype=dtype,
         out_dtype=None if options.out_dtype is None else _name_of(options.out_dtype),
-        activation_format=options.overrides.activation_format or quantization.activation_format,
+        activation_format=options.overrides.activation_format or format_name,
     )
 
 
@@ -220,49 +214,6 @@ def _check_routing(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
         if tensor.dim() != 2 or tensor.shape[0] != x.shape[0] or tensor.shape[1] < 1:
             raise InputError(f"moe: {name} is {tuple(tensor.shape)}; allowed: [{x.shape[0]}, K], as many rows as x")
     refuse_gradient(topk_weights=topk_weights)
-
-
-def _input_quantization(x: Tensor, options: MoEOptions) -> _InputQuantization:
-    """Return how x and the rows between the products are quantised; reads scales of static formats on the host."""
-    first, second = options.a1_scale, options.a2_scale
-    middle = None if second is None else _number("a2_scale", second)
-    if x.dtype != torch.float8_e4m3fn:
-        if first is None and middle is None:
-            return _InputQuantization()
-        if first is None or middle is None:
-            raise InputError(
-                f"moe: {'a2_scale' if first is None else 'a1_scale'} was passed alone, for x of {x.dtype}; pass both "
-                "numbers, or none: overrides=Overrides(activation_format='fp8_token') computes scales for each row"
-            )
-        form = activation_format(options.overrides.activation_format or "fp8_static")
-        reach = _number("a1_scale", first) * form.max_value, middle * form.max_value
-        return _InputQuantization(form.name, reach=reach)
-    if first is None:
-        raise InputError("moe: x is float8_e4m3fn and a1_scale is missing; pass its scales")
-    scale = first if isinstance(first, Tensor) else torch.tensor(first, dtype=torch.float32, device=x.device)
-    grouped = scale.dim() == x.dim() and scale.shape[-1] > 1
-    if middle is None:
-        return _InputQuantization("fp8_group128" if grouped else "fp8_token", scale)
-    if grouped:
-        raise InputError(
-            f"moe: a1_scale is {tuple(scale.shape)}, one for 128 columns, and a2_scale is one number; no activation "
-            "format has both. Pass a2_scale=None, which computes scales for groups of the rows between the products"
-        )
-    form = activation_format("fp8_static")
-    # The first number is for tokens that are not quantised yet, so any would do.
-    return _InputQuantization(form.name, scale, (middle * form.max_value, middle * form.max_value))
-
-
-def _number(name: str, scale: Scale) -> float:
-    if isinstance(scale, Tensor) and scale.numel() != 1:
-        rows = (
-            "x is unquantised" if name == "a1_scale" else "the rows between the products do not exist before the call"
-        )
-        raise InputError(
-            f"moe: {name} is {tuple(scale.shape)}; allowed: one number, since {rows}. Scales per token or group are "
-            "computed with overrides=Overrides(activation_format='fp8_token') or 'fp8_group128'"
-        )
-    return float(scale)
 
 
 def _local_ids(topk_ids: Tensor, experts: int, options: MoEOptions) -> Tensor:

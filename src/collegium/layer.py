@@ -21,6 +21,7 @@ from .execution.planned_module import PlannedModule
 from .experts.measured import with_measured_tiles
 from .formats.payload import Payload
 from .formats.unquantised import DTYPES
+from .ops.quantize import activation_format
 from .ops.route_wide import append_shared_experts
 from .parallel import Local, Partial
 from .parallel.collectives import sum_over_ranks
@@ -396,16 +397,25 @@ class MoELayer(PlannedModule):
         with autocast_disabled(x.device):
             return router(call)
 
-    def run_quantized(self, x: Tensor, scale: Tensor, routing: Routing, *, out: Tensor | None = None) -> Tensor:
+    def run_quantized(
+        self,
+        x: Tensor,
+        scale: Tensor,
+        routing: Routing,
+        *,
+        middle_scale: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """Return the layer's output ``[T, D]`` for tokens that the caller has quantised, in the output dtype.
 
         x: ``[T, D]`` float8_e4m3fn. scale: one number, or one per token ``[T]`` or ``[T, 1]``, or one per group of
         columns ``[T, G]``, as the plan's activation format has them (``fp8_token`` and ``fp8_static``: one per token or
         for all; ``fp8_group128``: one for 128 columns); a token is ``x * scale``. routing: chosen experts and weights.
-        The experts multiply the codes as they are; rows between the products are quantised by the plan's format. A
-        shared expert gets ``x * scale`` rounded to the input dtype. The memory is fresh, and ``torch.compile`` does not
-        trace the call. Raises InputError as ``forward`` does, for layers over ranks that exchange tokens, for latent
-        layers and for router weights on the input.
+        The experts multiply the codes as they are; rows between the products are quantised by the plan's format, with
+        the scales ``middle_scale`` where passed: as scale, one per token or per group, for all experts of a token
+        (not with ``fp8_static``). A shared expert gets ``x * scale`` rounded to the input dtype. The memory is fresh,
+        and ``torch.compile`` does not trace the call. Raises InputError as ``forward`` does, for layers over
+        ranks that exchange tokens, for latent layers and for router weights on the input.
         """
         problem = self.plan.problem
         check_tensors(self._device, x=x, topk_ids=routing.topk_ids, topk_weights=routing.topk_weights)
@@ -414,14 +424,27 @@ class MoELayer(PlannedModule):
             raise InputError(f"run_quantized: x is {x.dtype}, for {layer}; allowed: float8_e4m3fn without latent_size")
         check_quantized(x, self.dispatcher, self.spec.hidden_size, weight_on_input=self.spec.routing.weight_on_input)
         scale = code_scales("run_quantized", self.plan.activation_format, x, scale)
+        middle = self._middle_scales("run_quantized", x, middle_scale)
         call = Call(x, topk_ids=routing.topk_ids, topk_weights=routing.topk_weights, out=output_for(x, out, problem))
         self._executor.note_capture()
         with autocast_disabled(x.device):
-            uncompiled_call()(self._run_quantized, call, scale)
+            uncompiled_call()(self._run_quantized, call, scale, middle)
         assert call.out is not None
         return call.out
 
-    def _run_quantized(self, call: Call, scale: Tensor) -> None:
+    def _middle_scales(self, caller: str, x: Tensor, scale: Tensor | None) -> Tensor | None:
+        """Return the given scales ``[..., G]`` of the rows between the products; raises InputError for others."""
+        if scale is None:
+            return None
+        name, columns = self.plan.activation_format, self.plan.problem.routed.intermediate
+        if activation_format(name).static:
+            raise InputError(
+                f"{caller}: middle_scale {tuple(scale.shape)} was passed, and {name} has calibrated scales; allowed: "
+                "layers planned for fp8_token or fp8_group128"
+            )
+        return code_scales(f"{caller}, middle_scale", name, x, scale, columns=columns)
+
+    def _run_quantized(self, call: Call, scale: Tensor, middle_scale: Tensor | None) -> None:
         """Write ``call.out`` for codes ``call.x [T, D]`` with scales ``[T, G]``, ``max_tokens`` tokens at a time."""
         merged = self.plan.merged_shared_experts
         routing = append_shared_experts(self._executor.router(call), self.spec.num_experts, merged, None)
@@ -429,21 +452,23 @@ class MoELayer(PlannedModule):
         for start in range(0, call.x.shape[0], step):
             rows = slice(start, start + step)
             chunk_routing = Routing(topk_ids=routing.topk_ids[rows], topk_weights=routing.topk_weights[rows])
-            self._run_quantized_chunk(call.chunk(rows, chunk_routing), scale[rows], chunk_routing)
+            middle = None if middle_scale is None else middle_scale[rows]
+            self._run_quantized_chunk(call.chunk(rows, chunk_routing), (scale[rows], middle), chunk_routing)
 
-    def _run_quantized_chunk(self, call: Call, scale: Tensor, routing: Routing) -> None:
+    def _run_quantized_chunk(self, call: Call, scales: tuple[Tensor, Tensor | None], routing: Routing) -> None:
         assert call.out is not None
         assert isinstance(self.dispatcher, Local | Partial)
         dtype = DTYPES[self.plan.problem.dtype]
         shared = None
         if self.shared is not None:
-            shared = self.shared(dequantized(self.plan.activation_format, call.x, scale).to(dtype))
+            shared = self.shared(dequantized(self.plan.activation_format, call.x, scales[0]).to(dtype))
         run_quantized(
             self.experts,
             self.dispatcher,
-            (call.x, scale, dtype),
+            (call.x, scales[0], dtype),
             routing,
             call.out,
+            middle_scale=scales[1],
             after_expert=self.after_expert,
             shared=shared,
         )
@@ -454,6 +479,7 @@ class MoELayer(PlannedModule):
         counts: Tensor,
         *,
         scale: Tensor | None = None,
+        middle_scale: Tensor | None = None,
         out: Tensor | None = None,
         expected: int | None = None,
     ) -> Tensor:
@@ -465,15 +491,18 @@ class MoELayer(PlannedModule):
         for others. Rows past ``counts`` are ignored, and the matching rows of ``out`` are left untouched. expected: the
         likely total number of rows, which decides tiles and no bit; None: E * M. scale: of rows that the caller has
         quantised, x is then float8_e4m3fn: one number, ``[E, 1, 1]``, ``[E, M]``, ``[E, M, 1]`` or ``[E, M, G]``, as in
-        ``run_quantized``. Nothing is routed, weighted or sent, and neither shared expert nor latent projection takes
-        part. The memory is fresh; only the kernel ``reference`` waits for the device. Raises InputError as ``forward``
-        does.
+        ``run_quantized``; middle_scale too, only with scale. Nothing is routed, weighted or sent, and neither shared
+        expert nor latent projection takes part. The memory is fresh; only the kernel ``reference`` waits for the
+        device. Raises InputError as ``forward`` does.
         """
         problem = self.plan.problem
         check_batched(x, counts, problem.routed, self._device, quantized=scale is not None, checked=self.checked)
         codes = None
         if scale is not None:
-            codes = code_scales("run_batched", self.plan.activation_format, x, scale), DTYPES[problem.dtype]
+            given = code_scales("run_batched", self.plan.activation_format, x, scale)
+            codes = given, DTYPES[problem.dtype], self._middle_scales("run_batched", x, middle_scale)
+        elif middle_scale is not None:
+            raise InputError("run_batched: middle_scale was passed without scale; allowed: both, for float8_e4m3fn x")
         out = output_for(x, out, self.plan.problem)
         self._executor.note_capture()
         run = partial(

@@ -429,8 +429,9 @@ class ContiguousBatch:
     ``ops/quantize.py``. x_ready: whether no launch since x was written touches x or the buffers allocated next, so that
     a kernel that reads only x may overlap the sort. remote: where ``run`` writes the rows; it then returns
     ``remote.rows``. Only for experts with an ``output_spec``. adapters: those of the layer, and which one each token
-    has; None: none has one. slots: ``[T, top-k]`` int64, contiguous, the row of each assignment, negative where it was
-    dropped; None: unknown, allowed for tokens that are not codes.
+    has; None: none has one. middle_scale: ``[T, G]`` float32, given scales of the rows between the products, by token,
+    for activation formats that have them; None: as the format says. slots: ``[T, top-k]`` int64, contiguous, the
+    row of each assignment, negative where it was dropped; None: unknown, allowed for tokens that are not codes.
     """
 
     x: Tensor
@@ -445,4 +446,5 @@ class ContiguousBatch:
     x_ready: bool = False
     remote: RemoteOutput | None = None
     adapters: TokenAdapters | None = None
+    middle_scale: Tensor | None = None
     slots: Tensor | None = None

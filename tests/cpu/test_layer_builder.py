@@ -624,7 +624,7 @@ def test_checksums_are_those_of_sent_tensors(placement: Placement, fused: bool) 
     assert same(layer, built(new, router=False, **options))
 
 
-def test_default_device_of_the_caller_is_ignored() -> None:
+def test_default_device_is_ignored() -> None:
     layer, new = built(random_items(1)), random_items(2)
     updater = WeightUpdater(layer)
     with torch.device("meta"), torch.inference_mode():

@@ -136,6 +136,8 @@ def _one_expert(batch: ContiguousBatch, packed: ReferenceExperts, expert: int, s
     hidden = activate(both, packed.activation)
     if packed.observer is not None:
         packed.observer(expert, tokens.float(), hidden)
+    if batch.middle_scale is not None:
+        between = between.with_row_scales(batch.middle_scale[source])
     inner = between.round_trip(hidden)
     out = inner @ weights.down[expert].decode().T
     if weights.down_bias is not None:

@@ -113,6 +113,15 @@ class ActivationFormat:
         """Return the format of rows in expert order with ``scales``; raises InputError for other formats."""
         raise InputError(f"activation format {self.name}: found scales per expert, allowed: nvfp4_expert")
 
+    def with_row_scales(self, scales: Tensor) -> "ActivationFormat":
+        """Return the format of rows with given ``scales [R, G]`` float32; raises InputError for other formats.
+
+        Larger numbers than a scale represents saturate. On a GPU a few launches of torch quantise such rows.
+        """
+        raise InputError(
+            f"activation format {self.name}: found given scales {tuple(scales.shape)}, allowed: fp8_token, fp8_group128"
+        )
+
     def expert_scales(self, reach: Tensor) -> Tensor:
         """Return the scales ``[E]`` float32 at which ``reach [E]`` are the largest numbers; errors as ``within``."""
         scales = [self.within(expert_reach).scale for expert_reach in reach.tolist()]
@@ -217,14 +226,23 @@ class _Cast(ActivationFormat):
 class _Fp8(ActivationFormat):
     """E4M3 codes with one scale for each group: ``amax / 448``, or the smallest power of two that saturates nothing.
 
-    e8m0: the power is stored as its E8M0 byte.
+    e8m0: the power is stored as its E8M0 byte. rows: the scales ``[R, G]`` float32 that ``with_row_scales`` set.
     """
 
     e8m0: bool = False
+    rows: Tensor | None = field(default=None, compare=False, repr=False)
 
     @property
     def e4m3(self) -> bool:
         return not self.e8m0
+
+    def with_row_scales(self, scales: Tensor) -> ActivationFormat:
+        if not self.e4m3 or self.static:
+            return ActivationFormat.with_row_scales(self, scales)
+        return replace(self, rows=scales)
+
+    def calibrated_or(self, scales: Tensor) -> Tensor:
+        return ActivationFormat.calibrated_or(self, scales) if self.rows is None else self.rows
 
     def quantize(self, x: Tensor) -> QuantizedRows:
         check_rows(self.name, x)
@@ -254,6 +272,9 @@ class _Fp8(ActivationFormat):
         return {"codes": ((rows, columns), torch.float8_e4m3fn), "scales": (scales, dtype)}
 
     def write(self, source: SourceRows, out: QuantizedRows) -> None:
+        if self.rows is not None:
+            self._write_with_given_scales(source, out)
+            return
         from ..kernels.quantize import e4m3_kernel
 
         rows, columns = source.shape
@@ -276,6 +297,16 @@ class _Fp8(ActivationFormat):
             "PDL": overlaps(source.x),
         }
         launch(e4m3_kernel, grid, args, constants, num_warps=warps_of(block_c * (block_r if self.group else 1)))
+
+    def _write_with_given_scales(self, source: SourceRows, out: QuantizedRows) -> None:
+        """Write ``out`` with torch, as the kernel stores it."""
+        rows = self.quantize(gather_rows(source.x, source.source, source.weights))
+        out.codes.view(torch.uint8).copy_(reorder_codes(rows.codes, source.order).view(torch.uint8))
+        scales, stored = require_scales(self.name, rows.scales), require_scales(self.name, out.scales)
+        if self.transposed_scales:
+            stored[:, : scales.shape[0]].copy_(scales.t())
+        else:
+            stored.copy_(scales)
 
     def write_to_slots(self, tokens: TokenRows, out: QuantizedRows) -> None:
         from ..kernels.quantize import e4m3_to_slots_kernel

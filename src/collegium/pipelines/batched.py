@@ -51,20 +51,22 @@ def run_batched(
     counts: Tensor,
     out: Tensor,
     *,
-    codes: tuple[Tensor, torch.dtype] | None = None,
+    codes: tuple[Tensor, torch.dtype, Tensor | None] | None = None,
     expected: int | None = None,
     after_expert: Callable[[Tensor], Tensor] | None = None,
     merged_shared_experts: int = 0,
 ) -> None:
     """Write the first ``counts[e]`` rows of ``out[e]``: expert e's output for those of ``x[e]``; both ``[E, M, H]``.
 
-    codes: where x is E4M3 codes, their scales ``[E, M, G]`` float32 and the dtype that they stand for. expected: number
-    of rows to choose tiles for; None: E * M. merged_shared_experts: number of experts packed after those E, which get
-    no rows. Only the kernel ``reference`` waits for the device.
+    codes: where x is E4M3 codes, their scales ``[E, M, G]`` float32, the dtype that they stand for, and given scales of
+    the rows between the products, also ``[E, M, G]``, or None. expected: number of rows to choose tiles for; None:
+    E * M. merged_shared_experts: number of experts packed after those E, which get no rows. Only the kernel
+    ``reference`` waits for the device.
     """
     num_experts, room, width = x.shape
     x_rows = x.reshape(-1, width)
-    scale, dtype = (None, x.dtype) if codes is None else (codes[0].reshape(len(x_rows), -1), codes[1])
+    scale, dtype, middle_scale = (None, x.dtype, None) if codes is None else codes
+    scale, middle_scale = (None if s is None else s.reshape(len(x_rows), -1) for s in (scale, middle_scale))
     out_rows = out.view(-1, width)
     valid = torch.arange(room, device=x.device) < counts[:, None]
     ids = torch.where(valid, torch.arange(num_experts, device=x.device)[:, None], -1).view(-1, 1)
@@ -85,6 +87,7 @@ def run_batched(
         scale=scale,
         dtype=dtype,
         remote=remote,
+        middle_scale=middle_scale,
         slots=order.slots,
     )
     result = experts.run(batch)

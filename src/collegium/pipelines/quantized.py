@@ -47,19 +47,20 @@ def run_quantized(
     routing: Routing,
     out: Tensor,
     *,
+    middle_scale: Tensor | None = None,
     after_expert: Callable[[Tensor], Tensor] | None = None,
     shared: Tensor | None = None,
 ) -> None:
     """Write ``out [T, H]``: the weighted sums for ``tokens``, plus ``shared [T, H]``, rounded once.
 
-    tokens: codes ``[T, H]`` float8_e4m3fn, their scales ``[T, G]`` float32, and the dtype they stand for. The memory is
-    fresh.
+    tokens: codes ``[T, H]`` float8_e4m3fn, their scales ``[T, G]`` float32, and the dtype they stand for.
+    middle_scale: as in ``ContiguousBatch``. The memory is fresh.
     """
     codes, scale, dtype = tokens
     rows = dispatcher.rows(*routing.topk_ids.shape)
     block_t = experts.tiling.block_t(rows) if codes.is_cuda else ()
     batch, handle = dispatcher.dispatch(codes, routing, block_t=block_t)
-    result = experts.run(replace(batch, scale=scale, dtype=dtype))
+    result = experts.run(replace(batch, scale=scale, dtype=dtype, middle_scale=middle_scale))
     if after_expert is not None:
         result = after_expert(result)
     dispatcher.combine(result, handle, dtype=out.dtype, shared=shared, out=out)

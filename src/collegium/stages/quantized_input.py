@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 __all__ = ["code_scales", "dequantized"]
 
 
-def code_scales(caller: str, format_name: str, codes: Tensor, scale: Tensor) -> Tensor:
+def code_scales(caller: str, format_name: str, codes: Tensor, scale: Tensor, *, columns: int | None = None) -> Tensor:
     """Return the scales of ``codes [..., H]`` float8_e4m3fn as float32 rows ``[..., G]``, for the kernels.
+
+    columns: those that the scales are for, where that is another width than that of the codes.
 
     format_name: of the plan's activations, E4M3 codes with a scale per row or per group of columns. scale: one number,
     or one per row ``[...]`` or ``[..., 1]``, or one per group ``[..., G]``; of codes ``[E, M, H]`` also one per expert,
@@ -33,7 +35,7 @@ def code_scales(caller: str, format_name: str, codes: Tensor, scale: Tensor) -> 
             "activation_format='fp8_token' (one scale per token), 'fp8_group128' or 'fp8_static', or pass tokens"
         )
     rows = tuple(codes.shape[:-1])
-    groups = -(-codes.shape[-1] // form.group) if form.group else 1
+    groups = -(-(columns or codes.shape[-1]) // form.group) if form.group else 1
     if scale.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu):
         raise InputError(f"{caller}: the scales are {scale.dtype}; allowed: float32, bfloat16, float16, float8_e8m0fnu")
     shape = tuple(scale.shape)

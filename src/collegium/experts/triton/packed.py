@@ -222,8 +222,11 @@ class PackedExperts(PackedWeights):
         return first, second
 
     def _form_of(self, product: int, batch: ContiguousBatch) -> ActivationFormat | None:
-        """Return the format of the rows of product 0 or 1, with the scales of their experts if those are separate."""
+        """Return the format of the rows of product 0 or 1, with scales of their experts or tokens if there are any."""
         form = self.forms[product]
+        if product == 1 and form is not None and batch.middle_scale is not None:
+            # Rows without an expert have any source.
+            return form.with_row_scales(batch.middle_scale[batch.source.clamp(0, batch.x.shape[0] - 1)])
         if form is None or self.expert_scales is None:
             return form
         return form.with_expert_scales(ExpertScales(self.expert_scales[product], batch.expert_offsets))
@@ -291,7 +294,7 @@ class PackedExperts(PackedWeights):
         count, used = batch.source.numel(), _used_rows(batch)
         rows = self._ordered_operand(batch, AS_IS, part(memory, "x"))
         x, x_scale = rescale(rows, self.gate_up, used, part(memory, "x"))
-        codes = self._middle_codes(count, out, memory)
+        codes = None if batch.middle_scale is not None else self._middle_codes(count, out, memory)
         if codes is None:
             middle = self._middle(count, out, memory)
         else:
@@ -331,7 +334,7 @@ class PackedExperts(PackedWeights):
         tiles = _tile_list(batch, tile, memory, "first")
         middle = self._middle(count, out, memory)
         w4_prefill_gemm(x, self.gate_up, offsets, tiles, middle, x_scale=x_scale, activation=self.activation)
-        form = middle_format(self.forms[1], self.down.layout, tile)
+        form = middle_format(self._form_of(1, batch), self.down.layout, tile)
         h, h_scale = operand(middle, form, order=self.down.layout.row_order, used=used, memory=part(memory, "h"))
         tiles = replace(tiles, row_offsets=_row_offsets(batch))
         return w4_prefill_gemm(h, self.down, offsets, tiles, out, x_scale=h_scale)
