@@ -25,7 +25,7 @@ from .execution.layer_comparison import experts_may_repeat
 from .formats import by_name
 from .formats.payload import Payload
 from .layer import MoELayer
-from .models import describe, text_of
+from .models import Family, describe, family_of, text_of
 from .parallel.fingerprint import fingerprint
 from .parallel.placement import linear
 from .parallel.ranks import Ranks
@@ -82,6 +82,7 @@ def load_layer(  # noqa: PLR0913  flat: calls pass few of these, and an options 
     dtype = dtype_name("load_layer", dtype)
     if weights == "dummy":
         config = (path if isinstance(path, Checkpoint) else Checkpoint.open_config(path, download=download)).config
+        _refuse_derived(family_of(config), layer, str(path))
         spec = with_weight_format(describe(config, layer), weight_format)
         vocabulary = text_of(config).get("vocab_size")
         return dummy_layer(
@@ -97,6 +98,7 @@ def load_layer(  # noqa: PLR0913  flat: calls pass few of these, and an options 
         raise InputError(f"load_layer: weights={weights!r} was passed; allowed: 'files', 'dummy'")
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path, download=download)
     view = CheckpointLayer.open(checkpoint, layer)
+    _refuse_derived(view.index.family, view.number, str(checkpoint.path))
     facts, placement = _device_and_placement(
         view, device, limits=limits, dtype=dtype, format=weight_format, overrides=overrides
     )
@@ -106,6 +108,16 @@ def load_layer(  # noqa: PLR0913  flat: calls pass few of these, and an options 
     router, latent = load_router(view, device=facts.place), load_latent(view, device=facts.place)
     problem = problem_of(view.spec, experts, shared, facts, placement, limits=limits or Limits(), dtype=dtype)
     return assemble(problem, overrides, experts, router=router, shared=shared, latent=latent, checked=checked)
+
+
+def _refuse_derived(family: Family, layer: int, path: str) -> None:
+    """Raise ConfigError for a layer of a derived family that could not be proved to be the class's block."""
+    reason = family.refusal(layer)
+    if reason is not None:
+        raise ConfigError(
+            f"{path}: layer {layer} of model_type {family.name!r} cannot be loaded alone: {reason}. Load the whole "
+            "model with load_model(), which runs the router of its class in transformers and the experts with Collegium"
+        )
 
 
 @plain_torch()
@@ -246,13 +258,14 @@ def load_routed(
     limits: Limits | None = None,
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16",
     placement: Placement | None = None,
+    after_expert: RowFunction | None = None,
 ) -> MoELayer:
     """Load only the routed experts of an opened layer, for a caller that runs router and shared expert itself.
 
     placement: the experts and the slice of them that this rank reads; with
     ``overrides=Overrides(dispatcher="partial")`` the layer returns this rank's part of the sum. None: the placement of
-    Ranks as ``device``, or all experts. Other arguments and errors as ``load_layer``; every call of the layer needs a
-    routing or logits.
+    Ranks as ``device``, or all experts. after_expert: as ``MoELayer``. Other arguments and errors as ``load_layer``;
+    every call of the layer needs a routing or logits.
     """
     facts, rank_placement = _device_and_placement(
         layer, device, limits=limits, dtype=dtype, format=weight_format, overrides=overrides
@@ -266,7 +279,7 @@ def load_routed(
     weights = _load_experts(layer, weight_format, facts.place, placement, overrides)
     spec = layer.spec.routed_alone()
     problem = problem_of(spec, weights, None, facts, placement, limits=limits or Limits(), dtype=dtype)
-    return MoELayer(weights, plan(problem, overrides))
+    return MoELayer(weights, plan(problem, overrides), after_expert=after_expert)
 
 
 def _device_and_placement(

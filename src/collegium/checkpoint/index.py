@@ -296,6 +296,7 @@ def _sort_tensors(names: Names, layer: int, tensors: Iterable[tuple[str, TensorI
     experts = ExpertTensors()
     pattern = _expert_pattern(names)
     exact, paths = _non_expert_names(names)
+    exact |= {path.removeprefix(names.layer) for path in names.outside or ()}
     prefix = names.experts.removeprefix(names.layer)
     table = names.stacked
     block = names.router_weight.removeprefix(names.layer).partition(".")[0] + "."

@@ -65,6 +65,8 @@ def _required_tensors(layer: CheckpointLayer) -> dict[str, tuple[str, tuple[int,
     """Return the tensors that the layer needs: field of ``Names`` to (name, shape); matrices may be quantised."""
     names = layer.names
     spec = layer.spec
+    if layer.index.family.refusal(layer.number) is not None:
+        return {}  # transformers loads and runs them
     routing = spec.routing
     experts = spec.num_experts
     hidden = spec.hidden_size

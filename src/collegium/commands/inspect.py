@@ -8,7 +8,7 @@ from ..checkpoint.reader import Checkpoint, gguf_file, read_config
 from ..errors import ConfigError
 from ..formats import by_name
 from ..locate import locate
-from ..models import describe, family_of
+from ..models import DerivedFamily, describe, family_of
 from ..planning import Plan, plan
 from ..problem import DeviceFacts, Limits, Overrides, Problem
 from ..runtime.devices import probe
@@ -35,10 +35,15 @@ ELSEWHERE = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inspection:
-    """One checkpoint: family, layers, formats, sizes, audit findings, and the plan for this machine."""
+    """One checkpoint: family, layers, formats, sizes, audit findings, and the plan for this machine.
+
+    origin: where the names and specs of a family without a file come from, and whether they were checked; None for the
+    families in files.
+    """
 
     path: str
     family: str
+    origin: str | None
     spec: MoESpec
     report: AuditReport
     plan: Plan
@@ -58,7 +63,7 @@ class Inspection:
             routing_terms.append("correction bias")
         depth = "every scale read" if self.report.deep else "headers only"
         rows = [
-            ("family", self.family),
+            ("family", self.family if self.origin is None else f"{self.family}, {self.origin}"),
             ("MoE layers", f"{len(indices)} ({indices[0]} to {indices[-1]})"),
             ("experts", f"{spec.num_experts} per layer, top-{routing.top_k}"),
             ("sizes", f"hidden {spec.hidden_size}, intermediate {spec.intermediate_size}"),
@@ -78,6 +83,7 @@ class Inspection:
         return {
             "path": self.path,
             "family": self.family,
+            "origin": self.origin,
             "num_experts": spec.num_experts,
             "top_k": spec.routing.top_k,
             "hidden_size": spec.hidden_size,
@@ -118,9 +124,11 @@ def inspect_model(
     if not checkpoint.config:
         raise ConfigError(f"{path}: config.json is missing or empty; inspect needs it to interpret the tensors")
     spec = describe_checkpoint(checkpoint)
+    family = family_of(checkpoint.config)
     return Inspection(
         path=str(path),
-        family=family_of(checkpoint.config).name,
+        family=family.name,
+        origin=family.origin if isinstance(family, DerivedFamily) else None,
         spec=spec,
         report=audit(checkpoint, deep=deep, progress=progress),
         plan=plan(Problem(spec=spec, device=probe(device))),

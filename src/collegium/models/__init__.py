@@ -41,6 +41,7 @@ from . import (  # isort: skip
     step3p7,
 )
 from .base import NESTED, PREFIXES, Family, Names, StackedNames, is_wrapped, text_of
+from .derived import DerivedFamily, derived_family
 from .name_variants import either_way, unpacked
 from .quantization import (
     Declared,
@@ -51,13 +52,14 @@ from .quantization import (
     quantization_block,
     without_quantization,
 )
-from .unknown import dense_error, no_experts_in, unknown_error
+from .unknown import dense_error, mentions_experts, no_experts_in, unknown_error
 
 __all__ = [
     "FAMILIES",
     "NESTED",
     "PREFIXES",
     "Declared",
+    "DerivedFamily",
     "Family",
     "Names",
     "StackedNames",
@@ -115,7 +117,9 @@ FAMILIES: tuple[Family, ...] = (
 def family_of(config: Mapping[str, object]) -> Family:
     """Return the family of the config's ``model_type``, or of its text part.
 
-    Raises ConfigError for an unknown type, with the closest known ones, and for a dense model.
+    A type without a file whose config is about experts is derived from its class in transformers, if that is
+    installed. Raises ConfigError for an unknown type, with the closest known ones, for a dense model, and for a class
+    that cannot be derived.
     """
     outer = config.get("model_type")
     inner = text_of(config).get("model_type")
@@ -126,6 +130,8 @@ def family_of(config: Mapping[str, object]) -> Family:
                 if (dense := no_experts_in(config)) is not None:
                     raise dense
                 return family
+    if mentions_experts(config) and (derived := derived_family(config)) is not None:
+        return derived
     raise unknown_error(config, (name for family in FAMILIES for name in family.model_types))
 
 

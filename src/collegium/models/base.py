@@ -326,6 +326,10 @@ class Family:
         read.refuse_unread()
         return spec
 
+    def refusal(self, layer: int) -> str | None:
+        """Return why ``layer`` runs only inside its class in transformers, None if Collegium computes all of it."""
+        return None
+
     def assumes_shared(self, config: Mapping[str, object], layer: int) -> bool:
         """Return whether the layer's shared expert comes from the model type's defaults, not from the config."""
         read = self.read(config)

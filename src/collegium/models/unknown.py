@@ -7,7 +7,7 @@ from ..errors import ConfigError
 from ..types import closest
 from .base import AUTO_TEXT, text_of
 
-__all__ = ["dense_error", "no_experts_in", "unknown_error"]
+__all__ = ["dense_error", "mentions_experts", "no_experts_in", "unknown_error"]
 
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "expert_count")
 _ABOUT_EXPERTS = re.compile("expert|moe", re.IGNORECASE)
@@ -41,7 +41,7 @@ def unknown_error(config: Mapping[str, object], known: Iterable[str]) -> ConfigE
     names = list(known)
     if kind in AUTO_TEXT:
         kind = text_of(config).get("model_type", kind)
-    if kind is not None and not _mentions_experts(config):
+    if kind is not None and not mentions_experts(config):
         why = "no entry is about experts"
         near = closest(str(kind), names)
         return dense_error(config, f"{why} (if the type is mistyped, {near})" if near else why)
@@ -52,7 +52,8 @@ def unknown_error(config: Mapping[str, object], known: Iterable[str]) -> ConfigE
     )
 
 
-def _mentions_experts(value: object) -> bool:
+def mentions_experts(value: object) -> bool:
+    """Return whether a config, or a nested part of it, has an entry whose name is about experts."""
     if not isinstance(value, Mapping):
         return False
-    return any(_ABOUT_EXPERTS.search(str(key)) or _mentions_experts(part) for key, part in value.items())
+    return any(_ABOUT_EXPERTS.search(str(key)) or mentions_experts(part) for key, part in value.items())

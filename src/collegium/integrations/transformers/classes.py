@@ -4,7 +4,7 @@ from typing import Any
 
 from ...checkpoint.reader import Checkpoint
 from ...errors import ConfigError
-from ...models import family_of
+from ...models import DerivedFamily, family_of
 from ..extra import import_extra
 from .gguf import config_of
 
@@ -32,11 +32,13 @@ def class_and_config(checkpoint: Checkpoint) -> tuple[Any, Any]:
             f"{folder}: has no config.json; a whole model is loaded from a folder with config.json and safetensors. "
             "Give the folder that has both, or download config.json into it"
         )
-    family_of(checkpoint.config)
+    family = family_of(checkpoint.config)
     if model_type in _OTHER_EXPERTS:
         raise ConfigError(_not_loadable(model_type, _OTHER_EXPERTS[model_type]))
     config = _config(checkpoint)
     transformers = import_extra("transformers")
+    if isinstance(family, DerivedFamily) and config.model_type == family.name:
+        return getattr(transformers, family.class_name), config
     for table in (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
         if type(config) in table:
             return _with_text_config(table[type(config)], config)

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Never
 
 import torch
@@ -31,7 +31,7 @@ from .blocks import BLOCKS, blocks_of
 from .classes import class_and_config
 from .dense_weights import load_dense_weights, random_dense_weights
 from .frozen_experts import freeze_experts
-from .modules import experts_modules
+from .modules import expert_norms, experts_modules
 from .plugin import NAME, attach, install
 from .wide_linear import widen
 
@@ -127,7 +127,10 @@ def load_model_in(
             model = _read_dense_weights(cls, config, checkpoint, place, DTYPES[dtype], warns=warns)
         _check_layer_indices(model, checkpoint)
         _check_fp16_range(model, checkpoint)
-        layers = build_layers(checkpoint, device=device, dtype=dtype, weights=weights, **layer_options)
+        norms = {} if weights == "dummy" else expert_norms(model)
+        layers = build_layers(
+            checkpoint, device=device, dtype=dtype, weights=weights, after_expert=norms, **layer_options
+        )
         _attach_layers(model, layers)
         if by_layer:
             set_model_adapters(model, {**experts_modules(model), **blocks_of(model)}, layers, by_layer)
@@ -167,34 +170,29 @@ def _read_dense_weights(
 def build_layers(
     checkpoint: Checkpoint,
     *,
-    weight_format: str | None = None,
-    overrides: Overrides | None = None,
-    device: torch.device | str | Ranks | None = None,
-    limits: Limits | None = None,
     progress: Progress | None = None,
-    dtype: Literal["bf16", "fp16", "fp32"] = "bf16",
     weights: Literal["files", "dummy"] = "files",
+    after_expert: Mapping[int, nn.Module] | None = None,
+    **options: Any,
 ) -> dict[int, MoELayer]:
     """Read, audit, plan and pack the experts of every MoE layer; unpacked weights of one layer are in memory at a time.
 
     The layers have no router and no shared expert, which transformers runs, except in families whose blocks have no
-    experts interface in transformers (docs/families.md). dtype: of the layers' input and output. Other arguments and
-    errors: see ``load_model``.
+    experts interface in transformers (docs/families.md). after_expert: modules that run on an expert's output, by
+    layer. options: weight_format, overrides, device, limits, and dtype, a name, of the layers' input and output. Other
+    arguments and errors: see ``load_model``.
     """
     family = family_of(checkpoint.config)
-    options: Any = {
-        "weight_format": weight_format,
-        "overrides": overrides,
-        "device": device,
-        "limits": limits,
-        "dtype": dtype,
-    }
     indices = counted(family.moe_layers(checkpoint.config), progress, "layer {}".format, end="done")
     if family.name in BLOCKS:
         return {index: load_layer(checkpoint, index, weights=weights, **options) for index in indices}
     if weights == "dummy":
         return {index: dummy_routed(checkpoint.config, index, **options) for index in indices}
-    return {index: load_routed(CheckpointLayer.open(checkpoint, index), **options) for index in indices}
+    layers: dict[int, MoELayer] = {}
+    for index in indices:
+        norm = (after_expert or {}).get(index)
+        layers[index] = load_routed(CheckpointLayer.open(checkpoint, index), after_expert=norm, **options)
+    return layers
 
 
 def _check_layer_indices(model: nn.Module, checkpoint: Checkpoint) -> None:

@@ -12,10 +12,11 @@ from ...formats.fp8_tensor import Fp8Tensor
 from ...formats.mxfp4 import MxFp4
 from ...formats.payload import Payload
 from ...formats.unquantised import as_stored
-from ...ops.activation import activate, deinterleave
-from ...types import ActivationSpec, ExpertWeights, MoESpec, RoutingSpec
+from ...models.derived import activation_of
+from ...ops.activation import deinterleave
+from ...types import ExpertWeights, MoESpec, RoutingSpec
 
-__all__ = ["experts_modules", "is_experts", "named_experts", "routed_weights", "spec_of", "write_count"]
+__all__ = ["expert_norms", "experts_modules", "is_experts", "named_experts", "routed_weights", "spec_of", "write_count"]
 
 
 def named_experts(model: nn.Module) -> list[tuple[str, int, nn.Module]]:
@@ -31,6 +32,13 @@ def named_experts(model: nn.Module) -> list[tuple[str, int, nn.Module]]:
 def experts_modules(model: nn.Module) -> dict[int, nn.Module]:
     """Return the experts modules of a transformers model by layer index."""
     return {index: module for _, index, module in named_experts(model)}
+
+
+def expert_norms(model: nn.Module) -> dict[int, nn.Module]:
+    """Return, by layer index, the norms of experts' outputs in models that have them."""
+    experts = experts_modules(model).items()
+    # Older releases of transformers have no experts that end in a norm.
+    return {i: module.post_expert_norm for i, module in experts if getattr(module, "has_post_expert_norm", False)}  # type: ignore[misc]
 
 
 def is_experts(module: object) -> bool:
@@ -102,52 +110,10 @@ def spec_of(module: Any, weights: ExpertWeights[Payload], top_k: int) -> MoESpec
         intermediate_size=intermediate_size,
         num_experts=num_experts,
         routing=RoutingSpec(top_k=min(top_k, num_experts)),
-        activation=_activation_of(module),
+        activation=activation_of(module),
         expert_bias=weights.down_bias is not None,
         **weights.formats,
     )
-
-
-def _activation_of(module: Any) -> ActivationSpec:
-    """Return the first candidate activation that reproduces the module's gate function on a grid of inputs."""
-    candidates = _activation_candidates(module)
-    for candidate in candidates:
-        if _reproduces(module, candidate):
-            return candidate
-    names = ", ".join(f"{candidate.kind}(limit={candidate.limit})" for candidate in candidates)
-    raise SpecError(
-        f"{type(module).__name__}: its gate function matches none of the activations tried ({names}); "
-        "build a MoELayer with the right ActivationSpec and attach() it"
-    )
-
-
-def _activation_candidates(module: Any) -> list[ActivationSpec]:
-    if not module.has_gate:
-        return [ActivationSpec(kind=kind) for kind in ("relu2", "silu", "gelu")]
-    candidates = [ActivationSpec(kind=kind) for kind in ("swiglu", "geglu", "geglu_tanh")]
-    alpha = float(getattr(module, "alpha", None) or 1.702)
-    limits = (getattr(module, "limit", None), getattr(module, "swiglu_limit", None))
-    for limit in {float(limit) for limit in limits if limit}:
-        candidates.append(ActivationSpec(kind="swiglu", limit=limit))
-        candidates.append(ActivationSpec(kind="swiglu_oai", limit=limit, alpha=alpha))
-    gate_bound, up_bound = (float(getattr(module.config, f"mlp_{part}_softcap", None) or 0) for part in ("gate", "up"))
-    if gate_bound and up_bound:
-        candidates.append(ActivationSpec(kind="situ", gate_bound=gate_bound, up_bound=up_bound))
-    return candidates
-
-
-def _reproduces(module: Any, candidate: ActivationSpec) -> bool:
-    points = torch.linspace(-30, 30, 41)
-    if not module.has_gate:
-        output = module.act_fn(points[:, None])
-        expected = activate(points[:, None, None], candidate)
-    else:
-        gate, up = torch.meshgrid(points, points, indexing="ij")
-        pair = torch.stack([gate.reshape(-1), up.reshape(-1)], dim=1)
-        # With one intermediate column, concatenated and interleaved rows are the same.
-        output = module._apply_gate(pair)
-        expected = activate(pair[:, :, None], candidate)
-    return bool(torch.allclose(output.float(), expected, rtol=1e-5, atol=1e-5))
 
 
 def _split(weight: Tensor, parts: int, module: nn.Module) -> Tensor:

@@ -1,0 +1,10 @@
+"""Families without a file: names and routing derived from the class of the installed transformers, and proved.
+
+``derived_family`` builds the class without memory, reads its names from transformers' conversion mapping, proposes a
+spec, and compares the layer that Collegium would compute with the class on random float32 numbers.
+"""
+
+from .family import DerivedFamily, derived_family
+from .gate_functions import activation_of
+
+__all__ = ["DerivedFamily", "activation_of", "derived_family"]

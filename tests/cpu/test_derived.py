@@ -1,0 +1,131 @@
+"""Model types without a file: derived from the class of the installed transformers, from files to answers."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+pytest.importorskip("transformers")
+
+from collegium.commands.inspect import inspect_model
+from collegium.commands.quantize import quantize_model
+from collegium.commands.verify import verify_model
+from collegium.errors import CheckpointError, ConfigError
+from collegium.integrations.transformers.loading import load_model_in
+from collegium.loading import load_layer
+from collegium.models import FAMILIES
+from derived_cases import CASES, IDS, WHOLE_ONLY, blocks, build
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LAYERS = [name for name in CASES if name not in WHOLE_ONLY]
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor, tolerance: float = 2e-5) -> None:
+    """Float32 against float32: only the order of sums differs."""
+    assert found.shape == wanted.shape
+    assert (found - wanted).abs().max() <= tolerance * wanted.abs().max()
+
+
+def test_the_cases_have_no_file() -> None:
+    assert not {kind for family in FAMILIES for kind in family.model_types} & set(CASES)
+
+
+@pytest.mark.parametrize("original", [True, False], ids=["published", "in memory"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_compute_what_the_class_does(tmp_path: Path, name: str, original: bool) -> None:
+    model = build(name, tmp_path, original=original)
+    wanted = blocks(model)
+    report = inspect_model(str(tmp_path), device="cpu")
+    assert [layer.layer for layer in report.report.layers] == list(wanted)
+    assert report.family == name
+    assert report.origin is not None
+    assert type(model).__name__ in report.origin
+    assert report.origin.endswith("checked")
+    x = torch.randn(1, 40, 32) * (1 + 7 * (torch.rand(1, 40, 1) > 0.8))
+    for number, block in wanted.items():
+        layer = load_layer(tmp_path, number, dtype="fp32", device="cpu")
+        with torch.no_grad():
+            truth = block(x)
+            truth = truth[0] if isinstance(truth, tuple) else truth
+            close(layer(x), truth.reshape(x.shape))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_whole_models_answer_like_the_class(tmp_path: Path, name: str) -> None:
+    model = build(name, tmp_path)
+    ours = load_model_in("fp32", str(tmp_path), device="cpu")
+    with torch.no_grad():
+        close(ours(IDS).logits, model(IDS).logits)
+
+
+@pytest.mark.parametrize("name", WHOLE_ONLY)
+def test_routers_without_a_rule_run_in_whole_models_only(tmp_path: Path, name: str) -> None:
+    model = build(name, tmp_path)
+    report = inspect_model(str(tmp_path), device="cpu")
+    assert "whole models only" in (report.origin or "")
+    with pytest.raises(ConfigError, match=r"differs by .*load_model\(\)"):
+        load_layer(tmp_path, min(blocks(model)), device="cpu")
+    with pytest.raises(ConfigError, match=r"differs by .*load_model\(\)"):
+        load_layer(tmp_path, min(blocks(model)), device="cpu", weights="dummy")
+
+
+@pytest.mark.parametrize(
+    ("name", "target"), [("afmoe", "mxfp4"), ("afmoe", "fp8_channel"), ("hy_v4", "mxfp4"), ("kolibri1", "mxfp4")]
+)
+def test_quantised_copies_load_and_verify(tmp_path: Path, name: str, target: str) -> None:
+    model = build(name, tmp_path / "from", moe_intermediate_size=32)
+    quantize_model(str(tmp_path / "from"), target, str(tmp_path / "to"))
+    report = inspect_model(str(tmp_path / "to"), device="cpu")
+    assert {layer.stored.name for layer in report.report.layers} == {target}
+    assert verify_model(str(tmp_path / "to"), device="cpu").passed
+    ours = load_model_in("fp32", str(tmp_path / "to"), device="cpu")
+    with torch.no_grad():
+        found, wanted = ours(IDS).logits, model(IDS).logits
+    assert 1e-4 < (found - wanted).norm() / wanted.norm() < 0.4
+
+
+def test_swapped_projections_differ(tmp_path: Path) -> None:
+    model = build("afmoe", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    swap = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
+    for name in [name for name in tensors if ".experts." in name]:
+        kind = name.split(".")[-2]
+        if kind == "gate_proj":
+            other = name.replace(kind, swap[kind])
+            tensors[name], tensors[other] = tensors[other], tensors[name]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    ours = load_model_in("fp32", str(tmp_path), device="cpu")
+    with torch.no_grad():
+        assert (ours(IDS).logits - model(IDS).logits).abs().max() > 1e-2 * model(IDS).logits.abs().max()
+
+
+def test_a_tensor_that_the_class_has_not_is_refused(tmp_path: Path) -> None:
+    build("afmoe", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.1.mlp.router.second.weight"] = torch.zeros(8, 32)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.router\.second\.weight"):
+        load_layer(tmp_path, 1, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("entries", "named"),
+    [
+        ({"model_type": "jetmoe", "num_local_experts": 4}, "experts.input_linear"),
+        ({"model_type": "ernie4_5_vl_moe", "moe_num_experts": [4, 4]}, "vision_moe.experts"),
+        ({"model_type": "afmoe", "num_experts": "many"}, "num_experts"),
+    ],
+)
+def test_what_cannot_be_derived_is_refused_with_its_names(
+    tmp_path: Path, entries: dict[str, object], named: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=named):
+        load_layer(tmp_path, 0, device="cpu")

@@ -1,0 +1,73 @@
+"""Tiny models of classes in transformers whose model types have no file in Collegium."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from family_cases import BASE, MLA, WIDE
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import nn
+
+IDS = torch.tensor([[3, 9, 27, 5, 40, 11, 62, 8, 33, 21, 4, 17]])
+ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2, "routed_scaling_factor": 1.7}
+CHOSEN = {"num_experts": 8, "num_experts_per_tok": 3}
+MIXED = {"mlp_layer_types": ["dense", "sparse", "sparse"]}
+# The stem of the class and the config, with every rule of the router and a layer without experts where there are some.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "afmoe": ("Afmoe", {**BASE, **WIDE, **CHOSEN, "num_dense_layers": 1, "num_shared_experts": 2, "route_scale": 1.7}),
+    "laguna": (
+        "Laguna", {**BASE, **WIDE, **CHOSEN, **MIXED, "shared_expert_intermediate_size": 40},
+    ),
+    "exaone_moe": (
+        "ExaoneMoe",
+        {
+            **BASE, **WIDE, **CHOSEN, **MIXED, "num_shared_experts": 2, "n_group": 4, "topk_group": 2,
+            "routed_scaling_factor": 1.7,
+        },
+    ),
+    "solar_open": ("SolarOpen", {**BASE, **WIDE, **ROUTED, "n_group": 2, "topk_group": 1}),
+    "mistral4": ("Mistral4", {**BASE, **WIDE, **MLA, **ROUTED, "n_group": 4, "topk_group": 2}),
+    "granitemoe_swa": (
+        "GraniteMoeSWA", {**BASE, "intermediate_size": 24, "num_local_experts": 8, "num_experts_per_tok": 3},
+    ),
+    "aria_text": (
+        "AriaText", {**BASE, "intermediate_size": 24, "moe_num_experts": 8, "moe_topk": 3, "moe_num_shared_experts": 2},
+    ),
+    "hy_v4": ("HYV4", {**BASE, **WIDE, **ROUTED, **MIXED, "swiglu_limit": 0.5}),
+    "kolibri1": ("Kolibri1", {**BASE, **WIDE, **CHOSEN, "shared_expert_intermediate_size": 24}),
+}  # fmt: skip
+# Types whose router no rule of Collegium describes: whole models only.
+WHOLE_ONLY = ("kolibri1",)
+
+
+def build(name: str, path: Path, *, original: bool = True, **changed: Any) -> nn.Module:
+    """Return a tiny model of the class with numbers for which every rule counts, saved below ``path``."""
+    transformers = pytest.importorskip("transformers")
+    stem, entries = CASES[name]
+    cls = getattr(transformers, f"{stem}ForCausalLM", None)
+    if cls is None:
+        pytest.skip(f"transformers {transformers.__version__} has no {stem}ForCausalLM")
+    torch.manual_seed(6)
+    model = cls(getattr(transformers, f"{stem}Config")(**{**entries, **changed})).eval()
+    with torch.no_grad():
+        for key, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if not tensor.is_floating_point() or "inv_freq" in key:
+                continue
+            if tensor.dim() < 2:
+                tensor.uniform_(0.3, 1.2)
+            else:  # a few large numbers among many small ones
+                tensor.copy_(torch.randn(tensor.shape) * (1 + 4 * (torch.rand(tensor.shape) > 0.9)) * 0.15)
+    model.save_pretrained(path, save_original_format=original)
+    return model
+
+
+def blocks(model: nn.Module) -> dict[int, nn.Module]:
+    """Return the blocks with experts by layer."""
+    named = ((name, module) for name, module in model.named_modules() if hasattr(module, "experts"))
+    return {next(int(piece) for piece in name.split(".") if piece.isdigit()): module for name, module in named}
