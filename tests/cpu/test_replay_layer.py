@@ -30,7 +30,7 @@ from collegium import (
     encode_experts,
     plan,
 )
-from collegium.ops import linear, operand, permute, quantize, rms_norm, route, route_wide, weighted_sum
+from collegium.ops import linear, permute, quantize, rms_norm, route, route_wide, scatter, weighted_sum
 from collegium.runtime import launch as launching, replay
 from collegium.runtime.memory import Arena, Workspaces, shared_workspaces
 from collegium.stages.call import Call
@@ -127,9 +127,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
         known = kernels.setdefault(id(kernel), Kernel(made, kernel))
         launching.launch(known, *rest, **options)
 
-    for module in (linear, operand, permute, quantize, rms_norm, route, route_wide, weighted_sum):
+    for module in (linear, permute, quantize, rms_norm, route, route_wide, scatter, weighted_sum):
         monkeypatch.setattr(module, "on_device", lambda *_: True)
-    for module in ("linear", "permute", "quantize", "rms_norm", "route_device", "weighted_sum"):
+    for module in ("linear", "permute", "quantize", "rms_norm", "route_device", "scatter", "weighted_sum"):
         monkeypatch.setattr(f"collegium.ops.{module}.launch", started)
     monkeypatch.setattr("collegium.experts.triton.grouped.launch", started)
     monkeypatch.setattr(launching, "_direct", lambda: True)
