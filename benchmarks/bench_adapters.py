@@ -16,6 +16,7 @@ import argparse
 import copy
 import csv
 import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,7 @@ RESULTS = Path(__file__).parent / "results" / "adapters_h100.csv"
 RECIPES = ("bf16", "fp8_block:fp8_group128", "mxfp4:fp8_token", "mxfp4")
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
 CHOICES = ("none", "one", "mixed")
+CALLS = ("graph", "eager")
 HEAD = ("gpu", "driver", "torch", "triton", "commit", "command", "shape", "adapters", "rank", "weights", "activations")
 COLUMNS = ("tokens", "calls", "choice", "us without", "us with", "ratio", "bytes", "error", "same bits")
 
@@ -137,8 +139,8 @@ def check(case: Case, choice: str, found: Tensor, layers: Layers) -> tuple[float
     return error, same
 
 
-def measure(layers: Layers, cases: list[Case]) -> list[tuple[object, ...]]:
-    """Return rows from ``tokens`` on."""
+def measure(layers: Layers, cases: list[Case], kinds: list[str]) -> list[tuple[object, ...]]:
+    """Return rows from ``tokens`` on, for each of ``kinds`` of calls."""
     device = cases[0].x.device
     outs = {choice: [torch.empty_like(case.x) for case in cases] for choice in ("without", *CHOICES)}
     calls: dict[str, list[Callable[[], object]]] = {
@@ -154,7 +156,7 @@ def measure(layers: Layers, cases: list[Case]) -> list[tuple[object, ...]]:
         ]
     pool = graph_pool(device)
     rows: list[tuple[object, ...]] = []
-    for kind in ("graph", "eager"):
+    for kind in kinds:
         passes = {key: prepare_pass(own, device, capture=kind == "graph", pool=pool) for key, own in calls.items()}
         times = take_turns(passes, device, rounds=5)
         seconds = {key: value / len(cases) for key, value in times.items()}
@@ -178,12 +180,15 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
     parser.add_argument("--adapters", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--calls", nargs="+", choices=CALLS, default=CALLS)
+    parser.add_argument("--commit", default="", help="recorded where there is no repository; default: that of git")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     device = torch.device("cuda")
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    commit = options.commit or subprocess.run(command, capture_output=True, text=True, check=False).stdout
     about = [torch.cuda.get_device_name(), driver_version(device), torch.__version__, version_of("triton")]
-    about += [commit.strip() or "unknown", "python benchmarks/bench_adapters.py", options.shape]
+    about += [commit.strip() or "unknown", " ".join(["python", *sys.argv]), options.shape]
     rows: list[list[object]] = []
     for text in options.recipes:
         recipe = recipe_of(text)
@@ -192,7 +197,7 @@ def main() -> None:
         layers = layers_of(spec, recipe, adapters, max(options.tokens))
         for tokens in options.tokens:
             cases = cases_of(spec, tokens, options.adapters, device)
-            for row in measure(layers, cases):
+            for row in measure(layers, cases, options.calls):
                 rows.append([*about, options.adapters, options.rank, *recipe, *row])
                 print(*rows[-1][-11:], flush=True)
         del layers, adapters
