@@ -28,19 +28,19 @@ DIRECT = {"TOP_K": 8}
 INTERLEAVED = {"INTERLEAVED": True, "BLOCK_N": 128}
 WIDE = {"BLOCK_N": 128, "BLOCK_T": 128, "STAGES": 3, "WARPS": 8, "NARROW": True}
 SHRINK = {
-    "PROJECTIONS": 2, "RANK": 16, "TILE_T": 16, "BLOCK_T": 16, "BLOCK_K": 128, "STAGES": 3, "TOP_K": 0, "GATHER": True,
+    "PROJECTIONS": 2, "RANK": 16, "TILE_T": 16, "BLOCK_T": 16, "BLOCK_K": 128, "STAGES": 2, "TOP_K": 0, "GATHER": True,
     "ASM": True, "PDL": True,
 }  # fmt: skip
 
 # (architecture, kernel, dtype of tokens, changes, most registers)
 CASES: tuple[tuple[int, str, str, dict[str, Any], int], ...] = (
     (90, "low_rank", "bf16", {}, 128),
-    (90, "low_rank", "fp16", {"TOP_K": 8, "TILE_T": 1}, 128),
+    (90, "low_rank", "fp16", {"TOP_K": 8, "TILE_T": 1, "STAGES": 3}, 128),
     (
         90,
         "low_rank",
         "bf16",
-        {"PROJECTIONS": 1, "GATHER": False, "BLOCK_T": 64, "TILE_T": 128, "RANK": 64, "STAGES": 2},
+        {"PROJECTIONS": 1, "GATHER": False, "BLOCK_T": 64, "TILE_T": 128, "RANK": 64},
         255,
     ),
     (80, "low_rank", "bf16", {"PDL": False}, 128),

@@ -86,7 +86,8 @@ def low_rank_rows(
         "TILE_T": tile_t,
         "BLOCK_T": block_t,
         "BLOCK_K": _BLOCK_BYTES // x.element_size(),
-        "STAGES": 3 if block_t == _MIN_BLOCK_T else 2,
+        # Few programs read far ahead. Many take little shared memory: the product starts when all of them run.
+        "STAGES": 3 if tiles.top_k else 2,
         "TOP_K": tiles.top_k,
         "GATHER": gathered,
         "ASM": x.is_cuda,
