@@ -184,7 +184,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "half batches of any size", "pipelines/half_batches.py",
-        (Edit("no_half_batches", "rows < MIN_ROWS", "False"),), _MICROBATCHES,
+        (Edit("no_half_batches", "not overrides.allow_slow", "False"),), _MICROBATCHES,
     ),
     Mutant(
         "scales of another token", "parallel/message_format.py",

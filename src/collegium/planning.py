@@ -207,7 +207,10 @@ class Plan:
             lines.append(f"modules    {modules}, of the caller")
         lines += [f"batches    {self.batches()}", f"dispatch   {self._dispatch_text()}"]
         if self.microbatches > 1:
-            lines.append("halves     every batch runs as 2 halves: one travels while the experts run the other")
+            lines += [
+                "halves     every batch runs as 2 halves: one travels while the experts run the other",
+                "warning    halves were forced with allow_slow; no measured case was faster than whole batches",
+            ]
         if compared is not None:
             lines.append(f"inputs     {compared}")
         if self.adapters is not None:
@@ -516,6 +519,7 @@ def plan_swap(old: Plan, formats: Mapping[str, Any], overrides: Overrides | None
         overrides,
         shared=overrides.shared or old.overrides.shared,
         microbatches=overrides.microbatches or old.overrides.microbatches,
+        allow_slow=overrides.allow_slow or old.overrides.allow_slow,
     )
     return plan(replace(old.problem, spec=spec), overrides)
 
@@ -573,7 +577,7 @@ def _check_half_batches(problem: Problem, overrides: Overrides) -> None:
     """Raise PlanError where half batches were forced and ``problem`` does not run as two halves."""
     reason = pipelines.no_half_batches(problem, overrides) if overrides.microbatches == 2 else None
     if reason is not None:
-        raise PlanError(f"microbatches=2 was forced and is not possible: {reason}. Use Overrides(microbatches=1)")
+        raise PlanError(f"microbatches=2 was forced and is refused: {reason}. Leave out microbatches for whole batches")
 
 
 def _choose_overlap(

@@ -237,6 +237,8 @@ class Overrides:
     or in those of large batches, which have the same bits; None: those that are faster for the number of rows.
     unequal_scales: what to do where a checkpoint has different calibrated activation scales for gate and up of an
     expert, which read one input: ``refuse`` (None) it or use the ``largest``. For static activation formats only.
+    allow_slow: run forced choices that have not been measured to be faster than the default, such as half batches;
+    otherwise the plan refuses them.
     """
 
     kernel: str | None = None
@@ -248,6 +250,7 @@ class Overrides:
     microbatches: int | None = None
     tiles: Tiles | None = None
     unequal_scales: UnequalScales | None = None
+    allow_slow: bool = False
 
     def __post_init__(self) -> None:
         allowed = ", ".join(UNEQUAL_SCALES)
@@ -256,6 +259,7 @@ class Overrides:
         count = self.microbatches
         require(count is None or (type(count) is int and count in (1, 2)), "microbatches", count, "None, 1 or 2")
         require(self.tiles in (None, *TILES), "tiles", self.tiles, ", ".join(TILES))
+        require(type(self.allow_slow) is bool, "allow_slow", self.allow_slow, "True or False")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -45,7 +45,7 @@ from split_layers import EXPERTS, HIDDEN, RECIPES, kept, layer_of
 from watching import watch
 
 DISPATCHERS = ("all_to_all", "all_gather")
-HALVES = Overrides(microbatches=2)
+HALVES = Overrides(microbatches=2, allow_slow=True)
 
 
 @pytest.mark.parametrize("name", DISPATCHERS)
@@ -72,7 +72,13 @@ def _orders(rank: int) -> list[list[str]]:
     for name in DISPATCHERS:
         for mode in (None, "sequential"):
             placement = linear(EXPERTS, rank, distributed.get_world_size())
-            options = {"dispatcher": name, "shared": mode, "microbatches": 2, "max_tokens": MAX_TOKENS}
+            options = {
+                "dispatcher": name,
+                "shared": mode,
+                "microbatches": 2,
+                "allow_slow": True,
+                "max_tokens": MAX_TOKENS,
+            }
             layer = layer_of("shared", RECIPES[1], "cpu", placement, **options)
             kept.append(layer)
             found.append(_events(layer, heavy_tailed(8, HIDDEN, seed=rank)))
@@ -112,7 +118,7 @@ def _sliced(rank: int) -> list[float]:
     truth = MoELayer(experts, plan(whole), router=router)(x)
     errors: list[float] = []
     for count in (1, 2):
-        overrides = Overrides(dispatcher="all_to_all", microbatches=count)
+        overrides = Overrides(dispatcher="all_to_all", microbatches=count, allow_slow=True)
         layer = MoELayer(weights, plan(replace(whole, placement=placement), overrides), router=router)
         kept.append(layer)
         errors.append(relative_error(layer(x), truth))
@@ -133,11 +139,15 @@ def _refused(rank: int) -> list[str]:
     """Return the errors of a batch that is too large on one rank, and of ranks of which one has whole batches."""
     placement = linear(EXPERTS, rank, 2)
     options: dict[str, Any] = {"dispatcher": "all_to_all", "max_tokens": 301}
-    layer = layer_of("shared", RECIPES[1], "cpu", placement, microbatches=2, **options)
+    layer = layer_of("shared", RECIPES[1], "cpu", placement, microbatches=2, allow_slow=True, **options)
     kept.append(layer)
     errors = [error_of(lambda: layer(torch.zeros(302 if rank else 4, HIDDEN)))]
     assert bool(layer(torch.ones(3, HIDDEN)).isfinite().all())
-    errors.append(error_of(lambda: layer_of("shared", RECIPES[1], "cpu", placement, microbatches=1 + rank, **options)))
+    errors.append(
+        error_of(
+            lambda: layer_of("shared", RECIPES[1], "cpu", placement, microbatches=1 + rank, allow_slow=True, **options)
+        )
+    )
     return errors
 
 
@@ -150,7 +160,9 @@ def test_refusals_reach_every_rank() -> None:
 def _broken(rank: int) -> tuple[str, float]:
     """Return the error, and after how long, where the experts of rank 1 fail on the first half."""
     placement = linear(EXPERTS, rank, 2)
-    layer = layer_of("plain", RECIPES[1], "cpu", placement, dispatcher="all_to_all", microbatches=2, max_tokens=512)
+    layer = layer_of(
+        "plain", RECIPES[1], "cpu", placement, dispatcher="all_to_all", microbatches=2, allow_slow=True, max_tokens=512
+    )
     kept.append(layer)
     calls: list[int] = []
     original = half_batches.run_experts
@@ -197,11 +209,14 @@ def test_a_plan_reports_halves() -> None:
     halves = plan(_problem(linear(64, 0, 2)), HALVES)
     assert (halves.dispatcher, halves.microbatches, halves.to_json()["microbatches"]) == ("all_to_all", 2, 2)
     assert "halves     every batch runs as 2 halves" in halves.explain()
+    assert "warning    halves were forced with allow_slow" in halves.explain()
+    assert "warning" not in whole.explain()
     assert "shared     overlapped: runs while results return" in halves.explain()
     reasons = {refusal.name: refusal.reason for refusal in halves.refusals if refusal.what == "dispatcher"}
     assert_values(reasons["symm_mem"], "microbatches=2 was forced", "occupy the GPU")
     # Other weights run as the layer's weights did.
-    assert plan_swap(halves, {"weight_format": "fp8_block"}).microbatches == 2
+    swapped = plan_swap(halves, {"weight_format": "fp8_block"})
+    assert (swapped.microbatches, swapped.overrides.allow_slow) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +227,8 @@ def test_a_plan_reports_halves() -> None:
         (_problem(replace(linear(64, 0, 2), same_tokens=True)), HALVES, ("2 ranks", "same tokens")),
         (_problem(replace(linear(64, 0, 2), spare=1)), HALVES, ("load balancing", "1 spare slot", "counts")),
         (_problem(linear(64, 0, 2)), replace(HALVES, pipeline="mega"), ("pipeline mega",)),
-        (_problem(linear(64, 0, 2), limits=Limits(max_tokens=2046)), HALVES, ("max_tokens=2,046", "127 rows", "128")),
+        (_problem(linear(64, 0, 2)), Overrides(microbatches=2), ("allow_slow=True", "1.5x slower", "96 rows")),
+        (_problem(linear(64, 0, 2), probe("cpu")), Overrides(microbatches=2), ("allow_slow=True",)),
         (_problem(linear(64, 0, 2)), replace(HALVES, dispatcher="symm_mem"), ("symm_mem", "occupy the GPU")),
         (_problem(linear(64, 0, 2)), replace(HALVES, dispatcher="all_to_all_fixed"), ("fixed", "twice as many bytes")),
         (_problem(linear(64, 0, 2), graph=True), HALVES, ("all_to_all_fixed", "graph=True")),
@@ -221,12 +237,14 @@ def test_a_plan_reports_halves() -> None:
 def test_plans_refuse_halves(problem: Problem, overrides: Overrides, values: tuple[str, ...]) -> None:
     with raises_with(PlanError, "microbatches=2", *values):
         plan(problem, overrides)
-    assert plan(problem, replace(overrides, microbatches=1, pipeline=None)).microbatches == 1
+    assert plan(problem, replace(overrides, microbatches=1, allow_slow=False, pipeline=None)).microbatches == 1
 
 
 def test_numbers_of_microbatches() -> None:
     assert plan(_problem(linear(64, 0, 2), probe("cpu")), HALVES).microbatches == 2
-    assert plan(_problem(linear(64, 0, 2), limits=Limits(max_tokens=2048)), HALVES).microbatches == 2
+    assert plan(_problem(linear(64, 0, 2), limits=Limits(max_tokens=2)), HALVES).microbatches == 2
     for count in (0, 3, True, "2"):
         with raises_with(SpecError, "microbatches", "1 or 2"):
             Overrides(microbatches=count)  # pyright: ignore[reportArgumentType]
+    with raises_with(SpecError, "allow_slow", "1", "True or False"):
+        Overrides(allow_slow=1)  # pyright: ignore[reportArgumentType]
