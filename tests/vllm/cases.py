@@ -20,6 +20,7 @@ BF16: dict[str, Any] = {"dtype": "bfloat16"}
 CHUNKED: dict[str, Any] = {"max_num_batched_tokens": 16, "max_num_seqs": 4, "enable_chunked_prefill": True}
 TENSORS: dict[str, Any] = {"tensor_parallel_size": 2}
 EXPERTS: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+DATA: dict[str, Any] = {"enable_expert_parallel": True, "worker_extension_cls": "dp_on_cpu.Extension"}
 # model to what the log must say of kernel and weights
 FORMATS = {
     "fp8_block": ("cpu_grouped", "fp8_block"),
@@ -67,6 +68,8 @@ def _cases() -> dict[str, dict[str, Any]]:
     found["shipped, vLLM's own"] = _case(SHIPPED, "off", F32)
     for way, engine in ways.items():
         found[f"shipped{way}"] = _case(SHIPPED, "require" if way else "auto", {**F32, **engine})
+    for way, engine in (("", {}), (", compiled", {"enforce_eager": False})):
+        found[f"shipped, data parallel{way}"] = _case(SHIPPED, "require", {**F32, **DATA, **engine}, ranks=2)
     found["shipped in BF16, vLLM's own"] = _case(SHIPPED, "off", BF16)
     for again in ("", ", again"):
         found[f"shipped in BF16{again}"] = _case(SHIPPED, "require", BF16)

@@ -1,4 +1,4 @@
-"""Serve the cases with the real engine, each in a process of its own: serve.py [NAME ...].
+"""Serve the cases with the real engine, each in a separate process: serve.py [NAME ...].
 
 An answer has the tokens that were written, their log-probabilities and the gap to the second best, the
 log-probabilities of the prompts, and what Collegium logged; or the error.
@@ -14,9 +14,12 @@ import subprocess
 import sys
 import time
 import traceback
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from cases import ANSWERS, CASES, FOLDER
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
@@ -61,26 +64,55 @@ def serve(case: dict[str, Any]) -> dict[str, Any]:
         )
         pairs = zip(each.prompt_logprobs[1:], prompt[1:], strict=True)
         answer["prompts"].append([step[token].logprob for step, token in pairs])
-    with contextlib.suppress(Exception):
-        engine.llm_engine.engine_core.shutdown()
+    if "ranks" not in case:  # the other engines may still need this one
+        with contextlib.suppress(Exception):
+            engine.llm_engine.engine_core.shutdown()
     return answer
 
 
 def apart(case: dict[str, Any]) -> dict[str, Any]:
-    """Return the answer to one case, or its error, from a process of its own, which has vLLM imported already."""
-    file = FOLDER / "one.json"
-    file.unlink(missing_ok=True)
-    child = os.fork()
-    if child:
+    """Return the answer to one case, or its error, from a process per engine, which has vLLM imported already.
+
+    Data-parallel engines answer a part of the prompts each.
+    """
+    ranks = case.get("ranks", 1)
+    files = [FOLDER / f"engine{rank}.json" for rank in range(ranks)]
+    for file in files:
+        file.unlink(missing_ok=True)
+    share = -(-len(case["prompts"]) // ranks)
+    children: list[int] = []
+    for rank in range(ranks):
+        prompts = case["prompts"][rank * share : (rank + 1) * share]
+        child = os.fork()
+        if not child:
+            _answer({**case, "prompts": prompts, "rank": rank}, files)
+        children.append(child)
+    for child in children:
         os.waitpid(child, 0)
-        return json.loads(file.read_text()) if file.exists() else {"error": "the engine ended without an answer"}
+    answers = [
+        json.loads(file.read_text()) if file.exists() else {"error": "the engine ended without an answer"}
+        for file in files
+    ]
+    failed = next((answer for answer in answers if "error" in answer), None)
+    return failed or {key: [one for answer in answers for one in answer[key]] for key in answers[0]}
+
+
+def _answer(case: dict[str, Any], files: list[Path]) -> NoReturn:
+    """Write the answer of this process, and end once all engines have theirs: they take their steps together."""
     os.environ |= {"COLLEGIUM_VLLM": case["plugin"], **case.get("env", {})}
     try:
+        if len(files) > 1:
+            import dp_on_cpu
+
+            dp_on_cpu.join(case["rank"], len(files), port=29500 + os.getppid() % 1000)
         found = serve(case)
     except BaseException as error:
         traceback.print_exc()
         found = {"error": f"{type(error).__name__}: {error}"}
-    file.write_text(json.dumps(found))
+    files[case["rank"]].write_text(json.dumps(found))
+    until = time.monotonic() + 60
+    while not all(file.exists() for file in files) and time.monotonic() < until:
+        time.sleep(0.2)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
@@ -92,7 +124,8 @@ def main(names: list[str]) -> None:
     answers: dict[str, Any] = json.loads(ANSWERS.read_text()) if names and ANSWERS.exists() else {}
     head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
     terminal, log = os.fdopen(os.dup(1), "w"), FOLDER / "engines.log"
-    with log.open("w") as file:
+    log.write_bytes(b"")
+    with log.open("a") as file:  # appends, since several processes write to it
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     import vllm  # noqa: F401  once, for all

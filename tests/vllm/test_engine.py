@@ -67,6 +67,18 @@ def test_shipped_model_matches_vllm_without_plugin(answers: dict[str, Any], way:
         )
 
 
+@pytest.mark.parametrize("way", ["", ", compiled"])
+def test_data_parallel_engines_share_experts(answers: dict[str, Any], way: str) -> None:
+    """Each engine routes its tokens, and the experts of both run them."""
+    truth, found = served(answers, "shipped, vLLM's own"), served(answers, f"shipped, data parallel{way}")
+    proves(found, "cpu_grouped", "fp32", "fp32")
+    assert found["ids"] == truth["ids"]
+    assert off(found, truth)[1] < SAME
+    assert {re.search(r"rank \d of \d, experts [^,]*", line)[0] for line in found["log"]} == (
+        {"rank 0 of 2, experts 0 to 7", "rank 1 of 2, experts 8 to 15"}
+    )
+
+
 def test_bf16_model_is_accurate_and_deterministic(answers: dict[str, Any]) -> None:
     truth, own = served(answers, "shipped, vLLM's own"), served(answers, "shipped in BF16, vLLM's own")
     found, again = served(answers, "shipped in BF16"), served(answers, "shipped in BF16, again")
