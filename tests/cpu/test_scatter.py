@@ -182,8 +182,9 @@ def test_wrong_slots_refused() -> None:
         scatter_rows(x, "fp8_token", slots.t(), 6)
     with raises_with(InputError, "x", "3"):
         scatter_rows(x[:2], "fp8_token", slots, 6)
-    with raises_with(InputError, "order", "bf16"):
-        scatter_rows(x, "bf16", slots, 6, order=PADDED)
+    for name in ("bf16", None):
+        with raises_with(InputError, "order", "bf16"):
+            scatter_rows(x, name, slots, 6, order=PADDED)
     grouped = replace(activation_format("fp8_group128"), e8m0=True)
     with raises_with(InputError, grouped.name):
         grouped.write_to_slots(scatter.TokenRows(x, slots), grouped.quantize(x))

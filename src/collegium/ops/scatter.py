@@ -11,7 +11,7 @@ from ..runtime.memory import Memory, Regions, alloc, part, with_prefix
 from .buffers import allocate
 from .checks import require_input
 from .operand import Operand, operand, operand_regions
-from .quantize import AS_IS, ActivationFormat, activation_format, reorder_codes
+from .quantize import AS_IS, ActivationFormat, activation_format, cast_name, reorder_codes
 from .rows import QuantizedRows, TokenRows, block_of_token, check_rows, require_scales
 
 __all__ = ["scatter_codes", "scatter_regions", "scatter_rows"]
@@ -54,9 +54,10 @@ def scatter_rows(
     Raises ``InputError`` for wrong shapes or dtypes, and for an order that rows of the format cannot have.
     """
     _check(x, slots)
+    form = activation_format(cast_name(x.dtype) if name is None else name)
     if name is None:
+        form.padded_columns(x.shape[1], order)  # which refuses other orders
         return _copy(x, None, slots, rows, memory)
-    form = activation_format(name)
     check_rows(form.name, x)
     if not form.e4m3 or not on_device(x, form.capability):
         codes, scale = operand(x, form, order=order, x_ready=x_ready, memory=part(memory, "tokens"))
