@@ -32,6 +32,7 @@ from collegium.parallel.local import Local
 from collegium.planning import plan
 from collegium.problem import DeviceFacts, Overrides, Problem
 from collegium.runtime.machine import Machine, machine_of
+from collegium.runtime.memory import FreshMemory
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
 from collegium.types import ACTIVATION_KINDS, ActivationSpec, MoESpec, Routing, RoutingSpec
 from grids import mainly
@@ -210,6 +211,36 @@ def check_received_codes(experts: Any, batch: Any, wanted: torch.Tensor, form: A
         assert torch.equal(experts.run(received)[: wanted.shape[0]], wanted)
     with raises_with(InputError, "slots"):
         experts.run(replace(received, slots=None))
+
+
+@pytest.mark.parametrize("tiles", ["small", "large"])
+def test_copied_tokens_do_not_overlap(tiles: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quantising may overlap the sort, but not the copy of tokens that are not aligned."""
+    spec = MoESpec(
+        hidden_size=128, intermediate_size=128, num_experts=2, routing=RoutingSpec(top_k=1), weight_format="mxfp4"
+    )
+    problem = Problem(spec=spec, device=DeviceFacts(kind="cuda", capability=(9, 0)), activation_format="fp8_token")
+    made = encode_experts(random_experts(2, 2, 128, 128, seed=1), "mxfp4")
+    experts = replace(
+        TritonW4A8().pack(made, problem.routed), machine=Machine(copies=True, compiles=True), forced=tiles
+    )
+    found: list[bool] = []
+
+    class Seen(Exception):
+        """Raised in place of quantising."""
+
+    def quantise(*_: Any, x_ready: bool, **__: Any) -> Any:
+        found.append(x_ready)
+        raise Seen
+
+    monkeypatch.setattr(packed_experts, "scatter_rows" if tiles == "large" else "operand", quantise)
+    wide = heavy_tailed(40, 131, seed=3).bfloat16()
+    routing = Routing(topk_ids=torch.arange(40)[:, None] % 2, topk_weights=torch.ones(40, 1))
+    for x in (wide[:, :128].contiguous(), wide[:, 3:]):
+        batch = Local(num_experts=2).dispatch(x, routing, FreshMemory(x.device))[0]
+        with pytest.raises(Seen):
+            experts.run(batch)
+    assert found == [True, False]
 
 
 def test_which_batches_are_large() -> None:

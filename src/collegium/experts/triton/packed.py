@@ -140,7 +140,9 @@ class PackedExperts(PackedWeights):
         out = self._output(batch.remote, count, batch.dtype or batch.x.dtype, batch.x.device, memory)
         if count == 0:
             return out
-        batch = replace(batch, x=align_rows(batch.x))
+        x = align_rows(batch.x)
+        # A kernel that reads x must not overlap the kernel that copies x.
+        batch = replace(batch, x=x, x_ready=batch.x_ready and x is batch.x)
         rows = count if batch.rows is None else batch.rows
         large = self.tiling.large(rows) if batch.adapters is None else None
         if large is not None:
