@@ -13,7 +13,6 @@ from collegium import Limits, MoESpec, Overrides, Problem, Routing, RoutingSpec,
 from collegium.adapters import TokenAdapters
 from collegium.experts import KERNELS
 from collegium.experts.triton import grouped, low_rank, packed as products
-from collegium.ops import quantize
 from collegium.parallel.local import Local
 from collegium.pipelines import PipelineParts
 from collegium.pipelines.direct import Direct
@@ -207,15 +206,25 @@ def test_inner_rows_right_before_product(
     x, routing = heavy_tailed(4, HIDDEN, seed=3).bfloat16(), routing_of(4)
     names: list[str] = []
 
-    def recorder(inner: Any) -> Any:
+    def launching(inner: Any) -> Any:
         def record(kernel: Any, *args: Any, **options: Any) -> None:
             names.append(kernel.__name__)
             inner(kernel, *args, **options)
 
         return record
 
-    for module in (low_rank, grouped, quantize):
-        monkeypatch.setattr(module, "launch", recorder(module.launch))
+    def preparing(name: str, inner: Any) -> Any:
+        def record(*args: Any, **options: Any) -> Any:
+            names.append(name)
+            return inner(*args, **options)
+
+        return record
+
+    for module in (low_rank, grouped):
+        monkeypatch.setattr(module, "launch", launching(module.launch))
+    # These launch kernels on a GPU.
+    for name in ("operand", "rescale", "gather_columns", "transpose_scales"):
+        monkeypatch.setattr(products, name, preparing(name, getattr(products, name)))
     product = "grouped_gemm_kernel" if activations is None else "w4a8_kernel"
     for pipeline in pipelines_of(packed):
         names.clear()
