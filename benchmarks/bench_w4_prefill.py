@@ -1,10 +1,11 @@
-"""Whole layers of MXFP4 weights and E4M3 tokens: large batches in ``w4_prefill`` and in small tiles, and the floor.
+"""Whole layers of four-bit weights: large batches in ``w4_prefill`` and in small tiles, and the floor.
 
 Both run the same weights and tokens. Bits must be equal, and the output must match FP32. With ``--steps`` every step of
 the large batch is timed alone, too, with its bytes and the share of its time that they take at the measured bandwidth.
 Times are of CUDA graphs that take turns.
 
     python benchmarks/bench_w4_prefill.py --shapes dsv3 qwen3_235b --tokens 512 2048 8192 --steps
+    python benchmarks/bench_w4_prefill.py --recipe mxfp4:bf16 --shapes gptoss120b minimax_m2
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from collegium.commands.bench import SHAPES, check_output, named_layer, planned_layer, random_inputs
+from collegium.commands.bench import SHAPES, check_output, named_layer, planned_layer, random_inputs, recipe_of
 from collegium.commands.measure import (
     Ceilings,
     driver_version,
@@ -39,7 +41,6 @@ from collegium.experts.triton.grouped import tile_list
 from collegium.experts.triton.w4_prefill import w4_prefill_gemm
 from collegium.layer import MoELayer
 from collegium.ops.operand import operand
-from collegium.ops.quantize import REORDERED
 from collegium.ops.scatter import scatter_rows
 from collegium.parallel.local import Local
 from collegium.planning import kernel_named, plan
@@ -53,7 +54,6 @@ if TYPE_CHECKING:
     from collegium.planning import Plan
     from collegium.types import MoESpec, Routing
 
-RECIPE = ("mxfp4", "fp8_token")
 MODELS = SHAPES | {  # H, I, E, top-k
     "minimax_m2": (3072, 1536, 256, 8),
     "qwen3_235b": (4096, 1536, 128, 8),
@@ -61,20 +61,31 @@ MODELS = SHAPES | {  # H, I, E, top-k
 }
 Inputs = list[tuple["Tensor", "Routing"]]
 HEAD = ("gpu", "driver", "torch", "triton", "date", "commit", "command")
-COLUMNS = ("shape", "routing", "tokens", "large_us", "small_us", "floor_us", "bound", "same_bits")
+COLUMNS = (
+    "weights",
+    "activations",
+    "shape",
+    "routing",
+    "tokens",
+    "large_us",
+    "small_us",
+    "floor_us",
+    "bound",
+    "same_bits",
+)
 
 
-def plan_of(spec: MoESpec, tiles: Any, max_tokens: int) -> Plan:
+def plan_of(spec: MoESpec, recipe: tuple[str, str], tiles: Any, max_tokens: int) -> Plan:
     """Return the plan of a layer whose batches all run in small or in large tiles."""
-    planned = planned_layer(spec, RECIPE, probe(torch.device("cuda")), max_tokens)
-    return plan(planned.problem, Overrides(activation_format=RECIPE[1], tiles=tiles))
+    planned = planned_layer(spec, recipe, probe(torch.device("cuda")), max_tokens)
+    return plan(planned.problem, Overrides(activation_format=recipe[1], tiles=tiles))
 
 
-def layers_of(spec: MoESpec, weights: Any, counts: dict[int, Inputs]) -> dict[str, MoELayer]:
+def layers_of(spec: MoESpec, recipe: tuple[str, str], weights: Any, counts: dict[int, Inputs]) -> dict[str, MoELayer]:
     """Return a layer for each family of tiles, which has compiled its kernels."""
     layers: dict[str, MoELayer] = {}
     for tiles in ("large", "small"):
-        layers[tiles] = MoELayer(weights, plan_of(spec, tiles, max(counts)))
+        layers[tiles] = MoELayer(weights, plan_of(spec, recipe, tiles, max(counts)))
         for tokens, inputs in counts.items():
             start = time.perf_counter()
             with torch.inference_mode():
@@ -102,14 +113,15 @@ def steps_of(layer_plan: Plan, packed: PackedExperts, case: tuple[Tensor, Routin
     x, routing = case
     local = Local(num_experts=layer_plan.problem.spec.num_experts)
     rows = routing.topk_ids.numel()
-    tile = packed.tiling.large(rows)
-    assert tile is not None
+    large = packed.tiling.large(rows)
+    assert large is not None
     dispatch = partial(local.dispatch, x, routing, block_t=packed.tiling.block_t(rows))
     batch, handle = dispatch()
     source, offsets, slots = batch.source, batch.expert_offsets, batch.slots
     assert slots is not None
-    tiles = tile_list(offsets, rows, tile)
-    scatter = partial(scatter_rows, x, packed.forms[0], slots, rows, order=REORDERED)
+    tiles = tile_list(offsets, rows, large[0])
+    order = packed.gate_up.layout.row_order
+    scatter = partial(scatter_rows, x, packed.forms[0], slots, rows, order=order)
     codes, scale = scatter()
     middle = torch.empty(rows, packed.gate_up.layout.shape[2], dtype=torch.bfloat16, device=x.device)
     out = torch.empty(rows, packed.down.layout.shape[2], dtype=torch.bfloat16, device=x.device)
@@ -118,23 +130,26 @@ def steps_of(layer_plan: Plan, packed: PackedExperts, case: tuple[Tensor, Routin
         w4_prefill_gemm, codes, packed.gate_up, offsets, tiles, middle, x_scale=scale, activation=activation
     )
     gate_up()
-    quantise = partial(operand, middle, packed.forms[1], order=REORDERED)
+    quantise = partial(operand, middle, packed.forms[1], order=order)
     h, h_scale = quantise()
     down = partial(w4_prefill_gemm, h, packed.down, offsets, tiles, out, x_scale=h_scale)
     down()
     token_bytes = nbytes_of(x, slots, codes, scale)
     gate_up_bytes, down_bytes = (matrix.layout.nbytes for matrix in (packed.gate_up, packed.down))
-    return {
+    steps = {
         "dispatch": Step(dispatch, nbytes_of(routing.topk_ids, source, slots)),
         "tokens": Step(scatter, token_bytes),
-        "(each row quantised)": Step(
-            partial(operand, x, packed.forms[0], source=source, order=REORDERED), nbytes_of(x, source, codes, scale)
+        "(each row by itself)": Step(
+            partial(operand, x, packed.forms[0], source=source, order=order), nbytes_of(x, source, codes, scale)
         ),
         "gate and up": Step(gate_up, gate_up_bytes + nbytes_of(codes, scale, middle)),
         "middle": Step(quantise, nbytes_of(middle, h, h_scale)),
         "down": Step(down, down_bytes + nbytes_of(h, h_scale, out)),
         "combine": Step(partial(local.combine, out, handle), nbytes_of(out, slots) + 4 * x.numel()),
     }
+    if h is middle:
+        del steps["middle"]
+    return steps
 
 
 def times_of_steps(layer_plan: Plan, packed: PackedExperts, inputs: Inputs) -> dict[str, tuple[float, float]]:
@@ -154,20 +169,22 @@ def print_steps(case: str, steps: dict[str, tuple[float, float]], ceilings: Ceil
         print(f"  {case} {name:22} {1e6 * seconds:8.1f} us {1e-6 * nbytes:8.1f} MB {share:6.1%}", flush=True)
 
 
-def measure_model(shape: str, asked: argparse.Namespace, ceilings: Ceilings) -> list[tuple[Any, ...]]:
-    """Check and time one model; return the values of ``COLUMNS`` for each case."""
+def measure_model(
+    shape: str, recipe: tuple[str, str], asked: argparse.Namespace, ceilings: Ceilings
+) -> list[tuple[Any, ...]]:
+    """Check and time one model in a recipe's formats; return the values of ``COLUMNS`` for each case."""
     device = torch.device("cuda")
     _, spec = named_layer("x".join(map(str, MODELS[shape])))
-    spec = replace(spec, weight_format=RECIPE[0])
+    spec = replace(spec, weight_format=recipe[0])
     weights = random_weights(spec, device)
     generator = torch.Generator(device).manual_seed(1)
     rows: list[tuple[Any, ...]] = []
     for style in asked.routing:
         counts = {tokens: random_inputs(tokens, spec, style, generator) for tokens in asked.tokens}
-        layers = layers_of(spec, weights, counts)
+        layers = layers_of(spec, recipe, weights, counts)
         pool = graph_pool(device)
         for tokens, inputs in counts.items():
-            case = f"{shape} {style} {tokens}"
+            case = f"{shape} {':'.join(recipe)} {style} {tokens}"
             with torch.inference_mode():
                 outputs = [[layer(x, routing=routing) for x, routing in inputs] for layer in layers.values()]
             same = all(torch.equal(*pair) for pair in zip(*outputs, strict=True))
@@ -178,7 +195,7 @@ def measure_model(shape: str, asked: argparse.Namespace, ceilings: Ceilings) -> 
                 for way, layer in layers.items()
             }
             times = {way: seconds / len(inputs) for way, seconds in take_turns(passes, device).items()}
-            floor = floor_of(spec, RECIPE[1], [routing for _, routing in inputs], ceilings)
+            floor = floor_of(spec, recipe[1], [routing for _, routing in inputs], ceilings)
             shown = [f"{way} {1e6 * s:8.1f} us {s / floor.seconds:5.2f}x floor" for way, s in times.items()]
             bits = "same bits" if same else "OTHER BITS"
             print(
@@ -187,11 +204,11 @@ def measure_model(shape: str, asked: argparse.Namespace, ceilings: Ceilings) -> 
                 flush=True,
             )
             found = [round(1e6 * seconds, 1) for seconds in (times["large"], times["small"], floor.seconds)]
-            rows.append((shape, style, tokens, *found, floor.bound, same))
+            rows.append((*recipe, shape, style, tokens, *found, floor.bound, same))
             del passes
         del layers
         if asked.steps:
-            large = plan_of(spec, "large", max(asked.tokens))
+            large = plan_of(spec, recipe, "large", max(asked.tokens))
             packed = cast("PackedExperts", kernel_named(large.kernel).pack(weights, large.problem.routed))
             for tokens, inputs in counts.items():
                 print_steps(f"{shape} {style} {tokens}", times_of_steps(large, packed, inputs), ceilings)
@@ -216,6 +233,7 @@ def write_rows(asked: argparse.Namespace, rows: list[tuple[Any, ...]]) -> None:
 def main() -> int:
     """Measure every case and print a line for each; 1 where bits differ."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
+    parser.add_argument("--recipe", nargs="+", default=["mxfp4:fp8_token"], help="weights:activations")
     parser.add_argument("--shapes", nargs="+", default=["dsv3", "minimax_m2", "qwen3_235b", "glm_4_5_air"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[512, 2048, 8192])
     parser.add_argument("--routing", nargs="+", default=["uniform"])
@@ -226,9 +244,9 @@ def main() -> int:
     ceilings = measure_ceilings(torch.device("cuda"))
     print(torch.cuda.get_device_name(), torch.__version__, ceilings, flush=True)
     rows: list[tuple[Any, ...]] = []
-    for shape in asked.shapes:
-        print(f"{shape}: {MODELS[shape]}", flush=True)
-        rows += measure_model(shape, asked, ceilings)
+    for shape, recipe in product(asked.shapes, asked.recipe):
+        print(f"{shape}: {MODELS[shape]}, {recipe}", flush=True)
+        rows += measure_model(shape, recipe_of(recipe), asked, ceilings)
         torch.cuda.empty_cache()
     if asked.out:
         write_rows(asked, rows)

@@ -54,6 +54,7 @@ _GPU = ("tests/gpu/test_experts.py",)
 _GPU_FOUR = ("tests/gpu/test_w4a8.py",)
 _GPU_LARGE = ("tests/gpu/test_prefill.py", "tests/gpu/test_expanded.py")
 _W4_PREFILL = ("tests/cpu/test_w4_prefill.py",)
+_W4_RECIPES = ("tests/cpu/test_w4_prefill_recipes.py",)
 _PREFILL = ("tests/cpu/test_prefill_products.py", "tests/cpu/test_prefill.py")
 _GPU_SMALL = ("tests/gpu/test_small_kernels.py", "tests/gpu/test_layer.py")
 _GPU_NVFP4 = "tests/gpu/test_nvfp4_activations.py"
@@ -557,8 +558,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (Edit("decode", "row ? codes.high_scales : codes.low_scales", "codes.low_scales"),), _W4_PREFILL,
     ),
     Mutant(
-        "scales of groups multiplied as one scale", "experts/triton/tiles/choice.py",
-        (Edit("prefill_tile", "problem.promoted or problem.operands > 1", "problem.operands > 1"),), _W4_PREFILL,
+        "a tile of 160 tokens with group scales", "experts/triton/tiles/choice.py",
+        (Edit("prefill_tile", "FOUR_BIT_TOKENS_SCALED if problem.promoted else FOUR_BIT_TOKENS", "FOUR_BIT_TOKENS"),), _W4_PREFILL,
     ),
     Mutant(
         "tokens of an expert in all of its four-bit tiles", "kernels/w4_pipeline.cuh",
@@ -566,7 +567,35 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "weights of the first row tile for both", "kernels/w4_pipeline.cuh",
-        (Edit("sum_over_k", "codes = load_codes(stage, r, 1);", "codes = load_codes(stage, r, 0);"),), _W4_PREFILL,
+        (Edit("load_codes", "int row_tile = step % ROW_TILES;", "int row_tile = 0;"),), _W4_PREFILL,
+    ),
+    Mutant(
+        "columns of the first pass for both (registers)", "kernels/w4_pipeline.cuh",
+        (Edit("multiply_pass", "pass * PRODUCTS + k", "k"),), _W4_RECIPES,
+    ),
+    Mutant(
+        "a sum left in the units of the factor before", "kernels/w4_pipeline.cuh",
+        (Edit("prepare", "units.of[row_tile][h] * flushed_inverse(factor)", "1.0f"),), _W4_RECIPES,
+    ),
+    Mutant(
+        "second term dropped (NVFP4, registers)", "kernels/w4_decode.cuh",
+        (Edit("magnitudes_of", "{scale * 0x01000000u, scale * 0x01000100u + 0x10000800u}", "{0, 0}"),), _W4_RECIPES,
+    ),
+    Mutant(
+        "the scale of a row's first quarter for all (registers)", "kernels/w4_decode_bf16.cuh",
+        (Edit("scale_pair", "0x4040 + quarter * 0x0101", "0x4040"),), _W4_RECIPES,
+    ),
+    Mutant(
+        "codes of a row for the row eight rows later (registers)", "kernels/w4_decode_bf16.cuh",
+        (Edit("first_code", "lane / 8 % 2 * 8 + lane % 8", "lane % 8"),), _W4_RECIPES,
+    ),
+    Mutant(
+        "one factor for both rows of a thread (registers)", "kernels/w4_decode_bf16.cuh",
+        (Edit("factor_of", "codes.scales[h]", "codes.scales[0]"),), _W4_RECIPES,
+    ),
+    Mutant(
+        "row factors of gate for up (registers)", "kernels/w4_decode_bf16.cuh",
+        (Edit("row_scale_of", "(PARTS == 2 ? row / 8 % 2 : 0)", "0"),), _W4_RECIPES,
     ),
     Mutant(
         "four-bit bias of gate for up", "kernels/w4_pipeline.cuh",
@@ -1937,6 +1966,7 @@ _ON_GPU: dict[str, tuple[str, ...]] = {
     "kernels/prefill.cu": _GPU_LARGE,
     "kernels/w4_epilogue.cuh": ("tests/gpu/test_w4_prefill.py",),
     "kernels/w4_decode.cuh": ("tests/gpu/test_w4_prefill.py",),
+    "kernels/w4_decode_bf16.cuh": ("tests/gpu/test_w4_prefill.py",),
     "kernels/w4_pipeline.cuh": ("tests/gpu/test_w4_prefill.py",),
     "kernels/quantize.py": (*_GPU_SMALL, _GPU_NVFP4),
     "kernels/scales.py": _GPU_SMALL,

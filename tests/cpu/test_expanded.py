@@ -54,9 +54,10 @@ def numbers_of(packed: PackedMatrix) -> torch.Tensor:
 
 @pytest.mark.parametrize("group", [32, 128, 272])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_integers_stay_with_the_small_tiles(bits: int, group: int) -> None:
+def test_integers_are_never_dequantised(bits: int, group: int) -> None:
     made = pack_int(affine(torch.randn(3, 2, 40, 272), bits, group), None)
-    assert (made.layout.runs_large, made.layout.dequantized_bytes) == (False, 0)
+    assert (made.layout.runs_large, made.layout.dequantized_bytes) == (bits == 4, 0)
+    assert not replace(made.layout, half=True).runs_large
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q6_K", "Q4_1", "Q4_K", "Q5_K"])
@@ -101,7 +102,7 @@ def test_codebook_values_become_two_terms(half: bool) -> None:
         ("bnb4", "bf16", 64),
         ("nvfp4", "nvfp4_expert", 128),
         *exhaustive(
-            ("nvfp4", "bf16", 128), ("nvfp4", "nvfp4", 128), ("mxfp4", "fp16", 128), ("fp8_block", "fp16", 128)
+            ("mxfp8", "bf16", 128), ("nvfp4", "nvfp4", 128), ("mxfp4", "fp16", 128), ("fp8_block", "fp16", 128)
         ),
     ],
 )
@@ -162,8 +163,14 @@ def test_plan_reserves_dequantised_weights() -> None:
         weight_format="nvfp4",
     )
     device = DeviceFacts(kind="cuda", capability=(9, 0))
-    for tokens, nbytes in ((8192, 0), (12288, (2 * 2048 + 32 * 16) * 128 * 1536)):
-        made = plan(Problem(spec=spec, device=device, limits=Limits(max_tokens=tokens)))
+    cases: list[tuple[Any, int, int]] = [
+        ("bf16", 12288, 0),  # decoded in registers
+        ("fp16", 8192, 0),
+        ("fp16", 12288, (2 * 2048 + 32 * 16) * 128 * 1536),
+    ]
+    for dtype, tokens, nbytes in cases:
+        limits = Limits(max_tokens=tokens)
+        made = plan(Problem(spec=spec, device=device, limits=limits, dtype=dtype, activation_format=dtype))
         found = {region.name: region.nbytes for region in made.regions}
         assert found.get("experts/expanded", 0) == nbytes
 

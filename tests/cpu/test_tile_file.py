@@ -204,7 +204,7 @@ def tiles_of(tiling: ProductTiling, top_k: int, tokens: Iterable[int]) -> set[tu
     found: set[tuple[int, TileChoice, bool]] = set()
     for count in tokens:
         large = tiling.large(rows * count)
-        pair = tiling.pair(rows * count) if large is None else (large, large)
+        pair = large or tiling.pair(rows * count)
         found |= {(place, tile, count <= few) for place, tile in enumerate(pair)}
     return found
 

@@ -1,4 +1,4 @@
-"""What NVRTC makes of the large-batch product of MXFP4 weights: registers, products that run on, and their operands.
+"""What NVRTC makes of the large-batch product of four-bit weights: registers, products that run on, and their operands.
 
 No GPU is needed.
 """
@@ -13,7 +13,9 @@ import pytest
 pytest.importorskip("triton")  # its wheel brings the disassembler
 
 from collegium.experts.triton.w4_prefill import source_of
+from collegium.kernels import enums
 from collegium.runtime.nvrtc import compiled, nvrtc_found
+from grids import mainly
 from sass import early_accesses, early_writes, instructions, product_loops
 
 if TYPE_CHECKING:
@@ -23,21 +25,61 @@ if not nvrtc_found():
     pytest.skip("needs NVRTC", allow_module_level=True)
 
 GATE_UP = {
-    "OPERAND": 0, "X_GROUPS": 0, "OUT": 1, "PARTS": 2, "KIND": 0, "FAST": 0, "HAS_LIMIT": 0, "PLACED": 0, "BIAS": 0,
-    "ALIGNED": 1,
+    "OPERAND": 0, "X_GROUPS": 0, "WEIGHT": enums.E2M1_E8M0, "SCALE": enums.NO_SCALE, "WORDS": 1, "OUT": 1, "PARTS": 2,
+    "KIND": 0, "FAST": 0, "HAS_LIMIT": 0, "PLACED": 0, "BIAS": 0, "ALIGNED": 1,
 }  # fmt: skip
 DOWN = GATE_UP | {"PARTS": 1, "KIND": -1}
-CASES = (
-    GATE_UP,
+NVFP4 = {"WEIGHT": enums.E2M1_E4M3, "WORDS": 2}
+E2M1 = {"OPERAND": 1, "WEIGHT": enums.E2M1_LANES}
+INT4 = {"OPERAND": 1, "WEIGHT": enums.INT4_LANES}
+OAI = {"KIND": 1, "HAS_LIMIT": 1, "BIAS": 1}
+# One of each way to decode; the others are exhaustive.
+MAIN = (
     GATE_UP | {"KIND": 1, "HAS_LIMIT": 1, "BIAS": 1, "FAST": 1},
-    GATE_UP | {"OUT": 3, "ALIGNED": 0, "KIND": 3},
-    DOWN,
-    DOWN | {"PLACED": 1, "BIAS": 3},
-    DOWN | {"OUT": 2, "KIND": 6},
     GATE_UP | {"X_GROUPS": 1},
-    DOWN | {"X_GROUPS": 1, "BIAS": 1, "PLACED": 1},
-    GATE_UP | {"X_GROUPS": 1, "OUT": 3, "ALIGNED": 0, "KIND": 1, "HAS_LIMIT": 1},
+    GATE_UP | NVFP4,
+    DOWN | NVFP4 | {"X_GROUPS": 1},
+    DOWN | E2M1 | {"SCALE": enums.E8M0_SCALE, "BIAS": 1, "PLACED": 1},
+    GATE_UP | E2M1 | {"SCALE": enums.E4M3_SCALE},
+    GATE_UP | INT4 | {"SCALE": enums.ZERO_SCALE} | OAI,
+    GATE_UP | INT4 | {"SCALE": enums.ZERO_SCALE, "WORDS": 4},
 )
+CASES = mainly(
+    (
+        GATE_UP,
+        GATE_UP | {"KIND": 1, "HAS_LIMIT": 1, "BIAS": 1, "FAST": 1},
+        GATE_UP | {"OUT": 3, "ALIGNED": 0, "KIND": 3},
+        DOWN,
+        DOWN | {"PLACED": 1, "BIAS": 3},
+        DOWN | {"OUT": 2, "KIND": 6},
+        GATE_UP | {"X_GROUPS": 1},
+        DOWN | {"X_GROUPS": 1, "BIAS": 1, "PLACED": 1},
+        GATE_UP | {"X_GROUPS": 1, "OUT": 3, "ALIGNED": 0, "KIND": 1, "HAS_LIMIT": 1},
+        GATE_UP | NVFP4,
+        DOWN | NVFP4 | {"PLACED": 1},
+        GATE_UP | NVFP4 | {"X_GROUPS": 1},
+        DOWN | NVFP4 | {"X_GROUPS": 1},
+        GATE_UP | E2M1 | {"SCALE": enums.E8M0_SCALE} | OAI,
+        DOWN | E2M1 | {"SCALE": enums.E8M0_SCALE, "BIAS": 1, "PLACED": 1},
+        GATE_UP | E2M1 | {"SCALE": enums.E4M3_SCALE},
+        DOWN | E2M1 | {"SCALE": enums.E4M3_SCALE, "OUT": 3, "ALIGNED": 0},
+        GATE_UP | INT4 | {"SCALE": enums.GROUP_SCALE},
+        GATE_UP | INT4 | {"SCALE": enums.ZERO_SCALE} | OAI,
+        DOWN | INT4 | {"SCALE": enums.ZERO_SCALE, "BIAS": 1},
+        GATE_UP | INT4 | {"SCALE": enums.PAIR_SCALE, "WORDS": 2},
+        DOWN | INT4 | {"SCALE": enums.GROUP_SCALE, "WORDS": 4},
+        GATE_UP | INT4 | {"SCALE": enums.ZERO_SCALE, "WORDS": 4},
+    ),
+    MAIN,
+)
+# Instructions of a product loop, for a stage, and products among them, of two row tiles. Scales of tokens add some.
+SIZES = {
+    (0, enums.E2M1_E8M0): (230, 8),
+    (0, enums.E2M1_E4M3): (400, 16),
+    (1, enums.E2M1_LANES, enums.E8M0_SCALE): (400, 16),
+    (1, enums.E2M1_LANES, enums.E4M3_SCALE): (270, 8),
+    (1, enums.INT4_LANES): (450, 16),
+}
 WIDTHS = (10, 8)  # 16 to 160 tokens; to 128 where K blocks have scales
 
 
@@ -51,8 +93,12 @@ def test_products_run_on_without_spills(constants: dict[str, int], tmp_path: Pat
     path = tmp_path / "w4_prefill.cubin"
     path.write_bytes(code)
     found = instructions(path)
+    key = (constants["OPERAND"], constants["WEIGHT"])
+    most, products = SIZES[key] if key in SIZES else SIZES[(*key, constants["SCALE"])]
     names = Counter(instruction.name.partition(".")[0] for instruction in found)
-    assert {"QGMMA", "UTMALDG", "USETMAXREG", "STSM"} - ({"STSM"} if not constants["ALIGNED"] else set()) <= set(names)
+    assert {"HGMMA" if constants["OPERAND"] else "QGMMA", "UTMALDG", "USETMAXREG", "STSM"} - (
+        {"STSM"} if not constants["ALIGNED"] else set()
+    ) <= set(names)
     # At the two meetings of the cluster; barriers of its scope would flush caches at every step.
     assert names["MEMBAR"] <= 5
     assert names["CCTL"] <= 2
@@ -63,7 +109,8 @@ def test_products_run_on_without_spills(constants: dict[str, int], tmp_path: Pat
     assert len(loops) == WIDTHS[groups]
     for loop in loops:
         counts = Counter(instruction.name.partition(".")[0] for instruction in loop)
-        assert counts["QGMMA"] == 8, "two row tiles, four instructions each"
-        assert len(loop) < (360 if groups else 230)
+        assert counts["QGMMA"] + counts["HGMMA"] == products
+        # A sum in units of its last factor is multiplied by a ratio, at most once for every quarter of a K block.
+        assert len(loop) - counts["FMUL"] < most + 130 * groups
         assert counts["LDL"] + counts["STL"] == 0
         assert early_writes(loop) == []

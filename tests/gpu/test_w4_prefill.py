@@ -1,4 +1,4 @@
-"""The large-batch product of MXFP4 weights on a Hopper GPU: truth, the bits of the small tiles, sizes, graphs, NaN."""
+"""The large-batch product of four-bit weights on a Hopper GPU: truth, bits of the small tiles, sizes, graphs, NaN."""
 
 from __future__ import annotations
 
@@ -12,31 +12,34 @@ import torch
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from collegium.encoding import encode_experts
 from collegium.experts.reference import Reference
 from collegium.experts.triton.grouped import grouped_gemm, tile_list
 from collegium.experts.triton.packing import pack_w4a8
-from collegium.experts.triton.table import TritonW4A8
+from collegium.experts.triton.table import TritonW4A8, TritonW4A16
+from collegium.experts.triton.tiles.choice import choose
 from collegium.experts.triton.tiles.problem import TileChoice
 from collegium.experts.triton.w4_prefill import w4_prefill_gemm
 from collegium.formats import MxFp4
 from collegium.formats.unquantised import DTYPES
 from collegium.kernels.enums import NOWHERE
-from collegium.ops.operand import operand, transpose_scales
+from collegium.ops.operand import operand
 from collegium.ops.quantize import REORDERED
 from collegium.parallel.local import Local
 from collegium.problem import Problem
 from collegium.runtime.devices import probe
+from collegium.runtime.machine import machine_at
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
 from collegium.types import ActivationSpec, ContiguousBatch, MoESpec, Routing, RoutingSpec
+from integers import encoded
 from passes import check_rows_stand_alone
+from w4_recipes import RECIPES
 
 if TYPE_CHECKING:
     from collegium.experts.triton.packed import PackedExperts
 
 DEVICE = torch.device("cuda")
-LARGE_TILE = TileChoice(block_n=256, block_t=160, warps=8, stages=5, programs=132)
 SMALL_TILE = TileChoice(block_n=128, block_t=128, warps=4, stages=2)
+LARGE_TILE = TileChoice(block_n=256, block_t=160, warps=8, stages=5, programs=132)
 TOP_K = 4
 
 
@@ -51,7 +54,9 @@ def build(
     wide: int = 176,
     hidden: int = 336,
     dtype: Any = "bf16",
+    weights: str = "mxfp4",
     act: str = "fp8_token",
+    group: int = 128,
     **changes: Any,
 ) -> tuple[Any, Any, Problem]:
     """Return packed experts whose batches all run in large tiles, what they were packed from, and the problem."""
@@ -63,11 +68,11 @@ def build(
         num_experts=experts,
         routing=RoutingSpec(top_k=TOP_K),
         activation=activation,
-        weight_format="mxfp4",
+        weight_format=weights,
         expert_bias=bias,
     )
     problem = Problem(spec=spec, device=probe(DEVICE), dtype=dtype, activation_format=act)
-    made = encode_experts(random_experts(experts, spec.gate_up_parts, wide, hidden, seed=1, bias=bias), "mxfp4")
+    made = encoded(random_experts(experts, spec.gate_up_parts, wide, hidden, seed=1, bias=bias), weights, group)
     made = replace(
         made,
         gate_up=made.gate_up.to("cuda"),
@@ -75,7 +80,8 @@ def build(
         gate_up_bias=None if made.gate_up_bias is None else made.gate_up_bias.cuda(),
         down_bias=None if made.down_bias is None else made.down_bias.cuda(),
     )
-    packed = TritonW4A8().pack(made, problem.routed)
+    kernel = TritonW4A16() if act == "bf16" else TritonW4A8()
+    packed = kernel.pack(made, problem.routed)
     return replace(packed, forced="large"), made, problem
 
 
@@ -102,6 +108,51 @@ def dispatched(
         topk_ids=routed_ids(style, tokens, experts), topk_weights=torch.rand(tokens, TOP_K, device="cuda")
     )
     return Local(num_experts=experts).dispatch(x, routing)[0]
+
+
+LAYERS = [
+    ("nvfp4", "fp8_token", 128),
+    ("nvfp4", "fp8_group128", 128),
+    ("mxfp4", "bf16", 128),
+    ("nvfp4", "bf16", 128),
+    ("int4_group", "bf16", 128),
+    ("int4_affine", "bf16", 32),
+    ("int4_affine", "bf16", 128),
+    ("int4_ordered", "bf16", 128),
+]
+
+
+@pytest.mark.parametrize(("weights", "act", "group"), LAYERS)
+@pytest.mark.parametrize(
+    ("experts", "wide", "hidden"),
+    [
+        (16, 1408, 2816),
+        (8, 128, 128),  # one K block
+        (5, 640, 3072),
+    ],
+)
+def test_every_recipe(experts: int, wide: int, hidden: int, weights: str, act: str, group: int) -> None:
+    activation = ActivationSpec(kind="swiglu_oai", limit=7.0)
+    packed, made, problem = build(
+        experts=experts, wide=wide, hidden=hidden, weights=weights, act=act, group=group, activation=activation
+    )
+    for style in ("uniform", "hot"):
+        batch = dispatched(600, experts, hidden, style=style)
+        rows, stop = batch.source.numel(), int(batch.expert_offsets[-1])
+        assert packed.tiling.large(rows) is not None
+        wanted = small(packed).run(batch)[:stop]
+        for _ in range(2):
+            assert torch.equal(packed.run(batch)[:stop], wanted)
+        truth = Reference().pack(made, replace(problem, activation_format="fp32").routed).run(batch)[:stop]
+        assert relative_error(wanted, truth) < (0.06 if act.startswith("fp8") else 0.01)
+        weighted = replace(batch, input_weights=torch.rand(rows, device="cuda") + 0.5)
+        assert torch.equal(packed.run(weighted)[:stop], small(packed).run(weighted)[:stop])
+
+
+@pytest.mark.parametrize("weights", ["mxfp4", "nvfp4", "int4_affine"])
+def test_rows_of_every_recipe_stand_alone(weights: str) -> None:
+    packed, _, _ = build(wide=256, hidden=512, weights=weights, act="bf16")
+    check_rows_stand_alone(packed, (9, 130, 237, 1024, 4096))
 
 
 @pytest.mark.parametrize("style", ["uneven", "uniform", "zipf", "hot"])
@@ -160,28 +211,27 @@ def test_formats_of_tokens(act: str, dtype: str, weighted: bool) -> None:
     assert torch.equal(packed.run(batch)[:stop], small(packed).run(batch)[:stop])
 
 
-@pytest.mark.parametrize("act", ["fp8_token", "fp8_group128"])
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("parts", [1, 2])
-def test_every_count_of_rows(parts: int, act: str) -> None:
+def test_every_count_of_rows(parts: int, recipe: str) -> None:
     """Experts of 1 to 341 rows, so tiles of every width: the bits of the small tiles, and nothing beyond them."""
+    encode, pack, _ = RECIPES[recipe]
     counts = torch.arange(0, 342, 11)
     experts, n_out, k_in = counts.numel(), 200, 640
     values = torch.randn(experts, parts, n_out, k_in, device="cuda") / k_in**0.5
-    packed = pack_w4a8(MxFp4.encode(values), torch.randn(experts, parts, n_out, device="cuda").bfloat16())
+    packed = pack(encode(values), torch.randn(experts, parts, n_out, device="cuda").bfloat16())
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]).cuda()
     stop = int(offsets[-1])
     rows = stop + 5
-    x, x_scale = operand(heavy_tailed(rows, k_in, seed=3).bfloat16().cuda(), act, order=REORDERED)
-    large_tile = LARGE_TILE
-    if act == "fp8_group128":
-        assert x_scale is not None
-        x_scale = transpose_scales(x_scale, None)
-        large_tile = replace(LARGE_TILE, block_t=128)
+    x, x_scale, _ = RECIPES[recipe].rows(heavy_tailed(rows, k_in, seed=3).cuda())
+    scaled = x_scale is not None and x_scale.shape[1] > 1
+    large_tile = replace(LARGE_TILE, block_t=128) if scaled else LARGE_TILE
     activation = ActivationSpec() if parts == 2 else None
     wanted = torch.full((rows, n_out), 7.0, dtype=torch.bfloat16, device="cuda")
-    grouped_gemm(
-        x, packed, offsets, tile_list(offsets, rows, SMALL_TILE), wanted, x_scale=x_scale, activation=activation
-    )
+    tile = SMALL_TILE
+    if x_scale is None:
+        tile = choose(packed.layout.problem(rows, 16, False), machine_at(DEVICE))
+    grouped_gemm(x, packed, offsets, tile_list(offsets, rows, tile), wanted, x_scale=x_scale, activation=activation)
     for programs in (132, 2, 8):
         out = torch.full((rows, n_out), 7.0, dtype=torch.bfloat16, device="cuda")
         tiles = tile_list(offsets, rows, replace(large_tile, programs=programs))

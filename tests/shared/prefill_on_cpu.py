@@ -11,7 +11,6 @@ import tempfile
 import threading
 from functools import cache
 from itertools import accumulate, islice
-from math import prod
 from operator import mul
 from pathlib import Path
 from shutil import which
@@ -46,9 +45,9 @@ _MAX_RANK = 5  # dimensions of a tensor map
 
 
 class _Text(NamedTuple):
-    """A kernel. parts: of its text. threads: of a block. counters: which tensor begins and ends as zeros."""
+    """A kernel. parts: of its text, by operand. threads: of a block. counters: a tensor, zeros before and after."""
 
-    parts: tuple[str, ...]
+    parts: tuple[tuple[str, ...], ...]
     threads: int
     counters: int
     entry: str
@@ -56,7 +55,7 @@ class _Text(NamedTuple):
 
 _PREFILL = """
 extern "C" void run(
-    const Map* x, const Map* w, int* counters, const Beside* n, const Out* o, const Lists* lists, const Sizes* z
+    const Map* x, const Map* w, int* counters, const ScalesAndBias* n, const Out* o, const Lists* lists, const Sizes* z
 ) {
     run_cluster([&] { prefill(*x, *w, counters, *n, *o, *lists, *z); });
 }
@@ -72,8 +71,8 @@ extern "C" void run(
 }
 """
 _TEXTS = {
-    "prefill": _Text(prefill.PARTS[1:], 512, 2, _PREFILL),
-    "w4_prefill": _Text(w4_prefill.PARTS[1:], 384, 3, _W4_PREFILL),
+    "prefill": _Text((prefill.PARTS,) * 3, 512, 2, _PREFILL),
+    "w4_prefill": _Text((w4_prefill.parts_of(0), w4_prefill.parts_of(1)), 384, 3, _W4_PREFILL),
 }
 
 
@@ -83,6 +82,7 @@ class _Map(ctypes.Structure):
         *((name, ctypes.c_longlong) for name in ("row_bytes", "count", "stride")),
         ("box", ctypes.c_int),
         ("size", ctypes.c_int),
+        ("swizzle", ctypes.c_int),
         ("shape", ctypes.c_longlong * _MAX_RANK),
         ("steps", ctypes.c_longlong * _MAX_RANK),
         ("sides", ctypes.c_int * _MAX_RANK),
@@ -114,7 +114,7 @@ def _start(
     assert counters.tolist() == [0, 0]
     left = iter(tensors)
     given = [_given(form, left) for form in forms]
-    run = _library(_source(text), *constants.items(), ("BLOCK_THREADS", text.threads)).run
+    run = _library(_source(text, constants["OPERAND"]), *constants.items(), ("BLOCK_THREADS", text.threads)).run
     with _alone:
         run(*(each if isinstance(each, ctypes.c_void_p) else ctypes.byref(each) for each in given))
     assert counters.tolist() == [0, 0], "counters are left as they were found"
@@ -140,18 +140,19 @@ def _map_of(form: Boxes | Elements, array: Tensor | None) -> _Map:
         row_bytes = form.columns * array.element_size()
         return _Map(rows=array.data_ptr(), row_bytes=row_bytes, count=form.height, stride=form.step, box=form.box)
     assert array.is_contiguous()
-    assert form.size * prod(form.shape) == array.nbytes
-    found = _Map(rows=array.data_ptr(), size=form.size)
+    steps = (form.size, *form.steps) if form.steps else tuple(accumulate(form.shape[:-1], mul, initial=form.size))
+    last = sum(step * (side - 1) for step, side in zip(steps, form.shape, strict=True))
+    assert last + form.size == array.nbytes
+    found = _Map(rows=array.data_ptr(), size=form.size, swizzle=form.swizzle)
     padding = (1,) * (_MAX_RANK - len(form.shape))
-    steps = accumulate(form.shape[:-1], mul, initial=form.size)
     found.shape[:] = form.shape + padding
-    found.steps[:] = tuple(steps) + padding
+    found.steps[:] = steps + padding
     found.sides[:] = form.box + padding
     return found
 
 
-def _source(text: _Text) -> str:
-    parts = "".join((_FOLDER / name).read_text(encoding="utf-8") for name in text.parts)
+def _source(text: _Text, operand: int) -> str:
+    parts = "".join((_FOLDER / name).read_text(encoding="utf-8") for name in text.parts[operand][1:])
     return f'#include "{_HERE.with_name("sm90_on_cpu.hpp")}"\n{parts}{text.entry}'
 
 

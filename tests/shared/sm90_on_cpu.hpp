@@ -100,7 +100,10 @@ static u32 __float_as_uint(float x) { return as<u32>(x); }
 
 struct Barrier { int arrivals, left; i64 bytes; u32 round; };
 // Of rows in swizzled boxes, or of an array of elements of ``size`` bytes, up to five dimensions, the innermost first.
-struct Map { const u8* rows; i64 row_bytes, count, stride; int box, size; i64 shape[5], steps[5]; int sides[5]; };
+// swizzle: bytes of the innermost side of a box whose pieces of 16 bytes change places; 0: none do.
+struct Map {
+    const u8* rows; i64 row_bytes, count, stride; int box, size, swizzle; i64 shape[5], steps[5]; int sides[5];
+};
 
 static u8* shared_memory() { return memory[blockIdx.x]; }
 template <class T> static T* in(u32 rank, T* p) { return (T*)(memory[rank] + ((u8*)p - memory[blockIdx.x])); }
@@ -146,8 +149,10 @@ static void copy_array(u8* to, const Map& map, std::vector<i64> start, Barrier* 
                         i64 at[5] = {start[0] + i, start[1] + r, start[2] + c, start[3] + d, start[4] + e}, from = 0;
                         bool inside = true;
                         for (int k = 0; k < 5; k++) inside &= at[k] < map.shape[k], from += at[k] * map.steps[k];
-                        if (inside) std::memcpy(to + bytes, map.rows + from, map.size);
-                        else std::memset(to + bytes, 0, map.size);
+                        u64 place = (u64)(to + bytes);
+                        if (map.swizzle) place ^= (place >> 7 & (map.swizzle / 16 - 1)) << 4;
+                        if (inside) std::memcpy((u8*)place, map.rows + from, map.size);
+                        else std::memset((u8*)place, 0, map.size);
                     }
     came(b, bytes);
 }
@@ -247,7 +252,7 @@ static void multiply(float (&d)[64], const u8* x, const u8* w, int k, bool added
         }
 }
 
-// The first operand is in registers: 64 rows of 32 E4M3 numbers, of which a lane has four words.
+// The first operand is in registers: 64 rows of 32 bytes, of which a lane has four words.
 template <int R> static void multiply_registers(
     float (&d)[R], u32 a0, u32 a1, u32 a2, u32 a3, const u8* tokens, int k, bool added
 ) {
@@ -255,18 +260,20 @@ template <int R> static void multiply_registers(
     int lane = own_lane();
     own[lane][1] = a0, own[lane][2] = a1, own[lane][3] = a2, own[lane][4] = a3;
     __syncwarp();
-    float rows[2][32];
+    constexpr int COLUMNS = 32 / SIZE, IN_WORD = 4 / SIZE;
+    float rows[2][COLUMNS];
     for (int h = 0; h < 2; h++)
-        for (int i = 0; i < 32; i++) {
-            u32 word = (u32)own[lane / 4 * 4 + i / 4 % 4][1 + h + i / 16 * 2];
-            rows[h][i] = from_e4m3(word >> i % 4 * 8 & 255);
+        for (int i = 0; i < COLUMNS; i++) {
+            u32 word = (u32)own[lane / 4 * 4 + i / IN_WORD % 4][1 + h + i / (COLUMNS / 2) * 2];
+            u32 bits = word >> i % IN_WORD * 8 * SIZE;
+            rows[h][i] = OPERAND ? as<float>(bits << 16) : from_e4m3(bits & 255);
         }
     __syncwarp();
     for (int j = 0; j < R / 4; j++)
         for (int e = 0; e < 2; e++) {
             float sum[2] = {0, 0};
-            for (int i = 0; i < 32; i++) {
-                float v = number_at(tokens, 8 * j + lane % 4 * 2 + e, k * 32 + i);
+            for (int i = 0; i < COLUMNS; i++) {
+                float v = number_at(tokens, 8 * j + lane % 4 * 2 + e, k * COLUMNS + i);
                 sum[0] += rows[0][i] * v, sum[1] += rows[1][i] * v;
             }
             for (int h = 0; h < 2; h++) d[4 * j + 2 * h + e] = (added ? d[4 * j + 2 * h + e] : 0.0f) + sum[h];
@@ -281,6 +288,25 @@ static u32 select_bytes(u32 low, u32 high, u32 selector) {
     }
     return r;
 }
+static void get_matrices(const u8* row, u32 flipped, u32 (&m)[4]) {
+    auto& own = slots[blockIdx.x][threadIdx.x / 32];
+    int lane = own_lane();
+    own[lane][1] = (u64)row ^ flipped;
+    __syncwarp();
+    for (int i = 0; i < 4; i++) std::memcpy(&m[i], (const u8*)own[8 * i + lane / 4][1] + lane % 4 * 4, 4);
+    __syncwarp();
+}
+
+static u32 times_plus(u32 x, u32 y, u32 z) {
+    u32 r = 0;
+    for (int i = 0; i < 32; i += 16) {
+        float v = (float)((double)as<float>(x >> i << 16) * as<float>(y >> i << 16) + as<float>(z >> i << 16));
+        r |= (u32)to_bfloat(v) << i;
+    }
+    return r;
+}
+static u32 times(u32 x, u32 y) { return times_plus(x, y, 0x80008000u); }
+
 static void store_streaming(uint4* to, const uint4& value) { *to = value; }
 
 static void put_transposed(u8* row, u32 a, u32 b, u32 c, u32 d) {
@@ -309,6 +335,7 @@ static void put_matrices(u8* row, u32 a, u32 b, u32 c, u32 d) {
 
 static float near_exp2(float x) { return std::exp2(x); }
 static float near_tanh(float x) { return std::tanh(x); }
+static float flushed_inverse(float x) { return 1.0f / x; }
 static float near_inverse(float x) { return 1.0f / x; }
 static float over(float x, float y) { return x / y; }
 

@@ -176,6 +176,22 @@ __device__ __forceinline__ void put_transposed(u8* row, u32 a, u32 b, u32 c, u32
                  ::"r"(at(row)), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
+// Reads four matrices of 8 x 8 16-bit numbers; lane i has the address of row i % 8 of matrix i / 8, in which the bits
+// flipped are changed. A lane gets two numbers of row lane / 4 of each.
+__device__ __forceinline__ void get_matrices(const u8* row, u32 flipped, u32 (&m)[4]) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(at(row) ^ flipped) : "memory");
+}
+
+// Two bfloat16 numbers times two others, and plus two others.
+__device__ __forceinline__ u32 times_plus(u32 x, u32 y, u32 z) {
+    u32 r;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(x), "r"(y), "r"(z));
+    return r;
+}
+// Adding -0 changes no number, zeros included.
+__device__ __forceinline__ u32 times(u32 x, u32 y) { return times_plus(x, y, 0x80008000u); }
+
 // Selects bytes: digit i of the selector is the number of the byte of low (0 to 3) or high (4 to 7) that becomes byte i.
 __device__ __forceinline__ u32 select_bytes(u32 low, u32 high, u32 selector) {
     u32 r;
@@ -201,6 +217,13 @@ __device__ __forceinline__ float near_tanh(float x) {
 __device__ __forceinline__ float near_inverse(float x) {
     float y;
     asm("rcp.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// The same with subnormal numbers as zero.
+__device__ __forceinline__ float flushed_inverse(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 

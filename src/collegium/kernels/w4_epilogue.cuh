@@ -7,16 +7,17 @@ struct Out { void* rows; const i64* row_places; };
 
 constexpr i64 NOWHERE = -(1LL << 62);
 
-// Scaled in the order of w4a8.py: by the weight row, then by the token (1 where its K blocks were scaled), then the bias.
+// Scaled in the order of w4a8.py and grouped_gemm.py: by the weight row, then by the token (1 where its K blocks were
+// scaled), then the bias.
 __device__ __forceinline__ float scaled(float sum, float row_scale, float x_scale, float bias) {
-    float v = sum * row_scale * x_scale;
+    float v = X_SCALED ? sum * row_scale * x_scale : sum * row_scale;
     return BIAS ? v + bias : v;
 }
 
 // Factors of a thread's two weight rows in each row tile.
 struct RowFactors { float scale[ROW_TILES][2], bias[ROW_TILES][2]; };
 
-__device__ __forceinline__ RowFactors row_factors(const Factors& f) {
+__device__ __forceinline__ RowFactors row_factors(const Factors& f, const Units& units) {
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     RowFactors r;
 #pragma unroll
@@ -24,7 +25,8 @@ __device__ __forceinline__ RowFactors row_factors(const Factors& f) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             int row = (warp / 4 * ROW_TILES + m) * ROW_TILE + warp % 4 * 16 + h * 8 + lane / 4;
-            r.scale[m][h] = f.row_scale[row];
+            // Integers were decoded over 64.
+            r.scale[m][h] = RUNNING_UNIT ? units.of[m][h] * 64.0f : f.row_scale[row];
             r.bias[m][h] = BIAS ? f.bias[row] : 0.0f;
         }
     return r;
@@ -70,12 +72,12 @@ __device__ __forceinline__ void store_floats(
 
 // Stores float32 results, and rows that are not aligned to 16 bytes, 16 tokens at a time.
 template <int N> __device__ __forceinline__ void store_singly(
-    Shared& s, const float (&acc)[ROW_TILES][N / 2], const Tile& t, int first_channel, const Factors& f, const Out& o,
-    const Sizes& z
+    Shared& s, const float (&acc)[ROW_TILES][N / 2], const Tile& t, int first_channel, const Factors& f,
+    const Units& units, const Out& o, const Sizes& z
 ) {
     int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     float* room = (float*)s.out[group];
-    RowFactors r = row_factors(f);
+    RowFactors r = row_factors(f, units);
 #pragma unroll
     for (int j = 0; j < N / 8; j += 2) {
         if (j) meet_group(group);
@@ -131,14 +133,14 @@ template <int N> __device__ __forceinline__ void put_results(
 
 // Stores 16-bit results through shared memory, OUT_TOKENS at a time, 16 bytes of a token a thread.
 template <int N> __device__ __forceinline__ void store_rows(
-    Shared& s, const float (&acc)[ROW_TILES][N / 2], const Tile& t, int first_channel, const Factors& f, const Out& o,
-    const Sizes& z
+    Shared& s, const float (&acc)[ROW_TILES][N / 2], const Tile& t, int first_channel, const Factors& f,
+    const Units& units, const Out& o, const Sizes& z
 ) {
     constexpr int PIECES = OUT_COLUMNS / 8, AT_ONCE = 128 / PIECES;
     int group = threadIdx.x / 128, thread = threadIdx.x % 128, lane = threadIdx.x % 32;
     int of_thread = thread / PIECES, channel = first_channel + thread % PIECES * 8;
     u8* room = s.out[group];
-    RowFactors r = row_factors(f);
+    RowFactors r = row_factors(f, units);
 #pragma unroll
     for (int first = 0; first < N; first += OUT_TOKENS) {
         if (first) meet_group(group);

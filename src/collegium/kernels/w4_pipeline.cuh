@@ -9,10 +9,15 @@ constexpr int MAX_TOKENS = X_GROUPS ? 128 : 160;  // of a tile
 constexpr int MAX_TOKENS_OF_TWO = 80;  // of a tile whose products of two row tiles fit in registers beside the sums
 constexpr int TOKEN_STEP = 16;      // widths of tiles are its multiples
 constexpr int WIDTHS = MAX_TOKENS / TOKEN_STEP;
-constexpr int STAGES = 5;
-constexpr int K_BLOCK = 128;        // columns of a stage
-constexpr int TOKEN_BYTES = MAX_TOKENS * K_BLOCK;
-constexpr int STAGE_BYTES = TOKEN_BYTES + BLOCK_TILES * (CODE_BYTES + SCALE_BYTES);
+constexpr int BOX_COLUMNS = OPERAND ? 64 : 128;  // of tokens, 128 bytes
+constexpr int BOXES = K_BLOCK / BOX_COLUMNS;     // of tokens in a stage, one after the other
+constexpr int BOX_BYTES = MAX_TOKENS * 128;
+constexpr int TOKEN_BYTES = BOXES * BOX_BYTES;
+constexpr int WEIGHT_BYTES = BLOCK_TILES * (CODE_BYTES + SCALE_BYTES);
+constexpr int STAGE_BYTES = TOKEN_BYTES + WEIGHT_BYTES;
+constexpr int STEPS = ROW_TILES * PASSES;        // of a group and stage: the row tiles take turns
+constexpr int MAX_STAGES = (227 - 24) * 1024 / STAGE_BYTES;  // beside 24 KB of results and factors
+constexpr int STAGES = MAX_STAGES < 6 ? MAX_STAGES : 6;
 constexpr int OUT_TOKENS = 32;      // that the epilogue stores at once
 constexpr int OUT_COLUMNS = ROW_TILES * ROW_TILE / PARTS;  // results of a group for one token
 constexpr int OUT_PITCH = 2 * OUT_COLUMNS + 16;            // bytes, so that eight rows begin in different banks
@@ -34,7 +39,8 @@ struct alignas(16) Tile { int expert, column, row, count_and_width; };
 __device__ __forceinline__ int tokens_of(const Tile& t) { return t.count_and_width & 0xFFFF; }
 __device__ __forceinline__ int width_of(const Tile& t) { return t.count_and_width >> 16; }
 
-// What the epilogue multiplies and adds: of each weight row of the block and of each token.
+// What the epilogue multiplies and adds: of each weight row of the block and of each token, where they have it.
+constexpr bool X_SCALED = OPERAND == 0;
 struct Factors { float row_scale[BLOCK_ROWS], bias[BLOCK_ROWS], x_scale[MAX_TOKENS]; };
 
 struct Shared {
@@ -124,14 +130,16 @@ __device__ __forceinline__ void copy_operands(
         const Map& box = tokens.of_width[width / TOKEN_STEP - 1];
 #pragma unroll 1
         for (int block = 0; block < z.k_blocks; block++, next(c)) {
-            if (block == max(0, z.k_blocks - 4)) arrive_at(0, &s.nearly_copied[slot]);
+            if (block == max(0, z.k_blocks - (STAGES - 1))) arrive_at(0, &s.nearly_copied[slot]);
             wait_at_most(&s.empty[c.stage], c.parity ^ 1);
             u8* to = s.stage[c.stage];
             Barrier* full = &s.full[c.stage];
-            expect(full, BLOCK_TILES * (CODE_BYTES + SCALE_BYTES) + width * K_BLOCK);
-            copy_5d(to + TOKEN_BYTES, codes, 0, 0, block, row_tile, t.expert, full);
-            copy_4d(to + TOKEN_BYTES + BLOCK_TILES * CODE_BYTES, scales, 0, block, row_tile, t.expert, full);
-            copy_to_both(to + half * K_BLOCK, box, block * K_BLOCK, t.row + half, full);
+            expect(full, WEIGHT_BYTES + width * (BOXES * 128));
+            copy_weights<BLOCK_TILES>(to + TOKEN_BYTES, codes, scales, block, row_tile, t.expert, z.k_blocks, full);
+            int column = block * K_BLOCK, row = t.row + half;
+#pragma unroll
+            for (int i = 0; i < BOXES; i++)
+                copy_to_both(to + i * BOX_BYTES + half * 128, box, column + i * BOX_COLUMNS, row, full);
         }
     }
 }
@@ -158,19 +166,27 @@ __device__ __forceinline__ void load_factors(Shared& s, u32 rank, const Paramete
         Tile t = s.tile[slot];
         if (tokens_of(t) == 0) break;
         Factors& f = s.factors[side];
-        int first = (2 * t.column + rank) * BLOCK_ROWS, rows = z.row_tiles * ROW_TILE;
+        int first = (2 * t.column + rank) * BLOCK_ROWS;
         float scale[BLOCK_ROWS / 32], of_token[MAX_TOKENS / 32];
+        if (!RUNNING_UNIT) {
 #pragma unroll
-        for (int i = 0; i < BLOCK_ROWS / 32; i++)
-            scale[i] = __ldg(p.row_scale + (i64)t.expert * rows + min(first + 32 * i + lane, rows - 1));
+            for (int i = 0; i < BLOCK_ROWS / 32; i++)
+                scale[i] = row_scale_of(p.row_scale, t.expert, first + 32 * i + lane, z.row_tiles, z.n_out);
+        }
+        if (X_SCALED) {
 #pragma unroll
-        for (int i = 0; i < MAX_TOKENS / 32; i++)
-            of_token[i] = X_GROUPS ? 1.0f : __ldg(p.x_scale + t.row + min(32 * i + lane, tokens_of(t) - 1));
+            for (int i = 0; i < MAX_TOKENS / 32; i++)
+                of_token[i] = X_GROUPS ? 1.0f : __ldg(p.x_scale + t.row + min(32 * i + lane, tokens_of(t) - 1));
+        }
         wait_at_most(&s.factors_empty[side], turn / 2 % 2 ^ 1);
+        if (!RUNNING_UNIT) {
 #pragma unroll
-        for (int i = 0; i < BLOCK_ROWS / 32; i++) f.row_scale[32 * i + lane] = scale[i];
+            for (int i = 0; i < BLOCK_ROWS / 32; i++) f.row_scale[32 * i + lane] = scale[i];
+        }
+        if (X_SCALED) {
 #pragma unroll
-        for (int i = 0; i < MAX_TOKENS / 32; i++) f.x_scale[32 * i + lane] = of_token[i];
+            for (int i = 0; i < MAX_TOKENS / 32; i++) f.x_scale[32 * i + lane] = of_token[i];
+        }
         if (BIAS) {
 #pragma unroll 2
             for (int i = 0; i < BLOCK_ROWS / 32; i++) {
@@ -237,7 +253,7 @@ __device__ __forceinline__ Reader reader_of(u32 rank, const Sizes& z) {
     int warp = threadIdx.x / 32, group = warp / 4, lane = threadIdx.x % 32;
     Reader r;
     r.codes = TOKEN_BYTES + group * ROW_TILES * CODE_BYTES + first_code(warp % 4, lane);
-    r.scales = TOKEN_BYTES + BLOCK_TILES * CODE_BYTES + group * ROW_TILES * SCALE_BYTES + first_scale(warp % 4, lane);
+    r.scales = TOKEN_BYTES + BLOCK_TILES * CODE_BYTES + group * ROW_TILES * NEXT_SCALES + first_scale(warp % 4, lane);
     r.selector = scale_selector(lane);
     r.sixteen = z.sixteen;
     r.peer = rank ^ 1;
@@ -245,19 +261,39 @@ __device__ __forceinline__ Reader reader_of(u32 rank, const Sizes& z) {
     return r;
 }
 
-__device__ __forceinline__ Codes load_codes(const u8* stage, const Reader& r, int row_tile) {
-    return load_codes(stage + r.codes + row_tile * CODE_BYTES, stage + r.scales + row_tile * SCALE_BYTES);
+__device__ __forceinline__ Codes load_codes(const u8* stage, const Reader& r, int step) {
+    int row_tile = step % ROW_TILES;
+    const u8* scales = stage + r.scales + row_tile * NEXT_SCALES;
+    return load_codes(stage + r.codes + row_tile * CODE_BYTES, scales, step / ROW_TILES);
 }
 
-// d = the product of 64 weight rows and N tokens of one K block, plus d where added.
-template <int N> __device__ __forceinline__ void multiply_block(
-    float (&d)[N / 2], const u32 (&a)[16], const u8* tokens, bool added
+// d = the product of 64 weight rows and N tokens of a pass, plus d where added.
+template <int N> __device__ __forceinline__ void multiply_pass(
+    float (&d)[N / 2], const u32 (&a)[4 * PRODUCTS], const u8* tokens, int pass, bool added
 ) {
     begin_products();
 #pragma unroll
-    for (int k = 0; k < 4; k++)
-        multiply_registers(d, a[4 * k], a[4 * k + 1], a[4 * k + 2], a[4 * k + 3], tokens, k, added || k > 0);
+    for (int k = 0; k < PRODUCTS; k++) {
+        int column = (pass * PRODUCTS + k) % (4 * BOXES);  // in units of 32 bytes; two passes may have the same
+        const u8* box = tokens + column / 4 * BOX_BYTES;
+        multiply_registers(
+            d, a[4 * k], a[4 * k + 1], a[4 * k + 2], a[4 * k + 3], box, column % 4, added || k > 0
+        );
+    }
     commit_products();
+}
+
+// d = the product of a row tile and N tokens of one K block.
+template <int N> __device__ __forceinline__ void multiply_block(
+    float (&d)[N / 2], u32 (&a)[4 * PRODUCTS], const u8* stage, const Reader& r, int row_tile
+) {
+#pragma unroll
+    for (int pass = 0; pass < PASSES; pass++) {
+        Codes codes = load_codes(stage, r, row_tile + ROW_TILES * pass);
+        if (pass) await_products<0>();
+        decode(codes, pass, r.selector, r.sixteen, a);
+        multiply_pass<N>(d, a, stage, pass, pass > 0);
+    }
 }
 
 // acc += d, each token with its scale. scales: of this thread's tokens, as scale_place orders them.
@@ -280,15 +316,13 @@ template <int N> __device__ __forceinline__ void add_scaled(float (&acc)[N / 2],
 template <int N> __device__ __forceinline__ void add_scaled_block(
     const u8* stage, const float* scales, const Reader& r, float (&acc)[ROW_TILES][N / 2]
 ) {
-    u32 a[16];
+    u32 a[4 * PRODUCTS];
     float d[N / 2];
-    decode(load_codes(stage, r, 0), r.selector, r.sixteen, a);
-    multiply_block<N>(d, a, stage, false);
+    multiply_block<N>(d, a, stage, r, 0);
     if constexpr (N <= MAX_TOKENS_OF_TWO) {
-        u32 b[16];
+        u32 b[4 * PRODUCTS];
         float e[N / 2];
-        decode(load_codes(stage, r, 1), r.selector, r.sixteen, b);
-        multiply_block<N>(e, b, stage, false);
+        multiply_block<N>(e, b, stage, r, 1);
         await_products<1>();
         add_scaled<N>(acc[0], d, scales);
         await_products<0>();
@@ -296,8 +330,7 @@ template <int N> __device__ __forceinline__ void add_scaled_block(
     } else {
         await_products<0>();
         add_scaled<N>(acc[0], d, scales);
-        decode(load_codes(stage, r, 1), r.selector, r.sixteen, a);
-        multiply_block<N>(d, a, stage, false);
+        multiply_block<N>(d, a, stage, r, 1);
         await_products<0>();
         add_scaled<N>(acc[1], d, scales);
     }
@@ -316,25 +349,51 @@ template <int N> __device__ __forceinline__ void sum_scaled_blocks(
     }
 }
 
-// Sums of all K blocks for N tokens and a group's two row tiles. One row tile is decoded while the other is multiplied.
-// No product is left running at the end of a step: ptxas would keep the registers it reads from all other uses. Every sum
-// has the same order, whatever N is: instructions of 32 columns, in the order of K.
-template <int N> __device__ __forceinline__ void sum_over_k(
-    Shared& s, Cursor& c, int k_blocks, const Reader& r, float (&acc)[ROW_TILES][N / 2]
+// What 1 in the sums of a thread's two rows of each row tile stands for, where that changes.
+struct Units { float of[ROW_TILES][2]; };
+
+// Decodes a step's weights, and brings the sum that they are added to into the units of their factors.
+template <int N> __device__ __forceinline__ void prepare(
+    const Codes& codes, int step, const Reader& r, u32 (&a)[4 * PRODUCTS], float (&acc)[ROW_TILES][N / 2], Units& units
 ) {
-    u32 a[16];
+    int row_tile = step % ROW_TILES, pass = step / ROW_TILES;
+    decode(codes, pass, r.selector, r.sixteen, a);
+    if constexpr (RUNNING_UNIT) {
+        if (pass && !BY_QUARTER) return;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float factor = factor_of(codes, h, pass), ratio = units.of[row_tile][h] * flushed_inverse(factor);
+            units.of[row_tile][h] = factor;
+#pragma unroll
+            for (int i = h * 2; i < N / 2; i += 4) acc[row_tile][i] *= ratio, acc[row_tile][i + 1] *= ratio;
+        }
+    }
+}
+
+// Sums of all K blocks for N tokens and a group's two row tiles. One row tile is decoded while the other is multiplied.
+// No product is left running at the end of a stage: ptxas would keep the registers it reads from all other uses. Every sum
+// has the same order, whatever N is: instructions of 32 bytes of a token, in the order of K.
+template <int N> __device__ __forceinline__ void sum_over_k(
+    Shared& s, Cursor& c, int k_blocks, const Reader& r, float (&acc)[ROW_TILES][N / 2], Units& units
+) {
+    u32 a[4 * PRODUCTS];
     wait_at_most(&s.full[c.stage], c.parity);
     Codes codes = load_codes(s.stage[c.stage], r, 0);
-    decode(codes, r.selector, r.sixteen, a);
+    prepare<N>(codes, 0, r, a, acc, units);
 #pragma unroll 1
     for (int block = 0; block < k_blocks; block++) {
-        u32 b[16];
+        u32 b[4 * PRODUCTS];
         const u8* stage = s.stage[c.stage];
         Barrier* empty = &s.empty[c.stage];
-        codes = load_codes(stage, r, 1);
-        multiply_block<N>(acc[0], a, stage, true);
-        decode(codes, r.selector, r.sixteen, b);
-        multiply_block<N>(acc[1], b, stage, true);
+#pragma unroll
+        for (int step = 0; step + 1 < STEPS; step++) {
+            codes = load_codes(stage, r, step + 1);
+            multiply_pass<N>(acc[step % ROW_TILES], step % 2 ? b : a, stage, step / ROW_TILES, true);
+            // What the next step changes was multiplied in the step before this one.
+            if (step) await_products<1>();
+            prepare<N>(codes, step + 1, r, step % 2 ? a : b, acc, units);
+        }
+        multiply_pass<N>(acc[ROW_TILES - 1], b, stage, PASSES - 1, true);
         next(c);
         bool more = block + 1 < k_blocks;
         if (more) {
@@ -342,9 +401,8 @@ template <int N> __device__ __forceinline__ void sum_over_k(
             codes = load_codes(s.stage[c.stage], r, 0);
         }
         await_products<1>();
-        if (more) decode(codes, r.selector, r.sixteen, a);
+        if (more) prepare<N>(codes, 0, r, a, acc, units);
         await_products<0>();
         if (r.releases) arrive_at_both(r.peer, empty);
     }
 }
-

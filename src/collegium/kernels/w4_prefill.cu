@@ -1,27 +1,29 @@
-// The grouped product of a large batch with MXFP4 weights and E4M3 tokens, in CUDA for sm_90a:
+// The grouped product of a large batch with four-bit weights and E4M3 or bfloat16 tokens, in CUDA for sm_90a:
 //
 //     out[r, n] = activation(x_scale[r] * row_scale[e, n] * sum over k of w[e, n, k] * x[r, k] + bias[e, n])
 //
 // for the rows r of expert e. With X_GROUPS a row has a scale for each K block: x_scale[r, k / 128] then multiplies the
-// K block's product before it is added to the sum. Weights, order of K, rounding and so the bits are those of w4a8.py.
+// K block's product before it is added to the sum. Weights, order of K, rounding and so the bits are those of w4a8.py (E4M3
+// tokens) and of grouped_gemm.py (bfloat16 tokens, which have no x_scale).
 //
-// Weights are the first operand of the tensor core and are decoded in registers (w4_decode.cuh); tokens are the second
-// operand, in shared memory: 16 to MAX_TOKENS of them in steps of 16, so a tile has the width of its expert's tokens. A
-// block of threads multiplies 256 weight rows at a time: two groups of four warps have 128 each, and one decodes while
-// the other multiplies. The two blocks of a cluster take neighbouring weights and the same tokens, of which each copies a
-// half for both. One warp copies, one draws tiles, one loads the factors of the epilogue, one those of K blocks
-// (w4_pipeline.cuh, w4_epilogue.cuh).
+// Weights are the first operand of the tensor core and are decoded in registers (w4_decode.cuh, w4_decode_bf16.cuh); tokens
+// are the second operand, in shared memory: 16 to MAX_TOKENS of them in steps of 16, so a tile has the width of its
+// expert's tokens. A block of threads multiplies 256 weight rows at a time: two groups of four warps have 128 each, and one
+// decodes while the other multiplies. The two blocks of a cluster take neighbouring weights and the same tokens, of which
+// each copies a half for both. One warp copies, one draws tiles, one loads the factors of the epilogue, one those of K
+// blocks (w4_pipeline.cuh, w4_epilogue.cuh).
 //
-// tokens: tensor maps of x [rows, 128 k_blocks] for tiles of each width. codes, scales: tensor maps of [E, row_tiles,
-// k_blocks, 64, 64] bytes and [E, row_tiles, k_blocks, 64] words; gate and up alternate, eight rows each. Maps read zero
-// beyond their ends. x_scale: float32 [rows], or [k_blocks, scale_stride] with X_GROUPS. row_scale: float32 [E, 64
-// row_tiles]. bias: [E, PARTS, n_out]. counters: two zeros, which the kernel leaves zero. Lists: as prefill.cu takes them,
-// of tiles of MAX_TOKENS tokens. Rows from expert_offsets[E] on are not written. PLACED: row r is written to element
-// row_places[r] of the result, which may be in a peer's memory, or nowhere.
+// tokens: tensor maps of x [rows, K] for tiles of each width. codes, scales: tensor maps of the weights, which the parts
+// that decode describe; of row tiles of 64, in which gate and up alternate, eight rows each. Maps read zero beyond their
+// ends. x_scale: float32 [rows], or [k_blocks, scale_stride] with X_GROUPS. row_scale: float32 factors of weight rows;
+// integers have none. bias: [E, PARTS, n_out]. counters: two zeros, which the kernel leaves zero. Lists: as prefill.cu
+// takes them, of tiles of MAX_TOKENS tokens. Rows from expert_offsets[E] on are not written. PLACED: row r is written to
+// element row_places[r] of the result, which may be in a peer's memory, or nowhere.
 //
-// The compiler's options define PARTS, PLACED, X_GROUPS, OUT (1 bfloat16, 2 float16, 3 float32), KIND, FAST, HAS_LIMIT
-// (kernels/enums.py), BIAS (0 none, 1 bfloat16, 2 float16, 3 float32) and ALIGNED: rows of results begin at multiples of
-// 16 bytes. The text follows sm90.cu, activation.cuh and the parts named above.
+// The compiler's options define OPERAND (tokens: 0 E4M3, 1 bfloat16), X_GROUPS, WEIGHT, SCALE (kernels/enums.py), WORDS (of
+// scales of a row and K block), PARTS, PLACED, OUT (1 bfloat16, 2 float16, 3 float32), KIND, FAST, HAS_LIMIT, BIAS (0 none,
+// 1 bfloat16, 2 float16, 3 float32) and ALIGNED: rows of results begin at multiples of 16 bytes. The text follows sm90.cu,
+// activation.cuh and the parts named above.
 
 // A tile of N tokens.
 template <int N> __device__ __forceinline__ void run_tile(
@@ -32,14 +34,15 @@ template <int N> __device__ __forceinline__ void run_tile(
     for (int m = 0; m < ROW_TILES; m++)
 #pragma unroll
         for (int i = 0; i < N / 2; i++) acc[m][i] = 0.0f;
+    Units units{};
     if constexpr (X_GROUPS) sum_scaled_blocks<N>(s, c, z.k_blocks, r, acc);
-    else sum_over_k<N>(s, c, z.k_blocks, r, acc);
+    else sum_over_k<N>(s, c, z.k_blocks, r, acc, units);
     int group = threadIdx.x / 128;
     int first_channel = ((2 * t.column + rank) * BLOCK_TILES + group * ROW_TILES) * (ROW_TILE / PARTS);
     wait_at_most(&s.factors_full[turn % 2], turn / 2 % 2);
     const Factors& f = s.factors[turn % 2];
-    if (ALIGNED) store_rows<N>(s, acc, t, first_channel, f, o, z);
-    else store_singly<N>(s, acc, t, first_channel, f, o, z);
+    if (ALIGNED) store_rows<N>(s, acc, t, first_channel, f, units, o, z);
+    else store_singly<N>(s, acc, t, first_channel, f, units, o, z);
 }
 
 // Each width is a loop with separate registers: sums that met after the branches would be copied.

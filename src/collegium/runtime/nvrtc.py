@@ -29,8 +29,7 @@ __all__ = ["Boxes", "CudaKernel", "Elements", "compiled", "nvrtc_found", "start"
 # Constants of the CUDA driver.
 _ELEMENT_TYPES = {torch.float8_e4m3fn: 0, torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
 _WORD_TYPES = {4: 2, 8: 4}  # CUtensorMapDataType of unsigned integers, by bytes
-_NO_SWIZZLE = 0
-_SWIZZLE_128B = 3
+_SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # CUtensorMapSwizzle, by bytes
 _L2_PROMOTION_256B = 3
 _MAX_DYNAMIC_SHARED_SIZE = 8  # CUfunction_attribute
 _CAPTURE_MODE_RELAXED = 2
@@ -53,14 +52,18 @@ class Boxes(NamedTuple):
 
 
 class Elements(NamedTuple):
-    """A kernel argument: a tensor map that copies boxes of a contiguous array, innermost dimension first.
+    """A kernel argument: a tensor map that copies boxes of an array, innermost dimension first.
 
     size: bytes of an element, 4 or 8. shape: of the array, in elements. box: of a copy, at most 256 in each dimension.
+    steps: bytes from element to element of all dimensions but the first, multiples of 16; without them the array is
+    contiguous. swizzle: bytes of a box's innermost dimension, 32 or 64, which is swizzled; 0: none.
     """
 
     size: int
     shape: tuple[int, ...]
     box: tuple[int, ...]
+    steps: tuple[int, ...] = ()
+    swizzle: int = 0
 
 
 class _LaunchAttribute(ctypes.Structure):
@@ -254,13 +257,14 @@ def _encode_boxes(tensor_map: int, rows: Boxes, address: int | None) -> None:
     """Write the tensor map of rows whose boxes are swizzled."""
     shape = (rows.columns, rows.height)
     box = (_BOX_BYTES // rows.dtype.itemsize, rows.box)
-    _encode(tensor_map, _ELEMENT_TYPES[rows.dtype], address, shape, (rows.step,), box, _SWIZZLE_128B)
+    _encode(tensor_map, _ELEMENT_TYPES[rows.dtype], address, shape, (rows.step,), box, _SWIZZLES[_BOX_BYTES])
 
 
 def _encode_elements(tensor_map: int, array: Elements, address: int | None) -> None:
-    """Write the tensor map of a contiguous array."""
-    steps = tuple(accumulate(array.shape[:-1], mul, initial=array.size))[1:]
-    _encode(tensor_map, _WORD_TYPES[array.size], address, array.shape, steps, array.box, _NO_SWIZZLE)
+    """Write the tensor map of an array."""
+    steps = array.steps or tuple(accumulate(array.shape[:-1], mul, initial=array.size))[1:]
+    swizzle = _SWIZZLES[array.swizzle]
+    _encode(tensor_map, _WORD_TYPES[array.size], address, array.shape, steps, array.box, swizzle)
 
 
 def _encode(

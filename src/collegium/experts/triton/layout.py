@@ -26,6 +26,11 @@ Shape = tuple[int, int, int, int]
 _E4M3 = torch.float8_e4m3fn
 _MAX_DEQUANTIZED_BYTES = 1 << 30  # dequantised at a time, unless one expert has more
 _LARGE_GROUP = 128  # decoded numbers of a row that large tiles scale at once
+# Scales of lanes that the kernel of large batches decodes in registers, by weight.
+_REGISTER_SCALES = {
+    enums.E2M1_LANES: (enums.E8M0_SCALE, enums.E4M3_SCALE),
+    enums.INT4_LANES: (enums.GROUP_SCALE, enums.PAIR_SCALE, enums.ZERO_SCALE),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,13 +121,22 @@ class Layout:
         return min(self.shape[0], max(1, _MAX_DEQUANTIZED_BYTES // sum(self.dequantized_sizes)))
 
     @property
+    def in_registers(self) -> bool:
+        """Whether the kernel of large batches decodes these weights in registers."""
+        return False
+
+    @property
     def dequantized_bytes(self) -> int:
-        """Bytes of a group's decoded experts, 0 for weights that are operands as they are."""
-        return self.experts_per_group * sum(self.dequantized_sizes) if self.decoded and self.runs_large else 0
+        """Bytes of a group's decoded experts, 0 for weights that are never decoded into memory."""
+        if self.in_registers or not (self.decoded and self.runs_large):
+            return 0
+        return self.experts_per_group * sum(self.dequantized_sizes)
 
     @property
     def runs_large(self) -> bool:
-        """Whether products of large batches may run: on weights as they are, or decoded to 16 bits first."""
+        """Whether products of large batches may run: on weights as they are, or decoded in registers or to memory."""
+        if self.in_registers:
+            return True
         if self.running:
             return False
         rows = self.dequantized
@@ -179,6 +193,7 @@ class Layout:
             quartered=self.quartered,
             running=self.running,
             operands=self.operands,
+            in_registers=self.in_registers,
         )
 
 
@@ -212,6 +227,13 @@ class Lanes(Layout):
         return experts, parts, self.k_blocks, n_out, self.block_k * self.code_bits // 16
 
     @property
+    def in_registers(self) -> bool:
+        """Whether the kernel of large batches decodes these weights in registers: E2M1 and INT4 for bfloat16 rows."""
+        if self.scaled_rows or self.row_dtype != torch.bfloat16 or self.shape[2] % 8 or self.shape[3] % 8:
+            return False
+        return self.scale_kind in _REGISTER_SCALES.get(self.weight, ())
+
+    @property
     def steps(self) -> tuple[int, int, int]:
         """Elements of values from one row, K block and part to the next."""
         *_, n_out, width = self.values_shape
@@ -236,14 +258,14 @@ class Words(Layout):
     row_scaled: bool = True
 
     @property
-    def runs_large(self) -> bool:
-        """Whether a large batch can decode these weights in registers."""
-        return self.weight == enums.E2M1_E8M0 and self.shape[2] % 8 == 0
+    def in_registers(self) -> bool:
+        """Whether the kernel of large batches decodes these weights in registers."""
+        return self.weight in (enums.E2M1_E8M0, enums.E2M1_E4M3) and self.shape[2] % 8 == 0
 
     @property
-    def dequantized_bytes(self) -> int:
-        """These weights are never decoded into memory."""
-        return 0
+    def runs_large(self) -> bool:
+        """Whether products of large batches may run; these weights are never decoded into memory."""
+        return self.in_registers
 
     @property
     def row_tiles(self) -> int:

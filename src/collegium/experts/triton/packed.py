@@ -27,7 +27,6 @@ from ...types import ActivationSpec, ContiguousBatch, RemoteOutput
 from ..base import PackedWeights, refuse_codes
 from .dequantized import dequantized_groups
 from .grouped import TileList, grouped_gemm, rescale, tile_list
-from .layout import Words
 from .low_rank import AdaptedRows, low_rank_rows
 from .matrix import PackedMatrix
 from .prefill import CodeScales, prefill_gemm
@@ -47,9 +46,9 @@ class PackedExperts(PackedWeights):
     Three flows compute the same bits:
 
     - sorted (``run``): rows in expert order, cut into token tiles; ``grouped_gemm`` gathers the tokens.
-    - large (``run`` with many rows): tokens are quantised once and written to expert order first, packed weights are
-      dequantised once if that pays, and ``prefill_gemm`` multiplies; four-bit weights are decoded in registers, by
-      ``w4_prefill_gemm``.
+    - large (``run`` with many rows): tokens are quantised once and written to expert order first. ``w4_prefill_gemm``
+      decodes four-bit weights in registers; ``prefill_gemm`` multiplies the others, which are dequantised once if that
+      pays.
     - unsorted (``run_unsorted``): few assignments in the order of their ids, each in a separate tile.
 
     A batch with adapters never takes the large flow, whose kernel does not add low-rank changes.
@@ -146,8 +145,7 @@ class PackedExperts(PackedWeights):
         rows = count if batch.rows is None else batch.rows
         large = self.tiling.large(rows) if batch.adapters is None else None
         if large is not None:
-            run_large = self._run_large_four_bit if isinstance(self.gate_up.layout, Words) else self._run_large
-            return run_large(batch, large, out, memory)
+            return self._run_large(batch, large, out, memory)
         return self._run_sorted(batch, self.tiling.pair(rows), out, memory)
 
     def run_unsorted(
@@ -291,11 +289,10 @@ class PackedExperts(PackedWeights):
         second = _with_changes(second, middle, adapters, adapted, memory)
         return grouped_gemm(h, self.down, offsets, second, out, x_scale=h_scale)
 
-    def _run_large(self, batch: ContiguousBatch, tile: TileChoice, out: Tensor, memory: Memory | None) -> Tensor:
+    def _run_large(self, batch: ContiguousBatch, tiles: TilePair, out: Tensor, memory: Memory | None) -> Tensor:
         """Write both products to ``out``, tokens put in expert order first, with the bits of the small tiles."""
-        count, used = batch.source.numel(), _used_rows(batch)
-        rows = self._ordered_operand(batch, AS_IS, part(memory, "x"))
-        x, x_scale = rescale(rows, self.gate_up, used, part(memory, "x"))
+        count, offsets, used = batch.source.numel(), batch.expert_offsets, _used_rows(batch)
+        x, x_scale = self._large_operand(batch, tiles[0], part(memory, "x"))
         codes = None if batch.middle_scale is not None else self._middle_codes(count, out, memory)
         if codes is None:
             middle = self._middle(count, out, memory)
@@ -304,47 +301,47 @@ class PackedExperts(PackedWeights):
             middle = alloc(memory, "middle", shape, torch.float8_e4m3fn, out.device)
         size = max(self.gate_up.layout.dequantized_bytes, self.down.layout.dequantized_bytes)
         buffer = alloc(memory, "expanded", (size,), torch.int8, out.device) if size else None
-        groups = partial(
-            dequantized_groups,
-            buffer=buffer,
-            offsets=batch.expert_offsets,
-            tiles=_tile_list(batch, tile, memory, "first"),
-            rows=count,
-            memory=part(memory, "second"),
-        )
-        for matrix, offsets, tiles in groups(self.gate_up):
-            prefill_gemm(x, matrix, offsets, tiles, middle, x_scale=x_scale, activation=self.activation, codes=codes)
+        groups = partial(dequantized_groups, buffer=buffer, offsets=offsets, rows=count, memory=part(memory, "second"))
+        first = second = _tile_list(batch, tiles[0], memory, "first")
+        for matrix, group_offsets, listed in groups(self.gate_up, tiles=first):
+            _multiply_large(
+                x, matrix, group_offsets, listed, middle, x_scale=x_scale, activation=self.activation, codes=codes
+            )
+        if tiles[1] != tiles[0]:
+            second = _tile_list(batch, tiles[1], memory, "second")
         if codes is None:
-            rows = operand(middle, self._form_of(1, batch), used=used, memory=part(memory, "h"))
+            form, order = self._form_of(1, batch), self.down.layout.row_order
+            if self.down.layout.in_registers:
+                form = middle_format(form, self.down.layout, tiles[1])
+            rows = operand(middle, form, order=order, used=used, memory=part(memory, "h"))
             h, h_scale = rescale(rows, self.down, used, part(memory, "h"))
         else:
             h, h_scale = middle, codes.scale
-        for matrix, offsets, tiles in groups(self.down):
-            prefill_gemm(h, matrix, offsets, replace(tiles, row_offsets=_row_offsets(batch)), out, x_scale=h_scale)
+        for matrix, group_offsets, listed in groups(self.down, tiles=second):
+            placed = replace(listed, row_offsets=_row_offsets(batch))
+            _multiply_large(h, matrix, group_offsets, placed, out, x_scale=h_scale)
         return out
 
-    def _run_large_four_bit(
-        self, batch: ContiguousBatch, tile: TileChoice, out: Tensor, memory: Memory | None
-    ) -> Tensor:
-        """Write both products of four-bit weights to ``out``, with the bits of the small tiles."""
-        offsets, used, memory_x = batch.expert_offsets, _used_rows(batch), part(memory, "x")
-        x, x_scale = self._ordered_operand(batch, self.gate_up.layout.row_order, memory_x)
-        if reads_transposed_scales(self.activations, self.gate_up.layout, tile):
-            assert x_scale is not None
-            x_scale = transpose_scales(x_scale, None, used=used, memory=memory_x)
-        count = batch.source.numel()
-        tiles = _tile_list(batch, tile, memory, "first")
-        middle = self._middle(count, out, memory)
-        w4_prefill_gemm(x, self.gate_up, offsets, tiles, middle, x_scale=x_scale, activation=self.activation)
-        form = middle_format(self._form_of(1, batch), self.down.layout, tile)
-        h, h_scale = operand(middle, form, order=self.down.layout.row_order, used=used, memory=part(memory, "h"))
-        tiles = replace(tiles, row_offsets=_row_offsets(batch))
-        return w4_prefill_gemm(h, self.down, offsets, tiles, out, x_scale=h_scale)
+    def _large_operand(
+        self, batch: ContiguousBatch, tile: TileChoice, memory: Memory | None
+    ) -> tuple[Tensor, Tensor | ZeroPointCorrection | None]:
+        """Return the first product's operand of a large batch with ``tile``, in expert order."""
+        used, layout, order = _used_rows(batch), self.gate_up.layout, self.gate_up.order
+        if order is not None and batch.input_weights is None:
+            return gather_columns(batch.x, order, batch.expert_offsets, batch.source, memory=memory), None
+        x, x_scale = self._ordered_operand(batch, layout.row_order, memory)
+        if order is not None:
+            x = gather_columns(x, order, batch.expert_offsets, None, memory=memory)
+        if x_scale is not None and layout.in_registers and reads_transposed_scales(self.activations, layout, tile):
+            x_scale = transpose_scales(x_scale, None, used=used, memory=memory)
+        return rescale((x, x_scale), self.gate_up, used, memory)
 
     def _middle_codes(self, count: int, out: Tensor, memory: Memory | None) -> CodeScales | None:
         """Return where a large batch's first product stores scales, or None where it does not quantise its result."""
         form = self.activations
         if form is None or form.group != LARGE_BLOCK_N:
+            return None
+        if self.gate_up.layout.in_registers or self.down.layout.in_registers:
             return None
         groups = -(-self.gate_up.layout.shape[2] // LARGE_BLOCK_N)
         scale = alloc(memory, "scales", (count, groups), torch.float32, out.device)
@@ -394,6 +391,26 @@ class PackedExperts(PackedWeights):
         memory_h = part(memory, "h")
         rows = operand(middle, form, order=self.down.layout.row_order, used=used, memory=memory_h)
         return rescale(rows, self.down, used, memory_h)
+
+
+def _multiply_large(
+    x: Tensor,
+    matrix: PackedMatrix,
+    offsets: Tensor,
+    tiles: TileList,
+    out: Tensor,
+    *,
+    x_scale: Tensor | ZeroPointCorrection | None,
+    activation: ActivationSpec | None = None,
+    codes: CodeScales | None = None,
+) -> None:
+    """Write one product of a large batch to ``out``; arguments as in ``prefill_gemm``."""
+    if not matrix.layout.in_registers:
+        prefill_gemm(x, matrix, offsets, tiles, out, x_scale=x_scale, activation=activation, codes=codes)
+        return
+    assert codes is None
+    assert not isinstance(x_scale, ZeroPointCorrection)
+    w4_prefill_gemm(x, matrix, offsets, tiles, out, x_scale=x_scale, activation=activation)
 
 
 def _without_scales(form: ActivationFormat | None) -> ActivationFormat | None:

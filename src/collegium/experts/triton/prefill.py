@@ -76,7 +76,7 @@ def prefill_gemm(
     outputs = (out, tiles.row_offsets, codes and codes.scale)
     lists = (expert_offsets, tiles.expert, tiles.row, tiles.used)
     sizes = _Sizes(n_out, steps, layout.k_blocks, layout.scale_rows, tile.group_t, *activation_bounds(activation))
-    # The kernel takes two tensor maps, the counters, then Beside, Out, Lists and Sizes.
+    # The kernel takes two tensor maps, the counters, then ScalesAndBias, Out, Lists and Sizes.
     start(
         KERNEL,
         _constants(x, packed, tiles, out, x_scale, activation, codes),

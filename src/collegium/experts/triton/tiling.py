@@ -90,7 +90,7 @@ class ProductTiling(Tiling):
     measured: tuple[TunedTiles, TunedTiles] = ((), ())
     forced: Tiles | None = None
     aligned: bool = True
-    _decided: dict[int, tuple[TileChoice | None, TilePair]] = field(
+    _decided: dict[int, tuple[TilePair | None, TilePair]] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
 
@@ -99,8 +99,8 @@ class ProductTiling(Tiling):
         form = self.activations
         return layout.problem(rows, form.bits if form else 16, form is not None and form.group > 0)
 
-    def large(self, rows: int) -> TileChoice | None:
-        """Return the tile of both products of a large batch, or None where the small tiles run."""
+    def large(self, rows: int) -> TilePair | None:
+        """Return the large tiles of both products of a large batch, or None where the small tiles run."""
         return self._decide(rows)[0]
 
     def pair(self, rows: int) -> TilePair:
@@ -115,8 +115,7 @@ class ProductTiling(Tiling):
         """Return the row counts whose token tile lists a batch of ``rows`` rows needs."""
         if rows == 0:
             return ()
-        large = self.large(rows)
-        return tuple(dict.fromkeys(tile.block_t for tile in (self.pair(rows) if large is None else (large,))))
+        return tuple(dict.fromkeys(tile.block_t for tile in self.large(rows) or self.pair(rows)))
 
     def unsorted_tokens(self, top_k: int) -> int:
         """Return the most tokens of ``top_k`` assignments that run unsorted, each assignment in a separate tile.
@@ -140,7 +139,7 @@ class ProductTiling(Tiling):
     def variants(self, rows: int, *, unsorted: bool) -> frozenset[Hashable]:
         """Return the tiles of both products, and the sizes that the kernel that orders rows is compiled for."""
         large = None if unsorted else self.large(rows)
-        return self._variants_of(self.pair(rows) if large is None else (large, large), rows, unsorted=unsorted)
+        return self._variants_of(large or self.pair(rows), rows, unsorted=unsorted)
 
     def variants_with_adapters(self, rows: int) -> frozenset[Hashable]:
         """Return the same for a sorted batch with adapters, which has small tiles."""
@@ -151,12 +150,12 @@ class ProductTiling(Tiling):
         variants.add((unsorted, rows.bit_length(), power_at_least(rows), *self.block_t(rows)))
         return frozenset(variants)
 
-    def _decide(self, rows: int) -> tuple[TileChoice | None, TilePair]:
+    def _decide(self, rows: int) -> tuple[TilePair | None, TilePair]:
         """Return both decisions, from a cache: a small batch takes less time than they do."""
         decision = self._decided.get(rows)
         if decision is None:
             first, second = self.problem_of(self.gate_up, rows), self.problem_of(self.down, rows)
-            large = self._large_tile(first, second)
+            large = self._large_tiles(first, second)
             tiles = self.tiles or (
                 nearest(self.measured[0], rows) or choose(first, self.machine),
                 nearest(self.measured[1], rows) or choose(second, self.machine),
@@ -164,16 +163,16 @@ class ProductTiling(Tiling):
             decision = self._decided[rows] = (large, tiles)
         return decision
 
-    def _large_tile(self, first: TileProblem, second: TileProblem) -> TileChoice | None:
-        """Return the tile of both products of a large batch, or None where small tiles are faster or forced."""
+    def _large_tiles(self, first: TileProblem, second: TileProblem) -> TilePair | None:
+        """Return the tiles of both products of a large batch, or None where small tiles are faster or forced."""
         if self.forced == "small" or self.tiles is not None or not self.aligned:
             return None
         if not (self.gate_up.runs_large and self.down.runs_large):
             return None
         always = self.forced == "large"
         tile = prefill_tile(first, self.machine, always=always)
-        # Weights of two formats may need two kernels, which list different tiles.
-        return tile if tile == prefill_tile(second, self.machine, always=always) else None
+        second_tile = prefill_tile(second, self.machine, always=always)
+        return None if tile is None or second_tile is None else (tile, second_tile)
 
 
 def reads_transposed_scales(form: ActivationFormat | None, layout: Layout, tile: TileChoice | None = None) -> bool:

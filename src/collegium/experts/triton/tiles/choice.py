@@ -51,17 +51,14 @@ def choose(problem: TileProblem, machine: Machine) -> TileChoice:
 def prefill_tile(problem: TileProblem, machine: Machine, *, always: bool = False) -> TileChoice | None:
     """Return the tile of ``prefill_gemm`` or ``w4_prefill_gemm`` for ``problem`` where it is faster, otherwise None.
 
-    They need a Hopper GPU with NVRTC, operands of one width, weights that are decoded to 16 bits first, or four-bit
-    weights with one operand and scale, rows of a multiple of 16 bytes, and enough rows for each expert. always: with
-    any number of rows.
+    They need a Hopper GPU with NVRTC, operands of one width, weights that are decoded to 16 bits first or in
+    registers, rows of a multiple of 16 bytes, and enough rows for each expert. always: with any number of rows.
     """
     if not machine.compiles or problem.experts * problem.parts * problem.n_out >= 1 << 31:
         return None
     # Blocks come in pairs, which share their tokens.
     programs = machine.sms // 2 * 2
-    if problem.kind is Operands.FOUR_BIT:
-        if problem.operands > 1:
-            return None
+    if problem.in_registers:
         if not always and problem.rows < large_from(problem, machine) * problem.experts:
             return None
         return TileChoice(
@@ -72,6 +69,8 @@ def prefill_tile(problem: TileProblem, machine: Machine, *, always: bool = False
             group_t=_LARGE_GROUP_T,
             programs=programs,
         )
+    if problem.kind is Operands.FOUR_BIT:
+        return None
     if problem.kind is Operands.STORED:
         one_width = problem.weight_bits == problem.x_bits and problem.block_k * problem.x_bits == 1024
         fits = one_width and problem.k_in * problem.x_bits % 128 == 0
@@ -86,14 +85,15 @@ def prefill_tile(problem: TileProblem, machine: Machine, *, always: bool = False
 
 
 def large_from(problem: TileProblem, machine: Machine) -> float:
-    """Return the rows of an expert from which on weights that are not decoded first run as large batches."""
-    if problem.kind is Operands.FOUR_BIT:
-        enough = problem.experts * problem.n_out >= _FOUR_BIT_ROWS * machine.sms
-        return LARGE.four_bits * (1 if enough else LARGE.few_experts)
-    min_rows = LARGE.sixteen_bits if problem.x_bits > 8 else LARGE.eight_bits
-    if problem.promoted:
+    """Return the rows of an expert from which on weights that are not decoded to memory run as large batches."""
+    block_n = _FOUR_BIT_ROWS if problem.in_registers else LARGE_BLOCK_N
+    if problem.in_registers:
+        min_rows = LARGE.four_bits
+    elif problem.promoted:
         min_rows = LARGE.promoted
-    enough = problem.experts * problem.parts * problem.n_out >= LARGE_BLOCK_N * machine.sms
+    else:
+        min_rows = LARGE.sixteen_bits if problem.x_bits > 8 else LARGE.eight_bits
+    enough = problem.experts * problem.parts * problem.n_out >= block_n * machine.sms
     return min_rows * (1 if enough else LARGE.few_experts)
 
 

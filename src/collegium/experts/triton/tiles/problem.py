@@ -23,7 +23,8 @@ class TileProblem:
     weight_bits: stored bits of a weight. x_bits: bits of an activation. decoded: weights are decoded in registers.
     promoted: the product is scaled inside the K loop, which needs a second accumulator. quartered: each quarter of the
     K block is a separate product with its scale. running: instead, the sum is kept in units of the last factor, in
-    place. operands: products per weight, 2 where a weight is decoded to a sum.
+    place. operands: products per weight, 2 where a weight is decoded to a sum. in_registers: large batches too decode
+    the weights in registers.
     """
 
     rows: int
@@ -39,6 +40,7 @@ class TileProblem:
     quartered: bool = False
     running: bool = False
     operands: int = 1
+    in_registers: bool = False
 
     @property
     def kind(self) -> Operands:
