@@ -61,9 +61,12 @@ class MoELayer(PlannedModule):
     H is D, or the latent size, where the layer projects tokens before step 2 and sums after step 4.
 
     The layer owns packed weights on one device and makes every decision when it is built; ``forward`` only computes.
-    ``print(layer)`` shows the plan. Inference only. Any number of threads may call a layer, on any streams. It can be
+    ``print(layer)`` shows the plan, ``layer_id`` is the layer's number in its model, None where it was not loaded by
+    number. Inference only. Any number of threads may call a layer, on any streams. It can be
     copied and pickled; it cannot be moved to another device and has no ``state_dict``.
     """
+
+    layer_id: int | None = None
 
     @plain_torch()
     def __init__(

@@ -105,6 +105,7 @@ class LayerBuilder:
         self._checked = options.get("checked", False)
         self._router, self._shared, self._latent = router, options.get("shared"), options.get("latent")
         self._mapping: NameMapping | None = None
+        self._layer_id: int | None = None
         shared = None
         if spec.shared is not None:
             shared = candidates_of(shared_stored, spec.shared_alone().formats)
@@ -128,6 +129,7 @@ class LayerBuilder:
         builder._parameters = builder._collect(declared.routed, declared.shared)
         builder._summary = builder._parameters.summary
         builder._mapping = declared.mapping
+        builder._layer_id = layer
         return builder
 
     @property
@@ -195,9 +197,15 @@ class LayerBuilder:
         """
         parameters = self._open("finish")
         if weights == "dummy":
-            return self._finish_dummy(parameters)
-        if weights != "loaded":
+            layer = self._finish_dummy(parameters)
+        elif weights == "loaded":
+            layer = self._finish_loaded(parameters)
+        else:
             raise InputError(f"LayerBuilder.finish: weights={weights!r} was passed; allowed: 'loaded', 'dummy'")
+        layer.layer_id = self._layer_id
+        return layer
+
+    def _finish_loaded(self, parameters: LayerParameters) -> MoELayer:
         missing = parameters.missing()
         self._refuse_missing(missing)
         slots = list(range(len(self._slots())))

@@ -85,7 +85,7 @@ def load_layer(  # noqa: PLR0913  flat: calls pass few of these, and an options 
         _refuse_derived(family_of(config), layer, str(path))
         spec = with_weight_format(describe(config, layer), weight_format)
         vocabulary = text_of(config).get("vocab_size")
-        return dummy_layer(
+        dummy = dummy_layer(
             spec,
             device,
             overrides=overrides,
@@ -94,6 +94,7 @@ def load_layer(  # noqa: PLR0913  flat: calls pass few of these, and an options 
             checked=checked,
             vocabulary=vocabulary if isinstance(vocabulary, int) else 0,
         )
+        return _numbered(dummy, layer)
     if weights != "files":
         raise InputError(f"load_layer: weights={weights!r} was passed; allowed: 'files', 'dummy'")
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path, download=download)
@@ -107,7 +108,8 @@ def load_layer(  # noqa: PLR0913  flat: calls pass few of these, and an options 
     shared = load_shared(view, device=facts.place, scales=scale_request(overrides))
     router, latent = load_router(view, device=facts.place), load_latent(view, device=facts.place)
     problem = problem_of(view.spec, experts, shared, facts, placement, limits=limits or Limits(), dtype=dtype)
-    return assemble(problem, overrides, experts, router=router, shared=shared, latent=latent, checked=checked)
+    built = assemble(problem, overrides, experts, router=router, shared=shared, latent=latent, checked=checked)
+    return _numbered(built, layer)
 
 
 def _refuse_derived(family: Family, layer: int, path: str) -> None:
@@ -154,6 +156,7 @@ def assemble(
     shared: SharedWeights[Payload] | RowFunction | None,
     latent: LatentWeights | RowFunction | None,
     checked: bool,
+    after_expert: RowFunction | None = None,
 ) -> MoELayer:
     """Plan ``problem`` and return its layer; the shared expert is merged or sliced where the plan does that."""
     layer_plan = plan(problem, overrides)
@@ -162,7 +165,15 @@ def assemble(
         shared = None
     elif isinstance(shared, SharedWeights) and layer_plan.problem.shared_slices > 1:
         shared = slice_shared(layer_plan, shared)
-    return MoELayer(weights, layer_plan, router=router, shared=shared, latent=latent, checked=checked)
+    return MoELayer(
+        weights,
+        layer_plan,
+        router=router,
+        shared=shared,
+        latent=latent,
+        after_expert=after_expert,
+        checked=checked,
+    )
 
 
 def dummy_layer(
@@ -178,9 +189,9 @@ def dummy_layer(
 
     placement: this rank's, instead of that of Ranks as ``device``. router: whether the layer has one, or the caller's.
     vocabulary: rows of a hash table. options: overrides, limits, dtype and checked, as ``load_layer`` takes them;
-    shared, latent: functions of the caller, as ``MoELayer`` takes them.
+    shared, latent, after_expert: functions of the caller, as ``MoELayer`` takes them.
     """
-    functions = {name: options.pop(name, None) for name in ("shared", "latent")}
+    functions = {name: options.pop(name, None) for name in ("shared", "latent", "after_expert")}
     if isinstance(device, Ranks):
         facts = probe(device.device)
         device.agree({"spec": spec, **{name: str(value) for name, value in options.items()}}, "building a dummy layer")
@@ -211,6 +222,7 @@ def dummy_layer(
             shared=shared if functions["shared"] is None else functions["shared"],
             latent=random_latent(spec, place) if functions["latent"] is None else functions["latent"],
             checked=options["checked"],
+            after_expert=functions["after_expert"],
         )
 
 
@@ -224,9 +236,10 @@ def dummy_routed(
     device: torch.device | str | Ranks | None = None,
     limits: Limits | None = None,
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16",
+    after_expert: RowFunction | None = None,
 ) -> MoELayer:
     """Return layer ``layer`` of a ``config.json`` as ``load_routed`` does, with random weights."""
-    return dummy_layer(
+    built = dummy_layer(
         with_weight_format(describe(config, layer), weight_format).routed_alone(),
         device,
         router=False,
@@ -234,7 +247,14 @@ def dummy_routed(
         limits=limits,
         dtype=dtype,
         checked=False,
+        after_expert=after_expert,
     )
+    return _numbered(built, layer)
+
+
+def _numbered(built: MoELayer, number: int) -> MoELayer:
+    built.layer_id = number
+    return built
 
 
 def with_weight_format(spec: MoESpec, weight_format: str | None) -> MoESpec:
@@ -279,7 +299,7 @@ def load_routed(
     weights = _load_experts(layer, weight_format, facts.place, placement, overrides)
     spec = layer.spec.routed_alone()
     problem = problem_of(spec, weights, None, facts, placement, limits=limits or Limits(), dtype=dtype)
-    return MoELayer(weights, plan(problem, overrides), after_expert=after_expert)
+    return _numbered(MoELayer(weights, plan(problem, overrides), after_expert=after_expert), layer.number)
 
 
 def _device_and_placement(

@@ -54,6 +54,8 @@ def test_families_start_without_files(tmp_path: Path, name: str) -> None:
     assert float(logits.std()) > 1e-3
     for mine, other in zip(layers_of(dummy), layers_of(files), strict=True):
         assert mine.plan == other.plan
+        assert mine.layer_id == other.layer_id
+        assert (mine.after_expert is None) == (other.after_expert is None)
 
 
 @pytest.mark.parametrize("form", ["nvfp4", "mxfp4", "fp8_channel", "int4_group"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -175,7 +176,9 @@ def test_family_names_map_by_default(tmp_path: Path, family: str, name: str, sto
     summary = builder.load_all(reversed(tiny.tensors.items()))
     assert all(".layers.0." in other or "embed_tokens" in other for other in summary.ignored)
     layer = builder.finish()
-    assert same(layer, load_layer(tmp_path / "old", number, device="cpu"))
+    files = load_layer(tmp_path / "old", number, device="cpu")
+    assert same(layer, files)
+    assert layer.layer_id == files.layer_id == number
     before = addresses(layer)
     updater = WeightUpdater.from_config(layer, tiny.config, number)
     updater.load_all(new.tensors.items())
@@ -815,7 +818,9 @@ def test_dummy_weights_need_no_files(tmp_path: Path) -> None:
     x = torch.randn(7, SIZE.hidden).bfloat16()
     assert bool(torch.isfinite(other(x)).all())
     assert bool((layer(x) != 0).any())
-    assert same(LayerBuilder.from_config(tiny.config, 1, device="cpu").finish("dummy"), layer)
+    built_layer = LayerBuilder.from_config(tiny.config, 1, device="cpu").finish("dummy")
+    assert same(built_layer, layer)
+    assert layer.layer_id == built_layer.layer_id == copy.copy(layer).layer_id == 1
     started = LayerBuilder(spec_of(), device="cpu")
     load_into(started, random_items()[:2])
     with raises_with(InputError, "2 tensors"):

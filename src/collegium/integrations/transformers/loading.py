@@ -127,10 +127,8 @@ def load_model_in(
             model = _read_dense_weights(cls, config, checkpoint, place, DTYPES[dtype], warns=warns)
         _check_layer_indices(model, checkpoint)
         _check_fp16_range(model, checkpoint)
-        norms = {} if weights == "dummy" else expert_norms(model)
-        layers = build_layers(
-            checkpoint, device=device, dtype=dtype, weights=weights, after_expert=norms, **layer_options
-        )
+        layer_options |= {"device": device, "dtype": dtype, "after_expert": expert_norms(model)}
+        layers = build_layers(checkpoint, weights=weights, **layer_options)
         _attach_layers(model, layers)
         if by_layer:
             set_model_adapters(model, {**experts_modules(model), **blocks_of(model)}, layers, by_layer)
@@ -186,12 +184,13 @@ def build_layers(
     indices = counted(family.moe_layers(checkpoint.config), progress, "layer {}".format, end="done")
     if family.name in BLOCKS:
         return {index: load_layer(checkpoint, index, weights=weights, **options) for index in indices}
-    if weights == "dummy":
-        return {index: dummy_routed(checkpoint.config, index, **options) for index in indices}
     layers: dict[int, MoELayer] = {}
     for index in indices:
         norm = (after_expert or {}).get(index)
-        layers[index] = load_routed(CheckpointLayer.open(checkpoint, index), after_expert=norm, **options)
+        if weights == "dummy":
+            layers[index] = dummy_routed(checkpoint.config, index, after_expert=norm, **options)
+        else:
+            layers[index] = load_routed(CheckpointLayer.open(checkpoint, index), after_expert=norm, **options)
     return layers
 
 
