@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from family_cases import BASE, MLA, WIDE
 
@@ -40,10 +42,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "AriaText", {**BASE, "intermediate_size": 24, "moe_num_experts": 8, "moe_topk": 3, "moe_num_shared_experts": 2},
     ),
     "hy_v4": ("HYV4", {**BASE, **WIDE, **ROUTED, **MIXED, "swiglu_limit": 0.5}),
+    "lfm2_moe": (
+        "Lfm2Moe",
+        {
+            **BASE, **WIDE, **CHOSEN, "num_dense_layers": 1, "routed_scaling_factor": 1.7,
+            "layer_types": ["conv", "full_attention", "full_attention"],
+        },
+    ),
+    "longcat_flash": (
+        "LongcatFlash",
+        {
+            **BASE, **MLA, "num_hidden_layers": 4, "num_layers": 2, "head_dim": 8, "ffn_hidden_size": 48,
+            "expert_ffn_hidden_size": 24, "n_routed_experts": 8, "zero_expert_num": 4, "moe_topk": 3,
+        },
+    ),
+    "zaya": ("Zaya", {**BASE, "moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 1}),
     "kolibri1": ("Kolibri1", {**BASE, **WIDE, **CHOSEN, "shared_expert_intermediate_size": 24}),
 }  # fmt: skip
 # Types whose router no rule of Collegium describes: whole models only.
-WHOLE_ONLY = ("kolibri1",)
+WHOLE_ONLY = ("kolibri1", "longcat_flash", "zaya")
 
 
 def build(name: str, path: Path, *, original: bool = True, **changed: Any) -> nn.Module:
@@ -64,6 +81,12 @@ def build(name: str, path: Path, *, original: bool = True, **changed: Any) -> nn
             else:  # a few large numbers among many small ones
                 tensor.copy_(torch.randn(tensor.shape) * (1 + 4 * (torch.rand(tensor.shape) > 0.9)) * 0.15)
     model.save_pretrained(path, save_original_format=original)
+    if name == "longcat_flash":  # the class also saves what no token uses, published files do not have it
+        file = path / "model.safetensors"
+        number = re.compile(r"experts\.(\d+)\.")
+        tensors = load_file(file)
+        routed = {k: v for k, v in tensors.items() if not (match := number.search(k)) or int(match[1]) < 8}
+        save_file(routed, file, metadata={"format": "pt"})
     return model
 
 

@@ -5,6 +5,7 @@ from typing import Any
 from ...checkpoint.reader import Checkpoint
 from ...errors import ConfigError
 from ...models import DerivedFamily, family_of
+from ...models.derived import config_of_class
 from ..extra import import_extra
 from .gguf import config_of
 
@@ -38,10 +39,12 @@ def class_and_config(checkpoint: Checkpoint) -> tuple[Any, Any]:
     config = _config(checkpoint)
     transformers = import_extra("transformers")
     if isinstance(family, DerivedFamily) and config.model_type == family.name:
-        return getattr(transformers, family.class_name), config
+        cls = getattr(transformers, family.class_name)
+        return cls, config_of_class(cls, config)
     for table in (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
         if type(config) in table:
-            return _with_text_config(table[type(config)], config)
+            cls = table[type(config)]
+            return cls, config_of_class(cls, config)
     reason = f"transformers {transformers.__version__} has no text generation class for it"
     raise ConfigError(_not_loadable(model_type, reason))
 
@@ -78,14 +81,6 @@ def _drop_quantization(config: Any) -> None:
     for part in parts:
         if part is not None and not isinstance(part, dict):
             _drop_quantization(part)
-
-
-def _with_text_config(cls: Any, config: Any) -> tuple[Any, Any]:
-    """Return the class with its config: the nested text config if the class is a text-only model."""
-    parts = getattr(config, "sub_configs", {})
-    if cls.config_class is not type(config) and cls.config_class is parts.get("text_config"):
-        config = config.get_text_config()
-    return cls, config
 
 
 def _not_loadable(model_type: str, reason: str) -> str:

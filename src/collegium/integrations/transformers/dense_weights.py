@@ -20,6 +20,7 @@ from ...formats.unquantised import FLOAT_FORMATS
 from ..extra import import_extra
 from .blocks import replace_blocks
 from .gguf import transformers_tensor
+from .identity_experts import replace_identity_experts
 from .modules import experts_modules
 from .patches import progress_silenced, restore_class, temporary_subclass
 
@@ -125,6 +126,7 @@ def _without_experts(
 
     def remove_experts(model: nn.Module) -> None:
         replace_blocks(model)
+        replace_identity_experts(model)
         expert_parameters.update(_detach_expert_parameters(model))
 
     built_class = temporary_subclass(cls, remove_experts)

@@ -4,7 +4,8 @@
 spec, and compares the layer that Collegium would compute with the class on random float32 numbers.
 """
 
+from .class_layers import class_of, config_of_class, has_identity_experts
 from .family import DerivedFamily, derived_family
 from .gate_functions import activation_of
 
-__all__ = ["DerivedFamily", "activation_of", "derived_family"]
+__all__ = ["DerivedFamily", "activation_of", "class_of", "config_of_class", "derived_family", "has_identity_experts"]

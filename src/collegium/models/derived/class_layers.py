@@ -13,7 +13,15 @@ from torch import nn
 from ...errors import ConfigError
 from ..base import is_wrapped
 
-__all__ = ["ClassLayer", "ClassModel", "build", "installed_release"]
+__all__ = [
+    "ClassLayer",
+    "ClassModel",
+    "build",
+    "class_of",
+    "config_of_class",
+    "has_identity_experts",
+    "installed_release",
+]
 
 _DROPPED_ENTRIES = ("model_type", "auto_map", "quantization_config", "architectures", "transformers_version")
 
@@ -73,7 +81,8 @@ def build(model_type: str, config: Mapping[str, object]) -> ClassModel:
     with _quiet(transformers):
         try:
             class_config = transformers.AutoConfig.for_model(model_type, **entries)
-            cls = _class_of(transformers, class_config, config.get("architectures"))
+            cls = class_of(transformers, class_config, config.get("architectures"))
+            class_config = config_of_class(cls, class_config)
             with torch.device("meta"):
                 model = cls(class_config)
         except Exception as error:  # config and model classes raise many classes
@@ -81,11 +90,39 @@ def build(model_type: str, config: Mapping[str, object]) -> ClassModel:
                 f"{where}: transformers {transformers.__version__} cannot build its class: {type(error).__name__}: "
                 f"{str(error).strip()[:300]}; correct the entry, or install a release of transformers that reads it"
             ) from error
+    for module in model.modules():
+        if has_identity_experts(module):
+            _mark_as_experts(module, class_config.get_text_config())
     layers = tuple(_layers_of(model, where))
     return ClassModel(model_type=model_type, model=model, config=class_config, layers=layers)
 
 
-def _class_of(transformers: Any, config: Any, architectures: object) -> Any:
+def config_of_class(cls: Any, config: Any) -> Any:
+    """Return the text part of ``config`` if ``cls`` is a text model of a multimodal config, else ``config``."""
+    text = getattr(config, "sub_configs", {}).get("text_config")
+    return config.get_text_config() if cls.config_class is not type(config) and cls.config_class is text else config
+
+
+def has_identity_experts(module: object) -> bool:
+    """Return whether ``module`` holds stacks of experts and lets further ids stand for the identity (LongCat-Flash)."""
+    stacks = (getattr(module, name, None) for name in ("gate_up_proj", "down_proj"))
+    return hasattr(module, "identity_expert") and all(isinstance(s, nn.Parameter) and s.dim() == 3 for s in stacks)
+
+
+def _mark_as_experts(module: Any, config: Any) -> None:
+    """Give an experts module that cannot be exchanged the attributes of those that can; gate rows come first."""
+    module.config = config
+    module.is_concatenated, module.is_transposed, module.has_bias, module.has_gate = True, False, False, True
+    activation = module.act_fn
+
+    def apply_gate(gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return activation(gate) * up
+
+    module._apply_gate = apply_gate
+
+
+def class_of(transformers: Any, config: Any, architectures: object) -> Any:
     """Return the class of a config: of its architectures, for text generation, for images and text, or any other.
 
     Raises LookupError if there is none.

@@ -1,7 +1,7 @@
 """A family for one config whose model type has no file: derived from the class of the installed transformers."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -79,7 +79,8 @@ def _derive(kind: str, config: str) -> DerivedFamily:
     proposals = _proposals(model)
     first = model.layers[0]
     found = stored_names(model, first)
-    outside = _outside(model, found, _roles(first, found, proposals[first.number]))
+    roles = _roles(first, found, proposals[first.number])
+    outside = tuple(dict.fromkeys(path for layer in _kinds_of_layers(model) for path in _outside(model, layer, roles)))
     names = _table(first, found, proposals[first.number], outside)
     in_memory = _in_memory(model, first, proposals[first.number])
     count = getattr(model.text_config, "num_hidden_layers", None)
@@ -159,8 +160,23 @@ def _below(path: str, layer: ClassLayer) -> str:
     return path.removeprefix(layer.prefix)
 
 
-def _outside(model: ClassModel, found: StoredNames, roles: Mapping[str, Any]) -> tuple[str, ...]:
+def _kinds_of_layers(model: ClassModel) -> Iterator[ClassLayer]:
+    """Yield the first layer of each set of tensors below a layer."""
+    names: dict[str, list[str]] = {}
+    for name in model.model.state_dict():
+        head = next((layer.prefix for layer in model.layers if name.startswith(layer.prefix)), "")
+        names.setdefault(head, []).append(name.removeprefix(head))
+    kinds: set[tuple[str, ...]] = set()
+    for layer in model.layers:
+        kind = tuple(names[layer.prefix])
+        if kind not in kinds:
+            kinds.add(kind)
+            yield layer
+
+
+def _outside(model: ClassModel, layer: ClassLayer, roles: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names below a layer that belong neither to experts nor to a role, as modules or tensors."""
+    found = stored_names(model, layer)
     used = {path for value in roles.values() for path in ((value,) if isinstance(value, str) else value)}
     used |= {f"{path}.weight" for path in used}
     own = [name for parts in found.in_memory.values() for name, _, _ in parts]

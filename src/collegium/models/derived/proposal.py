@@ -45,14 +45,14 @@ def propose(model: ClassModel, layer: ClassLayer) -> Proposal:
     """
     experts = layer.experts
     hidden_size = int(model.text_config.hidden_size)
-    gate_up, down = getattr(experts, "gate_up_proj" if experts.has_gate else "up_proj"), experts.down_proj
+    down = experts.down_proj
     intermediate, width = down.shape[1:] if experts.is_transposed else reversed(down.shape[1:])
     activation = activation_of(experts)
-    top_k = _top_k(model, layer, gate_up.shape[0])
+    top_k = _top_k(model, layer, down.shape[0])
     spec = MoESpec(
         hidden_size=hidden_size,
         intermediate_size=int(intermediate),
-        num_experts=int(gate_up.shape[0]),
+        num_experts=int(down.shape[0]),
         routing=RoutingSpec(top_k=top_k),
         activation=activation,
         expert_bias=bool(experts.has_bias),
@@ -108,13 +108,15 @@ def _proved(layer: ClassLayer, spec: MoESpec, run: BlockRun, numbers: Mapping[st
     routed = _routed(spec, run.experts, interleaved=not layer.experts.is_concatenated)
     best = float("inf")
     for shared, shared_roles in _shared_candidates(spec, run):
-        output = routed + _shared(shared, shared_roles, run, spec)
-        difference = float((output - run.output).abs().max() / run.output.abs().max())
+        rest = run.output - _shared(shared, shared_roles, run, spec)
+        # Some blocks scale the sum of the experts instead of the weights.
+        factor = _named_scale(float((rest * routed).sum() / routed.square().sum()), numbers)
+        difference = float((rest - factor * routed).abs().max() / run.output.abs().max())
         if difference <= _TOLERANCE:
-            unused = _unused(run, {**roles, **shared_roles})
-            if unused:
+            if unused := _unused(run, {**roles, **shared_roles}):
                 raise SpecError(f"{name}: nothing is known of {', '.join(unused)}")
-            return Proposal(spec=replace(spec, shared=shared), roles={**roles, **shared_roles}, refusal=None)
+            spec = replace(spec, shared=shared, routing=replace(routing, scale=routing.scale * factor))
+            return Proposal(spec=spec, roles={**roles, **shared_roles}, refusal=None)
         best = min(best, difference) if difference == difference else best
     raise SpecError(f"{name}: its output differs by {best:.2e} of the largest value, allowed are {_TOLERANCE:.0e}")
 
@@ -198,8 +200,8 @@ def _compare(
 
 
 def _named_scale(factor: float, numbers: Mapping[str, float]) -> float:
-    """Return 1 or the number of the config that ``factor`` is, which is known to float32; else ``factor``."""
-    for number in (1.0, *(value for name, value in numbers.items() if "scal" in name or "factor" in name)):
+    """Return 1 or the number of the class or config that ``factor`` is to float32; else ``factor``."""
+    for number in (1.0, *numbers.values()):
         if abs(factor - number) <= 1e-5 * abs(number):
             return float(number)
     return factor

@@ -1,0 +1,199 @@
+"""List every model type of the installed transformers that has experts: in a file, derived from its class, or refused.
+
+    python scripts/list_model_types.py --out model-types.csv [TYPE ...]
+
+For each type a tiny random model of its class is saved and loaded again: ``whole`` is the largest difference between
+the outputs of ``load_model`` and of the class in float32, relative to the largest output; ``layer`` is the same for a
+layer of ``load_layer`` and the class's block. Types whose class does not build from a tiny config are derived from the
+defaults of their config, at full size, without weights. The models of families in files are those of
+tests/shared/family_cases.py.
+"""
+
+import argparse
+import csv
+import datetime
+import importlib
+import json
+import re
+import resource
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from collegium.errors import CollegiumError, ConfigError
+from collegium.integrations.transformers.loading import load_model_in
+from collegium.loading import load_layer
+from collegium.models import FAMILIES, DerivedFamily, family_of
+from collegium.models.derived import class_of, config_of_class
+from tiny_configs import tiny_config
+
+_COLUMNS = ("model_type", "status", "class", "layer", "whole", "note")
+_LIMIT = 6 << 30  # bytes; default towers of some configs are large
+_LARGEST = 60_000_000  # parameters of a tiny model; towers of some classes cannot be made small
+_ABOUT = re.compile(r"expert|moe|router", re.IGNORECASE)
+_IDS = torch.tensor([[3, 9, 27, 5, 40, 11, 62, 8, 33, 21, 4, 17]])
+_IN_FILES = {kind for family in FAMILIES for kind in family.model_types}
+
+
+def main() -> None:
+    """Write one row for each model type."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("types", nargs="*")
+    parser.add_argument("--out", required=True)
+    options = parser.parse_args()
+    sys.path.append(str(Path(__file__).parents[1] / "tests" / "shared"))
+    resource.setrlimit(resource.RLIMIT_DATA, (_LIMIT, _LIMIT))
+    torch.set_num_threads(1)
+    transformers = importlib.import_module("transformers")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    types = options.types or [kind for kind in transformers.CONFIG_MAPPING if _has_experts(transformers, kind)]
+    with Path(options.out).open("w", newline="") as file:
+        date = datetime.datetime.now(tz=datetime.UTC).date()
+        file.write(f"# {date}, transformers {transformers.__version__}, torch {torch.__version__}, CPU, float32\n")
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(_COLUMNS)
+        for kind in types:
+            for row in _rows(transformers, kind):
+                writer.writerow(row)
+                file.flush()
+                print(*row, sep="  ", file=sys.stderr)
+
+
+def _has_experts(transformers: Any, kind: str) -> bool:
+    """Return whether ``kind`` has a file here, or a class with parameters of experts or a router."""
+    if kind in _IN_FILES:
+        return True
+    name = importlib.import_module("transformers.models.auto.configuration_auto").model_type_to_module_name(kind)
+    folder = Path(transformers.__file__).parent / "models" / name
+    if not any("experts" in path.read_text(encoding="utf-8") for path in folder.glob("modeling_*.py")):
+        return False
+    try:
+        config = transformers.CONFIG_MAPPING[kind]()
+        cls = class_of(transformers, config, None)
+    except Exception:  # a config without defaults, or without a model of it alone
+        return False
+    try:
+        with torch.device("meta"):
+            model = cls(config_of_class(cls, config))
+        return any(_ABOUT.search(name) for name, _ in model.named_parameters())
+    except Exception:  # defaults from which the class does not build
+        return True
+
+
+def _rows(transformers: Any, kind: str) -> Iterator[tuple[str, ...]]:
+    status = "file" if kind in _IN_FILES else "derived"
+    name, layer, whole, note = "", "", "", ""
+    try:
+        model = _tiny_model(transformers, kind)
+        name = type(model).__name__
+        with torch.no_grad():
+            wanted = model(_IDS)[0]
+    except Exception as error:  # what classes raise for a tiny config
+        note = f"tiny model: {type(error).__name__}: {str(error).strip()[:120]}"
+        if status == "derived":
+            status, note = _without_weights(transformers, kind, note)
+        yield (kind, status, name, layer, whole, " ".join(note.split()))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        _drop_identities(Path(folder), model.config.get_text_config())
+        try:
+            layer, whole, note = _compare(model, wanted, folder)
+        except CollegiumError as error:
+            status, note = ("file, layers only" if status == "file" else "refused"), str(error)
+    yield (kind, status, name, layer, whole, " ".join(note.replace(folder, "FOLDER").split())[:400])
+
+
+def _tiny_model(transformers: Any, kind: str) -> Any:
+    """Return a tiny model: the case of tests/shared/family_cases.py for families in files, else made from defaults."""
+    torch.manual_seed(8)
+    cases = importlib.import_module("family_cases")
+    if kind in cases.CASES:
+        with tempfile.TemporaryDirectory() as folder:
+            return cases.build(cases.CASES[kind], Path(folder))
+    config = tiny_config(transformers, kind)
+    cls = class_of(transformers, config, None)
+    config = config_of_class(cls, config)
+    with torch.device("meta"):
+        count = sum(parameter.numel() for parameter in cls(config).parameters())
+    if count > _LARGEST:
+        raise ValueError(f"it has {count:,} parameters")
+    model = cls._from_config(config, attn_implementation="eager", experts_implementation="eager").eval()
+    _fill(model)
+    return model
+
+
+def _compare(model: Any, wanted: torch.Tensor, folder: str) -> tuple[str, str, str]:
+    """Return the errors of a layer and of the whole model, and why a layer is refused."""
+    family = family_of(json.loads((Path(folder) / "config.json").read_text()))
+    number = family.moe_layers(model.config.to_dict())[-1]
+    layer, note = "", ""
+    reason = family.refusal(number)
+    if reason is None and isinstance(family, DerivedFamily):
+        layer = f"{_layer_error(model, folder, number):.1e}"
+    elif reason is not None:
+        note = f"whole models only: {reason}"
+    ours = load_model_in("fp32", folder, device="cpu")
+    with torch.no_grad():
+        found = ours(_IDS)[0]
+    return layer, f"{_error(found, wanted):.1e}", note
+
+
+def _layer_error(model: Any, folder: str, number: int) -> float:
+    blocks = [m for n, m in model.named_modules() if f"layers.{number}." in n and hasattr(m, "experts")]
+    x = torch.randn(1, 24, model.config.get_text_config().hidden_size)
+    with torch.no_grad():
+        wanted = blocks[0](x)
+        wanted = wanted[0] if isinstance(wanted, tuple) else wanted
+        found = load_layer(folder, number, dtype="fp32", device="cpu")(x)
+    return _error(found, wanted.reshape(x.shape))
+
+
+def _drop_identities(folder: Path, config: Any) -> None:
+    """Remove what the class saves for expert ids that stand for the identity; published files have no such tensors."""
+    if not getattr(config, "zero_expert_num", None):
+        return
+    path = folder / "model.safetensors"
+    number = re.compile(r"\.experts\.(\d+)\.")
+    tensors = load_file(path)
+    routed = {k: v for k, v in tensors.items() if not (m := number.search(k)) or int(m[1]) < config.n_routed_experts}
+    save_file(routed, path, metadata={"format": "pt"})
+
+
+def _error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found - wanted).abs().max() / wanted.abs().max())
+
+
+def _without_weights(transformers: Any, kind: str, note: str) -> tuple[str, str]:
+    """Return status and note of a type of which no tiny model is built: derived from a tiny config, or the defaults."""
+    refusal = ""
+    for make, size in ((lambda: tiny_config(transformers, kind), "tiny"), (transformers.CONFIG_MAPPING[kind], "full")):
+        try:
+            family = family_of({**make().to_dict(), "model_type": kind})
+        except ConfigError as error:
+            refusal = refusal or str(error)
+            continue
+        except Exception as error:  # what config classes raise
+            refusal = refusal or str(error)
+            continue
+        reason = family.refusal(family.moe_layers({})[-1])
+        return "derived", f"block of {size} size: {'checked' if reason is None else reason}; {note}"[:400]
+    return "refused", refusal[:400]
+
+
+def _fill(model: Any) -> None:
+    """Fill a model with numbers for which every rule of a router counts."""
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if tensor.is_floating_point() and "inv_freq" not in name:
+                tensor.normal_(0, 0.3) if tensor.dim() > 1 else tensor.uniform_(0.4, 1.2)
+
+
+if __name__ == "__main__":
+    main()
