@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -19,6 +20,9 @@ from quantised_matrices import KINDS
 from raising import assert_values, raises_with
 from vllm_standins import EXPERTS, HIDDEN, TOP_K, WIDE, RoutedExperts, Stand, matrices, moe, truth
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 
 class Group:
     """Ranks in turn: rank ``rank`` gathers the tokens of all, and its output is kept instead of summed."""
@@ -27,12 +31,20 @@ class Group:
         self.inputs, self.rank = inputs, 0
         self.partial: list[torch.Tensor] = []
         self.sequence_parallel: set[bool] = set()
+        self.has_sizes = False
+
+    @contextmanager
+    def sizes(self) -> Iterator[None]:
+        self.has_sizes = True
+        yield
+        self.has_sizes = False
 
     def dispatch(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, is_sequence_parallel: bool
     ) -> tuple[torch.Tensor, ...]:
         assert torch.equal(x, self.inputs[self.rank][0]), "the local tokens are gathered, routed already"
         assert torch.equal(ids, self.inputs[self.rank][2])
+        assert self.has_sizes, "vLLM sets the sizes of the ranks around each call"
         self.sequence_parallel.add(is_sequence_parallel)
         return tuple(torch.cat(parts) for parts in zip(*self.inputs, strict=True))
 
@@ -80,10 +92,12 @@ def test_ranks_exchange_routed_tokens(ranks: dict[str, Any], compiled: bool, mon
         assert layer.quant_method.supports_internal_mk, "or vLLM would gather before it routes"
         stand.group.rank = rank
         if compiled:
-            stand.forward_layers = {layer.layer_name: SimpleNamespace(routed_experts=layer)}
+            runner = SimpleNamespace(routed_experts=layer, _sequence_parallel_context=stand.group.sizes)
+            stand.forward_layers = {layer.layer_name: runner}
             found.append(torch.ops.collegium.vllm_experts(x, ids, weights, layer.layer_name))
         else:
-            found.append(layer.quant_method.apply(layer, x, weights, ids, None, None))
+            with stand.group.sizes():
+                found.append(layer.quant_method.apply(layer, x, weights, ids, None, None))
     assert [len(out) for out in found] == [5, 3]
     total = torch.stack(stand.group.partial).sum(0)
     x, weights, ids = (torch.cat(parts) for parts in zip(*inputs, strict=True))

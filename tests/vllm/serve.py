@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import re
 import subprocess
@@ -113,6 +114,9 @@ def _answer(case: dict[str, Any], files: list[Path]) -> NoReturn:
     until = time.monotonic() + 60
     while not all(file.exists() for file in files) and time.monotonic() < until:
         time.sleep(0.2)
+    for process in multiprocessing.active_children():  # of an engine that was not shut down before
+        process.terminate()
+        process.join(10)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -67,8 +67,9 @@ def method_class() -> Any:
 @torch.library.custom_op("collegium::vllm_experts", mutates_args=())
 def vllm_experts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, layer_name: str) -> Tensor:
     """Return the output of the experts of vLLM's layer ``layer_name`` for ``x [T, H]``."""
-    layers = import_extra("vllm.forward_context", group="vllm").get_forward_context().no_compile_layers
-    return layers[layer_name].routed_experts.quant_method.run(x, topk_ids, topk_weights)
+    layer = import_extra("vllm.forward_context", group="vllm").get_forward_context().no_compile_layers[layer_name]
+    with layer._sequence_parallel_context():  # which was traced away; it has the sizes of the ranks' tokens
+        return layer.routed_experts.quant_method.run(x, topk_ids, topk_weights)
 
 
 @vllm_experts.register_fake
