@@ -56,8 +56,10 @@ def drawn_layer(draw: random.Random, weights: str, activations: str) -> MoELayer
     )
     # Batches of any size in w4_prefill, half of the time.
     on_hopper = torch.cuda.get_device_capability() == (9, 0)
-    four_bit = on_hopper and (weights, activations) == ("mxfp4", "fp8_token")
-    tiles = draw.choice((None, "large")) if four_bit else None
+    in_registers = (activations == "bf16" and weights.startswith(("mxfp4", "nvfp4", "int4"))) or (
+        activations in ("fp8_token", "fp8_group128") and weights in ("mxfp4", "nvfp4")
+    )
+    tiles = draw.choice((None, "large")) if on_hopper and in_registers else None
     overrides = Overrides(activation_format=activations, tiles=tiles)
     made = plan(problem_of(spec, activations, Limits(max_tokens=MOST)), overrides)
     return MoELayer(experts_of(weights, experts, wide, hidden, seed=draw.randrange(1 << 30)), made)
