@@ -1,6 +1,5 @@
 """What ``plan()`` decides about: a layer on a device, over ranks, within limits; and its part for an experts kernel."""
 
-import os
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -33,7 +32,6 @@ TILES = ("small", "large")
 UnequalScales = Literal["refuse", "largest"]
 UNEQUAL_SCALES: tuple[UnequalScales, ...] = ("refuse", "largest")
 _DTYPES = ("bf16", "fp16", "fp32")
-_MAX_TOKENS = "COLLEGIUM_MAX_TOKENS"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,23 +63,15 @@ class DeviceFacts:
         return self.kind if self.index is None else f"{self.kind}:{self.index}"
 
 
-def _default_max_tokens() -> int:
-    """Return the environment variable, or 8,192 without it; raises SpecError for anything but a positive number."""
-    text = os.environ.get(_MAX_TOKENS, "").strip() or "8192"
-    require(text.isdecimal() and int(text) > 0, _MAX_TOKENS, text, "a whole number, at least 1, or unset for 8192")
-    return int(text)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
     """Sizes that the plan reserves workspace for.
 
-    max_tokens: of one pass; by default 8,192, or the environment variable ``COLLEGIUM_MAX_TOKENS``. rank_tokens: how
-    many of them one rank may send to another where that is fixed in advance (``all_to_all_fixed``), more are an error;
-    None: all of them.
+    max_tokens: of one pass. rank_tokens: how many of them one rank may send to another where that is fixed in advance
+    (``all_to_all_fixed``), more are an error; None: all of them.
     """
 
-    max_tokens: int = field(default_factory=_default_max_tokens)
+    max_tokens: int = 8192
     rank_tokens: int | None = None
 
     def __post_init__(self) -> None:

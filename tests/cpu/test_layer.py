@@ -23,7 +23,6 @@ from collegium import (
     RoutingSpec,
     SharedSpec,
     SharedWeights,
-    SpecError,
     encode_experts,
     moe,
     plan,
@@ -169,25 +168,6 @@ def test_batches_over_max_tokens_are_chunked(kernel):
     assert relative_error(many, truth_of(x, weights, ids, w, ActivationSpec())) < 1e-5
     if kernel == "reference":
         assert relative_error(one, many) < 1e-6
-
-
-def test_environment_sets_tokens_per_pass(monkeypatch):
-    assert Limits().max_tokens == 8192
-    monkeypatch.setenv("COLLEGIUM_MAX_TOKENS", "16")
-    weights = random_experts(6, 2, 24, 40, seed=15)
-    x, ids, w = heavy_tailed(50, 40, seed=16), uneven_ids(50, 2, 6, seed=17), torch.rand(50, 2)
-    problem = replace(problem_of(6, 40, 24, 2), limits=Limits())
-    layer = MoELayer(weights, plan(problem))
-    assert layer.plan.problem.limits.max_tokens == 16
-    found = layer(x, routing=Routing(topk_ids=ids, topk_weights=w))
-    assert relative_error(found, truth_of(x, weights, ids, w, ActivationSpec())) < 1e-5
-    assert Limits(max_tokens=5).max_tokens == 5
-    for value in ("0", "-1", "many", "1.5"):
-        monkeypatch.setenv("COLLEGIUM_MAX_TOKENS", value)
-        with raises_with(SpecError, "COLLEGIUM_MAX_TOKENS", value, "8192"):
-            Limits()
-    monkeypatch.setenv("COLLEGIUM_MAX_TOKENS", "")
-    assert Limits().max_tokens == 8192
 
 
 @pytest.mark.parametrize("kernel", KERNEL_NAMES)

@@ -23,7 +23,7 @@ def reads(source: str) -> list[int]:
 
 def test_the_library_reads_no_environment_variable() -> None:
     # torchrun starts the commands, and `vllm serve` passes its plug-ins no argument.
-    started = SOURCE / "cli.py", SOURCE / "commands" / "terminal.py", SOURCE / "integrations" / "vllm" / "plugin.py"
+    started = SOURCE / "cli.py", SOURCE / "commands" / "terminal.py", SOURCE / "integrations" / "vllm" / "options.py"
     paths = [path for path in SOURCE.rglob("*.py") if path not in started]
     assert len(reads(started[2].read_text(encoding="utf-8"))) == 1
     assert len(paths) > 10

@@ -24,6 +24,7 @@ COMMANDS = {
         "--kernel",
         "--activations",
         "--unequal-scales",
+        "--dummy",
         "--device",
         "--download",
         "--json",
