@@ -1,4 +1,8 @@
-"""Functions small enough to read: at most 60 lines and 8 parameters each."""
+"""Functions small enough to read: at most 60 lines and 8 parameters each.
+
+Of a device function the lines after its signature and docstring count, since the formatter gives each launch argument a
+line; ``readability.py`` counts its parameters.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +20,14 @@ OPTIONS = {"load_layer", "load_model"}  # what users call with keywords, each an
 
 
 def oversized(root: Path = ROOT) -> list[str]:
-    """Return one line for each host function under ``root/src`` that is too long or takes too many parameters."""
+    """Return one line for each function under ``root/src`` that is too long or takes too many parameters."""
     faults: list[str] = []
     for path in tracked(root):
         name = path.relative_to(root)
-        if path.suffix != ".py" or name.parts[0] != "src" or "kernels" in name.parts:
+        if path.suffix != ".py" or name.parts[0] != "src":
             continue
-        faults += [f"{name}:{fault}" for fault in _functions(ast.parse(path.read_text(encoding="utf-8")))]
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        faults += [f"{name}:{fault}" for fault in _functions(tree, device="kernels" in name.parts)]
     return faults
 
 
@@ -34,13 +39,14 @@ def parameter_count(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return sum(argument.arg not in ("self", "cls") for argument in arguments)
 
 
-def _functions(tree: ast.Module) -> list[str]:
+def _functions(tree: ast.Module, *, device: bool) -> list[str]:
     faults: list[str] = []
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
-        length = (node.end_lineno or node.lineno) - node.lineno + 1
-        count = parameter_count(node)
+        first = node.body[1 if ast.get_docstring(node) and len(node.body) > 1 else 0] if device else node
+        length = (node.end_lineno or node.lineno) - first.lineno + 1
+        count = 0 if device else parameter_count(node)
         if length > FUNCTION:
             faults.append(f"{node.lineno}: {node.name} has {length} lines, allowed {FUNCTION}")
         if count > PARAMETERS and node.name not in OPTIONS:

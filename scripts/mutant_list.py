@@ -888,15 +888,15 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "int8 scales of the first 256 columns (machine code)", "kernels/cpu_fused.py",
-        (Edit("_work", "$number * $spans + $done // $_SPAN", "$number * $spans"),), _FUSED,
+        (Edit("_decode_piece", "$number * $spans + $done // $_SPAN", "$number * $spans"),), _FUSED,
     ),
     Mutant(
         "scales of the group before (machine code)", "kernels/cpu_fused.py",
-        (Edit("_work", "$number * $groups + at", "$number * $groups + max(at - 1, 0)"),), _FUSED,
+        (Edit("_decode_piece", "$number * $groups + group_index", "$number * $groups + max(group_index - 1, 0)"),), _FUSED,
     ),
     Mutant(
         "the table of the first expert (machine code)", "kernels/cpu_fused.py",
-        (Edit("_work", "_field($job, $VALUES) + $expert * 4 * $LANES", "_field($job, $VALUES)"),), _FUSED,
+        (Edit("_decode_piece", "_field($job, $VALUES) + $expert * 4 * $LANES", "_field($job, $VALUES)"),), _FUSED,
     ),
     Mutant(
         "half of a table looked up (machine code, AVX2)", "kernels/cpu_fused.py",
@@ -912,7 +912,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "columns of rows always the first (machine code)", "kernels/cpu_fused.py",
-        (Edit("_work", "$codes + $begin * 4", "$codes"),), _FUSED,
+        (Edit("_decode_piece", "$codes + $begin * 4", "$codes"),), _FUSED,
     ),
     Mutant(
         "mins of a K block added", "experts/cpu/fused.py",

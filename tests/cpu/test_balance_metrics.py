@@ -58,7 +58,7 @@ def test_engines_have_separate_metrics():
         Metrics(one.registry)
     with raises_with(InputError, "[E]"):
         one.observe_load(0, [[1, 2]])
-    with pytest.raises(InputError, match="no rank has experts"):
+    with raises_with(InputError, "rank"):
         one.observe_load(0, [1, 2], ((0,), (-1,)))
     assert not [name for name in lines(one) if name.startswith("expert_tokens_total")], "half of it was counted"
 

@@ -85,7 +85,7 @@ def test_incomplete_passes_refused(model):
     found.add(0, torch.tensor([[1, -1]]))
     with raises_with(InputError, "2 of 2", "6 layers"):
         found.trace("m")
-    with pytest.raises(InputError, match="0 layers are routed by transformers"), recording(torch.nn.Linear(2, 2)):
+    with raises_with(InputError, "0 layers"), recording(torch.nn.Linear(2, 2)):
         pass
 
 
@@ -128,7 +128,7 @@ def test_damaged_trace_gives_clear_error(damage, text, tmp_path):
     file = tmp_path / "load"
     skewed().save(file)
     damage(file)
-    with pytest.raises(InputError, match=r"collegium balance record") as error:
+    with raises_with(InputError, "collegium balance record") as error:
         LoadTrace.open(file)
     assert text in str(error.value)
     assert str(file) in str(error.value)

@@ -257,7 +257,7 @@ def test_wrong_adapters_leave_the_layer_unchanged(fault: str) -> None:
 
 
 def test_wrong_containers() -> None:
-    with pytest.raises(InputError, match="no adapter was passed"):
+    with raises_with(InputError, "adapter"):
         ExpertAdapters(())
     _, plain = layer_of(activation=ActivationSpec(kind="relu2"))
     with raises_with(InputError, "broken", "gate", "up, down"):

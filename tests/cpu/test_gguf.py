@@ -322,7 +322,7 @@ def test_split_files_are_read_together(tmp_path: Path) -> None:
     with raises_with(HostileFileError, "['model-00002-of-00002.gguf']"):
         Checkpoint.open(tmp_path)
     parts[1].write_bytes(parts[0].read_bytes())
-    with pytest.raises(DuplicateTensorError, match="keep one of them"):
+    with raises_with(DuplicateTensorError, parts[0].name):
         Checkpoint.open(tmp_path)
     assert content
 
@@ -484,7 +484,7 @@ TRUNCATED: list[tuple[bytes, int]] = [
 def test_truncated_files(tmp_path: Path, raw: bytes, needed: int) -> None:
     path = tmp_path / "cut.gguf"
     path.write_bytes(raw)
-    with pytest.raises(TruncatedFileError, match=rf"has {len(raw)} bytes, its header needs {needed} "):
+    with raises_with(TruncatedFileError, f"{len(raw)} bytes", needed):
         Checkpoint.open(path)
 
 

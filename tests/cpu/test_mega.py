@@ -20,7 +20,7 @@ from collegium.pipelines.mega import MAX_TOKENS, Mega
 from collegium.pipelines.split import Split
 from collegium.testing.compare import relative_error
 from mega_ranks import CASES, MOST, Ranks, crowded, deserted, encoded, given, planned, together
-from raising import assert_values
+from raising import assert_values, raises_with
 from ranks import run_ranks
 from rough_tokens import same
 from split_layers import EXPERTS
@@ -140,7 +140,7 @@ def test_mismatched_call_is_reported() -> None:
             ranks.phase(rank, own, outs[rank], (phase, phase))
     assert all(bool(out.isnan().all()) for out in outs)
     for rank in (0, 1):
-        with pytest.raises(RankError, match=f"rank {1 - rank} is in another call: it brings 3 tokens, top-3, to layer"):
+        with raises_with(RankError, f"rank {1 - rank}", "3 tokens, top-3", "layer"):
             raise_status(ranks.heads, (0, 1), rank)
     # Whoever gave up stays away until the block is renewed, and says so at once.
     again = ranks.everybody(inputs)

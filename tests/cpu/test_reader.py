@@ -69,7 +69,7 @@ def test_bad_slices_and_names(tmp_path: Path) -> None:
     for cut in (slice(0, 5), slice(-1, 2), slice(3, 2), slice(0, 4, 2)):
         with raises_with(InputError, "axis 0", "4", "step 1"):
             checkpoint.read_slice("x", (cut,))
-    with pytest.raises(InputError, match="3 slices were given"):
+    with raises_with(InputError, "3 slices"):
         checkpoint.read_slice("x", (slice(0, 1),) * 3)
     with raises_with(MissingTensorError, "'y'"):
         checkpoint.read("y")

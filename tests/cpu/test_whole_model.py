@@ -146,7 +146,7 @@ def test_other_experts_implementations_refused(folder: Path, asked: Any) -> None
 
 def test_saving_without_experts_is_refused(folder: Path, tmp_path: Path) -> None:
     model = load_model(str(folder), device="cpu")
-    with pytest.raises(InputError, match=rf"Copy .*, or write it .* collegium quantize {folder} --to"):
+    with raises_with(InputError, f"collegium quantize {folder} --to"):
         model.save_pretrained(tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
 
@@ -277,7 +277,7 @@ def test_what_no_config_declares_is_named(deepseek: Path, tmp_path: Path, kind: 
             tensors[f"{path}.weight_packed"] = torch.zeros(weight.shape[0], weight.shape[1] // 2, dtype=torch.uint8)
             tensors[f"{path}.weight_scale"] = torch.ones(weight.shape[0], 2)
 
-    with pytest.raises(ConfigError, match=rf"{path}, which quantization_config .*does not name: the tensors are"):
+    with raises_with(ConfigError, path, "quantization_config"):
         load_model(changed(deepseek, tmp_path / kind, quantise), device="cpu")
 
 

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from numba import cfunc, types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.extending import intrinsic, register_jitable
 
 __all__ = ["FIELDS", "LANES", "PAIR_BYTES", "PANELS", "SCALES", "SHIFTS", "has_tiles", "run"]
 
@@ -425,18 +425,50 @@ def _finish(builder, out, factors, bias):
             _store(builder, change(_load(builder, out, _FLOATS), _load(builder, address, _FLOATS)), out)
 
 
-def _work(job):
+@register_jitable(inline="always")
+def _decode_piece(job, expert, block, begin, end, panel, ahead, scratch):
+    """Decode columns ``begin`` to ``end`` of a task's panels into ``scratch``, ``panel`` bytes a panel."""
     pairs, group, groups, blocks = _field(job, PAIRS), _field(job, GROUP), _field(job, GROUPS), _field(job, BLOCKS)
     kind, bits, shift, line = _field(job, KIND), _field(job, BITS), _field(job, SHIFT), _field(job, LINE)
-    scratch = _field(job, SCRATCH) + _next(job + 8 * THREAD) * pairs * PANELS * LANES * 4
+    floats, values = _field(job, FLOATS), _field(job, VALUES) + expert * 4 * LANES
     spans, super_line = (pairs + _SPAN - 1) // _SPAN, 4 * LANES if shift else 2 * LANES
-    line_stride, x_stride, out_stride, tiles = (
-        pairs * 4,
-        pairs * PAIR_BYTES,
-        blocks * PANELS * LANES * 4,
-        _field(job, TILES),
-    )
-    floats, configured = _field(job, FLOATS), 0
+    for panel_index in range(PANELS):
+        number = (expert * blocks + block) * PANELS + panel_index
+        codes = _field(job, CODES) + number * pairs * 4 * bits
+        decoded = scratch + panel_index * panel
+        if bits == 16:
+            _turn(codes + begin * 4, pairs * 4, end - begin, ahead, decoded)
+            continue
+        done, group_index = begin, begin // group
+        while done < end:
+            count = min((group_index + 1) * group, end) - done
+            start, room = codes + done * 4 * bits, decoded + (done - begin) * 4 * LANES
+            scales = _field(job, SCALES_AT) + (number * groups + group_index) * line
+            supers = _field(job, SUPERS) + (number * spans + done // _SPAN) * super_line
+            _decode(kind, bits, floats, shift, start, count, ahead, values, scales, supers, room)
+            done, group_index = done + count, group_index + 1
+
+
+@register_jitable(inline="always")
+def _finish_rows(job, expert, column, first, stop):
+    """Multiply the sums of a task's rows ``first`` to ``stop`` by factors and add biases, where there are any."""
+    factors, bias = _field(job, FACTORS), _field(job, BIAS)
+    out_stride = _field(job, BLOCKS) * PANELS * LANES * 4
+    if factors or bias:
+        after = expert * out_stride + column
+        for row in range(first, stop):
+            out = _field(job, OUT) + row * out_stride + column
+            for offset in range(0, PANELS * LANES * 4, LANES * 4):
+                row_factors = factors + after + offset if factors else 0
+                _finish(out + offset, row_factors, bias + after + offset if bias else 0)
+
+
+def _work(job):
+    """Run tasks of ``job`` until none is left; in each thread."""
+    pairs, blocks, bits, tiles = _field(job, PAIRS), _field(job, BLOCKS), _field(job, BITS), _field(job, TILES)
+    scratch = _field(job, SCRATCH) + _next(job + 8 * THREAD) * pairs * PANELS * LANES * 4
+    x_stride, out_stride = pairs * PAIR_BYTES, blocks * PANELS * LANES * 4
+    configured = 0
     upcoming = _next(job + 8 * TASK)
     while upcoming < _field(job, TASKS):
         task, upcoming = upcoming, _next(job + 8 * TASK)
@@ -444,7 +476,6 @@ def _work(job):
         block = task - place * blocks
         expert = _field(_field(job, EXPERTS), place)
         first, stop = _field(_field(job, BOUNDS), place), _field(_field(job, BOUNDS), place + 1)
-        values = _field(job, VALUES) + expert * 4 * LANES
         column = block * PANELS * LANES * 4
         # Few rows take the columns in pieces that stay in the first-level cache between decoding and product.
         short = _SHORT if bits == 16 else _PIECE
@@ -459,21 +490,7 @@ def _work(job):
                 other = upcoming // blocks
                 tasks = (_field(_field(job, EXPERTS), other) - other - expert) * blocks + upcoming - block
                 ahead = tasks * PANELS * pairs * 4 * bits - begin * apart
-            for panel_index in range(PANELS):
-                number = (expert * blocks + block) * PANELS + panel_index
-                codes = _field(job, CODES) + number * pairs * 4 * bits
-                decoded = scratch + panel_index * panel
-                done, at = begin, begin // group
-                if bits == 16:
-                    _turn(codes + begin * 4, line_stride, end - begin, ahead, decoded)
-                    continue
-                while done < end:
-                    count = min((at + 1) * group, end) - done
-                    start, room = codes + done * 4 * bits, decoded + (done - begin) * 4 * LANES
-                    scales = _field(job, SCALES_AT) + (number * groups + at) * line
-                    supers = _field(job, SUPERS) + (number * spans + done // _SPAN) * super_line
-                    _decode(kind, bits, floats, shift, start, count, ahead, values, scales, supers, room)
-                    done, at = done + count, at + 1
+            _decode_piece(job, expert, block, begin, end, panel, ahead, scratch)
             row = first
             while row < stop:
                 x, out = _field(job, X) + row * x_stride, _field(job, OUT) + row * out_stride + column
@@ -490,15 +507,7 @@ def _work(job):
                 _add_tiles(x + begin * PAIR_BYTES, x_stride, scratch, panel, (end - begin) // 16)
                 if end == pairs:
                     _store_tiles(out, out_stride)
-        factors, bias = _field(job, FACTORS), _field(job, BIAS)
-        if factors or bias:
-            after = expert * out_stride + column
-            for row in range(first, stop):
-                out = _field(job, OUT) + row * out_stride + column
-                for offset in range(0, PANELS * LANES * 4, LANES * 4):
-                    _finish(
-                        out + offset, factors + after + offset if factors else 0, bias + after + offset if bias else 0
-                    )
+        _finish_rows(job, expert, column, first, stop)
     if configured:
         _release()
 
