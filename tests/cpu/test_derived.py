@@ -65,7 +65,7 @@ def test_whole_models_answer_like_the_class(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WHOLE_ONLY)
-def test_routers_without_a_rule_run_in_whole_models_only(tmp_path: Path, name: str) -> None:
+def test_unknown_routers_need_whole_models(tmp_path: Path, name: str) -> None:
     model = build(name, tmp_path)
     report = inspect_model(str(tmp_path), device="cpu")
     assert "whole models only" in (report.origin or "")
@@ -105,7 +105,7 @@ def test_swapped_projections_differ(tmp_path: Path) -> None:
         assert (ours(IDS).logits - model(IDS).logits).abs().max() > 1e-2 * model(IDS).logits.abs().max()
 
 
-def test_a_tensor_that_the_class_has_not_is_refused(tmp_path: Path) -> None:
+def test_tensors_unknown_to_the_class_refused(tmp_path: Path) -> None:
     build("afmoe", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.layers.1.mlp.router.second.weight"] = torch.zeros(8, 32)
@@ -122,9 +122,7 @@ def test_a_tensor_that_the_class_has_not_is_refused(tmp_path: Path) -> None:
         ({"model_type": "afmoe", "num_experts": "many"}, "num_experts"),
     ],
 )
-def test_what_cannot_be_derived_is_refused_with_its_names(
-    tmp_path: Path, entries: dict[str, object], named: str
-) -> None:
+def test_underivable_models_refused_by_name(tmp_path: Path, entries: dict[str, object], named: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(entries))
     save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=named):
