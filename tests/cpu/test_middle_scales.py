@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,9 +26,11 @@ from collegium import (
     probe,
 )
 from collegium.experts.triton.table import TritonFp8, TritonW4A8
+from collegium.experts.triton.tiles import choice
 from collegium.ops.quantize import activation_format
 from collegium.parallel import Local
 from collegium.pipelines.quantized import run_quantized
+from collegium.runtime.machine import Machine
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
 from raising import raises_with
 
@@ -250,3 +253,39 @@ def test_triton_quantises_with_given_scales(kernel: Any, weights: str, form: str
     # Rows between the products are rounded to bfloat16 before they are quantised.
     assert relative_error(found, truth_of(tokens, made, ids, factors, middle)) < 0.02
     assert relative_error(found[2], truth_of(tokens, made, ids, factors, None)[2]) > 0.3
+
+
+@pytest.mark.parametrize(
+    ("kernel", "weights", "form"),
+    [
+        (TritonFp8(), "fp8_block", "fp8_group128"),
+        (TritonFp8(), "fp8_channel", "fp8_token"),
+        (TritonW4A8(), "mxfp4", "fp8_token"),
+        (TritonW4A8(), "mxfp4", "fp8_group128"),
+    ],
+    ids=["fp8", "fp8 rows", "mxfp4 rows", "mxfp4"],
+)
+def test_large_tiles_use_given_scales(kernel: Any, weights: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("tests/gpu runs them on the device")
+    pytest.importorskip("prefill_on_cpu")
+    monkeypatch.setattr(choice, "large_from", lambda *_: 56)
+    made = experts_of(weights)
+    tokens = 60
+    ids, factors = routing_of(tokens)
+    rows = activation_format(form).quantize(heavy_tailed(tokens, H, seed=5).bfloat16())
+    device = DeviceFacts(kind="cuda", capability=(9, 0))
+    problem = Problem(spec=layer_of(made, form).spec, device=device, activation_format=form)
+    small = kernel.pack(made, problem.routed)
+    large = replace(small, machine=Machine(copies=True, compiles=True), forced="large")
+    batch, _ = Local(num_experts=E).dispatch(rows.codes, Routing(topk_ids=ids, topk_weights=factors))
+    scale = heavy_tailed(tokens, GROUPS if form == "fp8_group128" else 1, seed=6, channels=False).abs() * 0.02 + 1e-3
+    batch = replace(batch, scale=rows.scales, dtype=torch.bfloat16, middle_scale=scale)
+    assert small.tiling.large(K * tokens) is None
+    assert large.tiling.large(K * tokens) is not None
+    stop = int(batch.expert_offsets[-1])
+    found, wanted = large.run(batch)[:stop], small.run(batch)[:stop]
+    # Triton's interpreter rounds the rows between the products toward zero.
+    assert relative_error(found, wanted) < 0.02
+    assert relative_error(large.run(replace(batch, middle_scale=None))[:stop], wanted) > 0.1

@@ -31,6 +31,7 @@ HALF = PLAIN | {"OPERAND": 2, "OUT": 2}
 GROUPS = {"OPERAND": 1, "SCALE": 4, "X_SCALE": 0}
 TERMS = GROUPS | {"TERMS": 2}
 CASES: tuple[dict[str, Any], ...] = (
+    {},  # rows that torch quantises, with given scales
     CODES,
     CODES | {"HAS_LIMIT": 1, "KIND": 1, "BIAS": 1},
     CODES | {"KIND": 4, "ALIGNED": 0},
