@@ -12,6 +12,7 @@ import torch
 
 pytest.importorskip("transformers")
 
+import derived_cases
 from collegium import Overrides, Ranks
 from collegium.errors import ConfigError, InputError
 from collegium.integrations.transformers import layers_of, load_model
@@ -55,6 +56,21 @@ def test_families_start_without_files(tmp_path: Path, name: str) -> None:
     for mine, other in zip(layers_of(dummy), layers_of(files), strict=True):
         assert mine.plan == other.plan
         assert mine.layer_id == other.layer_id
+        assert (mine.after_expert is None) == (other.after_expert is None)
+
+
+@pytest.mark.parametrize("name", derived_cases.CASES)
+def test_derived_families_start_without_files(tmp_path: Path, name: str) -> None:
+    derived_cases.build(name, tmp_path)
+    files = load_model_in("fp32", tmp_path, device="cpu")
+    remove_weights(tmp_path)
+    dummy = load_model_in("fp32", tmp_path, device="cpu", weights="dummy")
+    assert shapes_of(dummy) == shapes_of(files)
+    logits = dummy(derived_cases.IDS).logits
+    assert bool(torch.isfinite(logits).all())
+    assert float(logits.std()) > 1e-3
+    for mine, other in zip(layers_of(dummy), layers_of(files), strict=True):
+        assert mine.plan == other.plan
         assert (mine.after_expert is None) == (other.after_expert is None)
 
 
