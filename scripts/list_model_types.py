@@ -16,6 +16,8 @@ import importlib
 import json
 import re
 import resource
+import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -55,7 +57,8 @@ def main() -> None:
     types = options.types or [kind for kind in transformers.CONFIG_MAPPING if _has_experts(transformers, kind)]
     with Path(options.out).open("w", newline="") as file:
         date = datetime.datetime.now(tz=datetime.UTC).date()
-        file.write(f"# {date}, transformers {transformers.__version__}, torch {torch.__version__}, CPU, float32\n")
+        versions = f"transformers {transformers.__version__}, torch {torch.__version__}"
+        file.write(f"# {date}, {versions}, CPU, commit {_commit()}: python scripts/list_model_types.py --out FILE\n")
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(_COLUMNS)
         for kind in types:
@@ -63,6 +66,14 @@ def main() -> None:
                 writer.writerow(row)
                 file.flush()
                 print(*row, sep="  ", file=sys.stderr)
+
+
+def _commit() -> str:
+    git = shutil.which("git") or "git"
+    command = [git, "rev-parse", "--short", "HEAD"]
+    return subprocess.run(
+        command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    ).stdout.strip()  # noqa: S603
 
 
 def _has_experts(transformers: Any, kind: str) -> bool:
@@ -116,7 +127,10 @@ def _tiny_model(transformers: Any, kind: str) -> Any:
     cases = importlib.import_module("family_cases")
     if kind in cases.CASES:
         with tempfile.TemporaryDirectory() as folder:
-            return cases.build(cases.CASES[kind], Path(folder))
+            model = cases.build(cases.CASES[kind], Path(folder))
+        if hasattr(model, "set_experts_implementation") and model.config._experts_implementation is not None:
+            model.set_experts_implementation("eager")
+        return model
     config = tiny_config(transformers, kind)
     cls = class_of(transformers, config, None)
     config = config_of_class(cls, config)

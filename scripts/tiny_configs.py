@@ -12,7 +12,7 @@ _SIZES: dict[str, Any] = {
     "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
     "num_experts": 8, "n_routed_experts": 8, "num_local_experts": 8, "moe_num_experts": 8, "num_experts_per_tok": 3,
     "moe_topk": 3, "num_shared_experts": 1, "n_shared_experts": 1, "moe_num_shared_experts": 1, "n_group": 2,
-    "topk_group": 1, "first_k_dense_replace": 1, "num_dense_layers": 1, "unpadded_vocab_size": 64,
+    "top_k_experts": 3, "topk_group": 1, "first_k_dense_replace": 1, "num_dense_layers": 1, "unpadded_vocab_size": 64,
     "index_topk": 4, "index_head_dim": 16, "index_n_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     "linear_num_key_heads": 2, "linear_num_value_heads": 2,
 }  # fmt: skip

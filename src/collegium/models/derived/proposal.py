@@ -21,7 +21,17 @@ __all__ = ["Proposal", "propose"]
 _EPSILONS = (0.0, 1e-20, 1e-12, 1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5)
 _FLOORS = (1e-20, 1e-12, 1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5)
 _TOLERANCE = 2e-5  # float32 sums in another order
-_GATE_NAMES, _UP_NAMES = ("gate_proj", "w1", "linear_gate"), ("up_proj", "w3")
+_TOP_K = (
+    "top_k",
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "experts_per_token",
+    "moe_top_k",
+    "moe_topk",
+    "moe_k",
+    "top_k_experts",
+)
+_GATE_NAMES = ("gate_proj", "w1", "linear_gate")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +92,7 @@ def _check_experts(layer: ClassLayer, spec: MoESpec) -> None:
 def _top_k(model: ClassModel, layer: ClassLayer, experts: int) -> int:
     """Return the number of experts per token that the router module or the config has, at most all."""
     for holder in (*layer.block.modules(), model.text_config):
-        for name in ("top_k", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"):
+        for name in _TOP_K:
             value = getattr(holder, name, None)
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 return min(value, experts)
