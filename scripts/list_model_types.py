@@ -1,6 +1,6 @@
 """List every model type of the installed transformers that has experts: in a file, derived from its class, or refused.
 
-    python scripts/list_model_types.py --out model-types.csv [TYPE ...]
+    python scripts/list_model_types.py --out model-types.csv [--table] [TYPE ...]
 
 For each type a tiny random model of its class is saved and loaded again: ``whole`` is the largest difference between
 the outputs of ``load_model`` and of the class in float32, relative to the largest output; ``layer`` is the same for a
@@ -47,7 +47,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("types", nargs="*")
     parser.add_argument("--out", required=True)
+    parser.add_argument("--table", action="store_true", help="print the table of an existing list instead")
     options = parser.parse_args()
+    if options.table:
+        print("\n".join(table(Path(options.out))))
+        return
     sys.path.append(str(Path(__file__).parents[1] / "tests" / "shared"))
     resource.setrlimit(resource.RLIMIT_DATA, (_LIMIT, _LIMIT))
     torch.set_num_threads(1)
@@ -71,9 +75,22 @@ def main() -> None:
 def _commit() -> str:
     git = shutil.which("git") or "git"
     command = [git, "rev-parse", "--short", "HEAD"]
-    return subprocess.run(
-        command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    ).stdout.strip()  # noqa: S603
+    result = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return result.stdout.strip()
+
+
+def table(path: Path) -> list[str]:
+    """Return the Markdown table of docs/families.md: the rows of a list that are derived or refused."""
+    lines = ["| `model_type` | class | layer | whole model |", "| --- | --- | --- | --- |"]
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
+    for row in rows:
+        if row["status"] in ("derived", "refused"):
+            refused = row["status"] == "refused"
+            alone = "refused" if refused or "whole models only" in row["note"] else row["layer"] or "block checked"
+            whole = "refused" if refused else row["whole"] or "not built"
+            lines.append(f"| `{row['model_type']}` | `{row['class'] or '-'}` | {alone} | {whole} |")
+    return lines
 
 
 def _has_experts(transformers: Any, kind: str) -> bool:
@@ -115,6 +132,8 @@ def _rows(transformers: Any, kind: str) -> Iterator[tuple[str, ...]]:
         model.save_pretrained(folder)
         _drop_identities(Path(folder), model.config.get_text_config())
         try:
+            if not isinstance(family_of(json.loads((Path(folder) / "config.json").read_text())), DerivedFamily):
+                status = "file"  # of the text part
             layer, whole, note = _compare(model, wanted, folder)
         except CollegiumError as error:
             status, note = ("file, layers only" if status == "file" else "refused"), str(error)
@@ -197,7 +216,8 @@ def _without_weights(transformers: Any, kind: str, note: str) -> tuple[str, str]
             refusal = refusal or str(error)
             continue
         reason = family.refusal(family.moe_layers({})[-1])
-        return "derived", f"block of {size} size: {'checked' if reason is None else reason}; {note}"[:400]
+        block = "checked" if reason is None else f"whole models only: {reason}"
+        return "derived", f"block of {size} size: {block}; {note}"[:400]
     return "refused", refusal[:400]
 
 

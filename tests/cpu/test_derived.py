@@ -69,6 +69,8 @@ def test_unknown_routers_need_whole_models(tmp_path: Path, name: str) -> None:
     model = build(name, tmp_path)
     report = inspect_model(str(tmp_path), device="cpu")
     assert "whole models only" in (report.origin or "")
+    assert "by the router of its class" in dict(report.lines())["routing"]
+    assert report.to_json()["score"] is None
     with pytest.raises(ConfigError, match=r"cannot be loaded alone: .*load_model\(\)"):
         load_layer(tmp_path, min(blocks(model)), device="cpu")
     with pytest.raises(ConfigError, match=r"cannot be loaded alone: .*load_model\(\)"):
@@ -120,6 +122,8 @@ def test_tensors_unknown_to_the_class_refused(tmp_path: Path) -> None:
         ({"model_type": "jetmoe", "num_local_experts": 4}, "experts.input_linear"),
         ({"model_type": "ernie4_5_vl_moe", "moe_num_experts": [4, 4]}, "vision_moe.experts"),
         ({"model_type": "afmoe", "num_experts": "many"}, "num_experts"),
+        ({"model_type": "afmoe", "num_experts": 8, "num_hidden_layers": 1 << 30}, "num_hidden_layers is 1073741824"),
+        ({"model_type": "afmoe", "num_experts": 8, "hidden_size": 1 << 17, "head_dim": 16}, "numbers, allowed are"),
     ],
 )
 def test_underivable_models_refused_by_name(tmp_path: Path, entries: dict[str, object], named: str) -> None:

@@ -38,12 +38,13 @@ class Inspection:
     """One checkpoint: family, layers, formats, sizes, audit findings, and the plan for this machine.
 
     origin: where the names and specs of a family without a file come from, and whether they were checked; None for the
-    families in files.
+    families in files. routed_by_class: its class in transformers chooses the experts, by a rule that ``spec`` lacks.
     """
 
     path: str
     family: str
     origin: str | None
+    routed_by_class: bool
     spec: MoESpec
     report: AuditReport
     plan: Plan
@@ -54,8 +55,8 @@ class Inspection:
         routing = spec.routing
         formats = sorted({layer.formats for layer in self.report.layers})
         indices = [layer.layer for layer in self.report.layers]
-        routing_terms = [routing.score]
-        if routing.renormalize:
+        routing_terms = [f"top-{routing.top_k} by the router of its class" if self.routed_by_class else routing.score]
+        if routing.renormalize and not self.routed_by_class:
             routing_terms.append("renormalised")
         if routing.groups > 1:
             routing_terms.append(f"{routing.topk_groups} of {routing.groups} groups")
@@ -90,7 +91,7 @@ class Inspection:
             "intermediate_size": spec.intermediate_size,
             "activation": spec.activation.kind,
             "limit": spec.activation.limit,
-            "score": spec.routing.score,
+            "score": None if self.routed_by_class else spec.routing.score,
             "shared_intermediate_size": None if spec.shared is None else spec.shared.intermediate_size,
             "moe_layers": [
                 {
@@ -129,6 +130,7 @@ def inspect_model(
         path=str(path),
         family=family.name,
         origin=family.origin if isinstance(family, DerivedFamily) else None,
+        routed_by_class=family.refusal(family.moe_layers(checkpoint.config)[-1]) is not None,
         spec=spec,
         report=audit(checkpoint, deep=deep, progress=progress),
         plan=plan(Problem(spec=spec, device=probe(device))),

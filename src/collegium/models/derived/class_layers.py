@@ -23,6 +23,7 @@ __all__ = [
     "installed_release",
 ]
 
+_MAX_COUNT = 1 << 14
 _DROPPED_ENTRIES = ("model_type", "auto_map", "quantization_config", "architectures", "transformers_version")
 
 
@@ -78,6 +79,7 @@ def build(model_type: str, config: Mapping[str, object]) -> ClassModel:
     transformers = importlib.import_module("transformers")
     entries = {key: value for key, value in config.items() if key not in _DROPPED_ENTRIES}
     where = f"config.json of model_type {model_type!r}"
+    _refuse_large_counts(entries, where)
     with _quiet(transformers):
         try:
             class_config = transformers.AutoConfig.for_model(model_type, **entries)
@@ -139,6 +141,15 @@ def class_of(transformers: Any, config: Any, architectures: object) -> Any:
             cls = table[type(config)]
             return cls[0] if isinstance(cls, tuple) else cls
     raise LookupError(f"no class has the config {type(config).__name__}")
+
+
+def _refuse_large_counts(entries: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigError for numbers of layers or experts that no model has, before a class is built from them."""
+    for key, value in entries.items():
+        if isinstance(value, dict):
+            _refuse_large_counts(value, where)
+        elif isinstance(value, int) and value > _MAX_COUNT and ("layers" in key or "experts" in key):
+            raise ConfigError(f"{where}: {key} is {value}, allowed are at most {_MAX_COUNT}")
 
 
 def _layers_of(model: nn.Module, where: str) -> Iterator[ClassLayer]:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from ...errors import ConfigError, SpecError
+from ...runtime.devices import plain_torch
 from ...types import MoESpec
 from ..base import Config, Family, Names, StackedNames, text_of
 from .class_layers import ClassLayer, ClassModel, build, installed_release
@@ -76,6 +77,11 @@ def derived_family(config: Mapping[str, object]) -> DerivedFamily | None:
 @lru_cache(maxsize=32)
 def _derive(kind: str, config: str) -> DerivedFamily:
     model = build(kind, json.loads(config))
+    with plain_torch():
+        return _family(kind, model)
+
+
+def _family(kind: str, model: ClassModel) -> DerivedFamily:
     proposals = _proposals(model)
     first = model.layers[0]
     found = stored_names(model, first)

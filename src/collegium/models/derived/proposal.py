@@ -20,6 +20,7 @@ __all__ = ["Proposal", "propose"]
 
 _EPSILONS = (0.0, 1e-20, 1e-12, 1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5)
 _FLOORS = (1e-20, 1e-12, 1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5)
+_MAX_MATRIX = 1 << 28  # numbers; published models have fewer than 2**27
 _TOLERANCE = 2e-5  # float32 sums in another order
 _TOP_K = (
     "top_k",
@@ -68,6 +69,10 @@ def propose(model: ClassModel, layer: ClassLayer) -> Proposal:
         expert_bias=bool(experts.has_bias),
         latent_size=None if int(width) == hidden_size else int(width),
     )
+    largest = max(tensor[0].numel() for tensor in layer.block.parameters() if tensor.dim() == 3)
+    largest = max(largest, *(tensor.numel() for tensor in layer.block.parameters() if tensor.dim() < 3))
+    if largest > _MAX_MATRIX:
+        raise SpecError(f"{type(layer.block).__name__} has a matrix of {largest} numbers, allowed are {_MAX_MATRIX}")
     _check_experts(layer, spec)
     try:
         run = run_block(layer, hidden_size)
