@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from collegium import (
     DeviceFacts,
@@ -625,6 +626,30 @@ def test_checksums_are_those_of_sent_tensors(placement: Placement, fused: bool) 
     assert report.checksums == checksums_of(local)
     assert report.checksum == weights_checksum(local)
     assert same(layer, built(new, router=False, **options))
+
+
+class _Launches(TorchDispatchMode):
+    """The operations that write memory, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_one_copy_for_each_matrix() -> None:
+    layer, new = built(random_items(1)), random_items(2)
+    updater = WeightUpdater(layer)
+    load_into(updater, new[:4])
+    launches = _Launches()
+    with launches:
+        load_into(updater, new[4:])
+    assert [name for name in launches.names if "empty" not in name] == ["aten::copy_"] * len(new[4:])
+    assert updater.finish().checksum == weights_checksum(new)
 
 
 def test_default_device_is_ignored() -> None:
