@@ -137,7 +137,7 @@ def generate(
     from .runtime.warm_up import warm_up
 
     if not -(1 << 63) <= seed < 1 << 63:
-        raise InputError(f"--seed: {seed} is not a 64-bit integer")
+        raise InputError(f"--seed: {seed} is not a 64-bit integer; allowed: -2^63 to 2^63 - 1")
     checkpoint = check_writable(find_model(model, download, weights=not dummy), dummy=dummy)
     adapters = [find_model(path, download) for path in adapter or ()]
     texts = prompts_of(prompt or [DEFAULT_PROMPT], adapters)

@@ -127,7 +127,8 @@ class Checkpoint:
         """Return the header entry of a tensor; raises MissingTensorError."""
         if name not in self.tensors:
             raise MissingTensorError(
-                f"{self.path}: tensor {name!r} was requested, the checkpoint's {len(self.tensors)} tensors lack it"
+                f"{self.path}: tensor {name!r} was requested, the checkpoint's {len(self.tensors)} tensors lack it; "
+                "their names are in Checkpoint.tensors"
             )
         return self.tensors[name]
 

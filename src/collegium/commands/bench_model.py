@@ -191,7 +191,7 @@ def _specs(model: Any) -> list[MoESpec]:
     """Return the spec of each experts module, read from the model's parameters."""
     top_k = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
     if top_k is None:
-        raise InputError("bench-model on several ranks: the model's config has no num_experts_per_tok")
+        raise InputError("bench-model on several ranks: the model's config lacks num_experts_per_tok; use one rank")
     modules = [module for _, module in sorted(plugin.experts_modules(model).items())]
     return [plugin.spec_of(module, plugin.routed_weights(module), top_k) for module in modules]
 
@@ -220,7 +220,10 @@ def _build_model(what: str, layers: int | None, facts: DeviceFacts, formats: Seq
     with torch.device(facts.place):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
     if not plugin.experts_modules(model):
-        raise InputError(f"model {what!r}: transformers builds no experts with an exchangeable implementation for it")
+        raise InputError(
+            f"model {what!r}: transformers builds no experts with an exchangeable implementation for it; pass a "
+            "Mixture-of-Experts model that load_model takes (docs/families.md)"
+        )
     return model.eval()
 
 

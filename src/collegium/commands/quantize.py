@@ -116,7 +116,7 @@ def quantize_model(
     layers = [CheckpointLayer.open(checkpoint, layer.layer) for layer in report.layers]
     names = {stored.name for layer in layers for stored in (layer.stored, layer.up_stored, layer.down_stored)}
     if names == {job.target.name}:
-        raise InputError(f"{path}: the experts are {job.target.name} already")
+        raise InputError(f"{path}: the experts are {job.target.name} already; pass another --to")
     copied_tensors = _copied_tensors(job, layers)
     folder = Path(out) if out is not None else Path(f"{os.path.abspath(path)}-{weight_format}")
     target_spec = replace(job.spec, weight_format=job.target.name, down_format=None)

@@ -49,7 +49,10 @@ def process_group(
     if distributed.is_available() and distributed.is_initialized():
         ranks = Ranks.of(same_tokens=same_tokens)
         if not ranks.device.startswith(device or ""):
-            raise InputError(f"device {device!r} was requested, the backend of torch.distributed serves {ranks.device}")
+            raise InputError(
+                f"device {device!r} was requested, the backend of torch.distributed serves {ranks.device}; pass "
+                "that, or initialise torch.distributed with another backend"
+            )
         yield ranks
         return
     if ranks_started(environ) < 2:

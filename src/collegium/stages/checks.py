@@ -136,8 +136,10 @@ def check_presence(name: str, *, required: bool, present: bool) -> None:
     if required == present:
         return
     if required:
-        raise InputError(f"{name}: the spec needs {name} weights, they were not given")
-    raise InputError(f"{name}: the spec has no place for {name} weights, they were given")
+        raise InputError(
+            f"{name}: the spec needs {name} weights, found none; pass {name}=, or plan a spec without them"
+        )
+    raise InputError(f"{name}: the spec has no {name} weights, found some; leave out {name}=, or plan a spec with them")
 
 
 def check_tensor(owner: str, name: str, tensor: Tensor | None, shape: tuple[int, ...] | None, setting: str) -> None:
@@ -152,6 +154,6 @@ def check_after_expert(problem: Problem, after_expert: object) -> None:
     """Refuse a function of experts' rows where each rank has slices of experts; raises InputError."""
     if after_expert is not None and problem.placement is not None and problem.placement.tp_size > 1:
         raise InputError(
-            f"after_expert was given for {problem.placement}: the rows of a slice are only a part of what the expert "
+            f"after_expert was passed for {problem.placement}: the rows of a slice are only a part of what the expert "
             "returns; split the experts over ranks instead of each expert's width"
         )

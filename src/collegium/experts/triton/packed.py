@@ -240,8 +240,8 @@ class PackedExperts(PackedWeights):
             return alloc(memory, "rows", (count, width), out_dtype, device)
         if remote.rows.shape[1:] != (width,) or remote.rows.dtype != out_dtype:
             raise InputError(
-                f"back: rows of {remote.rows.shape[1]} {remote.rows.dtype}, these experts store rows of {width} "
-                f"{out_dtype}"
+                f"remote output: found rows of {remote.rows.shape[1]} {remote.rows.dtype}, allowed: rows of {width} "
+                f"{out_dtype}, as output_spec returns them"
             )
         return remote.rows
 
