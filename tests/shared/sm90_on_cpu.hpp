@@ -19,6 +19,8 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
+constexpr bool FEW_REGISTERS = false;
+
 #define __device__
 #define __global__
 #define __forceinline__ inline

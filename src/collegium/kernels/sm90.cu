@@ -6,6 +6,13 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
+// NVRTC from 13.2 on keeps more values in registers, and lets every product wait for the one before where it has too few.
+#if __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1302
+constexpr bool FEW_REGISTERS = true;
+#else
+constexpr bool FEW_REGISTERS = false;
+#endif
+
 struct alignas(64) Map { u8 bytes[128]; };
 typedef u64 Barrier;
 

@@ -387,8 +387,10 @@ template <int N> __device__ __forceinline__ void sum_over_k(
         Barrier* empty = &s.empty[c.stage];
 #pragma unroll
         for (int step = 0; step + 1 < STEPS; step++) {
-            codes = load_codes(stage, r, step + 1);
+            constexpr bool LATE = FEW_REGISTERS && PASSES > 1;
+            if (!LATE) codes = load_codes(stage, r, step + 1);
             multiply_pass<N>(acc[step % ROW_TILES], step % 2 ? b : a, stage, step / ROW_TILES, true);
+            if (LATE) codes = load_codes(stage, r, step + 1);
             // What the next step changes was multiplied in the step before this one.
             if (step) await_products<1>();
             prepare<N>(codes, step + 1, r, step % 2 ? a : b, acc, units);
