@@ -46,6 +46,7 @@ from collegium.planning import plan
 from collegium.problem import DeviceFacts, Problem
 from collegium.testing.compare import heavy_tailed
 from collegium.types import ActivationSpec, ContiguousBatch, ExpertWeights, MoESpec, RoutingSpec
+from gguf_blocks import write_half
 from raising import assert_values, raises_with
 
 SHIPPED = Path(__file__).resolve().parents[2] / "demo" / "fables-16m"
@@ -276,12 +277,11 @@ def affine(kind, *shape, group=32, dtype=torch.float16):
 def blocks(title, *shape):
     kind = KINDS[title]
     found = torch.randint(0, 256, (*shape[:-1], -(-shape[-1] // kind.elements), kind.nbytes), dtype=torch.uint8)
-    for at in kind.halves:
-        halves = heavy_tailed(*found.shape[:-1], 1, seed=at) * 2**-6 / shape[-1] ** 0.5
-        found[..., at : at + 2] = halves.half().view(torch.uint8)
-    if not kind.halves:
+    for index in range(kind.terms):
+        write_half(title, found, index, heavy_tailed(*found.shape[:-1], seed=index) * 2**-6 / shape[-1] ** 0.5)
+    if not kind.terms:
         found[..., 0] = torch.randint(118, 124, found.shape[:-1])
-    return Gguf(shape=shape, blocks=found)
+    return Gguf(shape=shape, blocks=found, title=title)
 
 
 def looked_up(*shape):

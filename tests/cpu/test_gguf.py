@@ -44,6 +44,7 @@ from collegium.planning import kernel_named, plan
 from collegium.problem import Overrides
 from collegium.testing.compare import relative_error
 from collegium.types import ActivationSpec, ExpertWeights, Routing
+from gguf_blocks import write_half
 from gguf_files import ARCHITECTURES, D, E, random_blocks, theirs, write_gguf
 from raising import raises_with
 from truth import moe_truth
@@ -68,6 +69,10 @@ def test_types_are_those_of_the_package() -> None:
     }
 
 
+def storage_of(kind: str) -> str:
+    return kind if kind in [storage.name for storage in Gguf.storages] else "gguf"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 2**31), rows=st.integers(1, 5), count=st.integers(1, 4))
@@ -75,7 +80,7 @@ def test_blocks_decode_as_the_package(kind: str, seed: int, rows: int, count: in
     size = KINDS[kind].elements
     raw = random_blocks(np.random.default_rng(seed), kind, 2, rows, count * size)
     parts = {".weight": torch.from_numpy(raw).view(2, rows, count, -1)}
-    payload = Gguf.from_parts(parts, storage="gguf", shape=(2, rows, count * size))
+    payload = Gguf.from_parts(parts, storage=storage_of(kind), shape=(2, rows, count * size))
     truth = theirs(raw, kind)
     assert payload.kind.title == kind
     assert same_bits(payload.decode(), truth)
@@ -132,13 +137,13 @@ def test_unknown_block_sizes_refused() -> None:
 def test_faults_of_blocks(kind: str) -> None:
     entry = KINDS[kind]
     raw = torch.from_numpy(random_blocks(np.random.default_rng(0), kind, 2, 3, 2 * entry.elements)).view(2, 3, 2, -1)
-    for at in entry.halves or (0,):
+    for index in range(entry.terms or 1):
         bad = raw.clone()
-        if entry.halves:
-            bad[1, 2, 1, at : at + 2] = torch.tensor([0, 0x7C], dtype=torch.uint8)
+        if entry.terms:
+            write_half(kind, bad[1, 2, 1], index, torch.tensor(torch.inf))
         else:
             bad[1, 2, 1, 0] = 255
-        payload = Gguf(shape=(2, 3, 2 * entry.elements), blocks=bad)
+        payload = Gguf(shape=(2, 3, 2 * entry.elements), blocks=bad, title=kind)
         assert payload.faults().tolist() == [False, True]
 
 
@@ -158,6 +163,9 @@ COMBINATIONS = [
     ("gpt-oss", ("F32", "F32"), "fp32"),
     ("qwen3moe", ("Q4_K", "F16"), "gguf"),
     ("llama", ("BF16", "Q8_0"), "bf16"),
+    ("qwen3moe", ("Q2_K", "Q3_K"), "gguf"),
+    ("olmoe", ("IQ4_NL", "Q4_0"), "gguf"),
+    ("qwen3moe", ("IQ4_XS", "IQ4_NL"), "gguf"),
 ]
 
 

@@ -549,10 +549,12 @@ def test_every_gguf_kind_and_row_dtype(kind: str, rows: torch.dtype, columns: in
     assert packed.layout.minima == (kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K"))
     own, beside = halves_and_sums(x) if packed.layout.minima else (x, None)
     ops.grouped_gemm(own, packed, offsets, ops.tile_list(offsets, 9, tile), found, x_scale=beside)
-    assert relative_error(found, grouped_gemm_reference(x, payload.decode(), offsets)) < 1e-6
+    # Q2_K is packed as the nearest multiples of a scale.
+    most = 2e-3 if kind == "Q2_K" else 1e-6
+    assert relative_error(found, grouped_gemm_reference(x, payload.decode(), offsets)) < most
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q5_0", "Q8_0", "Q6_K", "MXFP4"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q5_0", "Q8_0", "Q6_K", "MXFP4", "Q3_K", "IQ4_NL", "IQ4_XS"])
 def test_gguf_blocks_whose_scale_is_zero(kind: str) -> None:
     """The codes of such a block are anything; llama.cpp writes Q6_K codes of -32 and E8M0 bytes of 0."""
     payload = random_blocks(kind, 2, 1, 40, 512)

@@ -40,7 +40,7 @@ from collegium.errors import (
     UnknownTensorError,
 )
 from collegium.experts import KERNELS
-from collegium.formats import FORMATS
+from collegium.formats import FORMATS, Gguf
 from collegium.formats.gguf import KINDS as GGUF_KINDS
 from collegium.parallel.placement import tensor_parallel
 from collegium.runtime import checksum
@@ -195,13 +195,17 @@ def test_gguf_blocks_load_by_matrix(kind: str) -> None:
         hidden_size=256, intermediate_size=256, num_experts=3, routing=RoutingSpec(top_k=2), weight_format="gguf"
     )
     blocks = random_blocks(kind, 3, 3, 256, 256).blocks
-    builder = LayerBuilder(spec, device="cpu", router=False, overrides=Overrides(kernel="reference"))
+    # Kinds with blocks of the same size are told apart by the storage.
+    alike = kind in [storage.name for storage in Gguf.storages]
+    stored = StoredFormat(name="gguf", storage=kind) if alike else None
+    builder = LayerBuilder(spec, device="cpu", router=False, overrides=Overrides(kernel="reference"), stored=stored)
     for expert in range(3):
         for part, shard in enumerate(("w1", "w3", "w2")):
             builder.load("weight", blocks[expert, part], shard=shard, expert=expert)
     weights: Any = builder.finish().experts
     assert torch.equal(weights.weights.gate_up.blocks, blocks[:, :2])
     assert torch.equal(weights.weights.down.blocks, blocks[:, 2])
+    assert weights.weights.gate_up.kind.title == weights.weights.down.kind.title == kind
 
 
 def test_fused_and_stacked_tensors_match() -> None:

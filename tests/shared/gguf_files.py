@@ -10,6 +10,7 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 
 from collegium.formats.gguf import KINDS
+from gguf_blocks import write_half
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,10 +26,10 @@ def random_blocks(rng: np.random.Generator, kind: str, *shape: int) -> np.ndarra
     """Random bytes ``[*shape, K]`` of a kind as stored, every half finite."""
     entry = KINDS[kind]
     blocks = rng.integers(0, 256, (*shape[:-1], shape[-1] // entry.elements, entry.nbytes), dtype=np.uint8)
-    for at in entry.halves:
-        halves = (rng.standard_normal((*blocks.shape[:-1], 1)) * 2**-6).astype(np.float16)
-        blocks[..., at : at + 2] = halves.view(np.uint8)
-    if not entry.halves:
+    for index in range(entry.terms):
+        halves = (rng.standard_normal(blocks.shape[:-1]) * 2**-6).astype(np.float16)
+        write_half(kind, torch.from_numpy(blocks), index, torch.from_numpy(halves))
+    if not entry.terms:
         blocks[..., 0] = rng.integers(110, 128, blocks.shape[:-1])
     return blocks.reshape(*shape[:-1], -1)
 

@@ -12,6 +12,7 @@ from collegium.dummy.encoders import ENCODERS, affine
 from collegium.encoding import encode_experts
 from collegium.formats import Gguf
 from collegium.formats.gguf import KINDS
+from gguf_blocks import write_half
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,11 +47,11 @@ def random_blocks(name: str, *shape: int) -> Gguf:
     """Return blocks of a kind whose codes and steps are any bytes; halves give weights of about ``K ** -0.5``."""
     kind, columns = KINDS[name], shape[-1]
     blocks = torch.randint(0, 256, (*shape[:-1], -(-columns // kind.elements), kind.nbytes), dtype=torch.uint8)
-    wide = 2 ** (kind.bits - 1)
+    wide = 2 ** (kind.bits - 1) if kind.numbers is None else float(kind.values.abs().max())
+    wide = 2 if name == "Q2_K" else wide
     level = columns**-0.5 / wide / (1 if kind.steps is None else 64 if kind.bits == 6 else 32)
-    for at, size in zip(kind.halves, (level, level * wide), strict=False):
-        halves = (torch.randn(blocks.shape[:-1]) * size).half()
-        blocks[..., at : at + 2] = halves.unsqueeze(-1).view(torch.uint8)
-    if not kind.halves:
+    for index, size in zip(range(kind.terms), (level, level * wide), strict=False):
+        write_half(name, blocks, index, torch.randn(blocks.shape[:-1]) * size)
+    if not kind.terms:
         blocks[..., 0] = torch.randint(118, 122, blocks.shape[:-1])
-    return Gguf(shape=shape, blocks=blocks)
+    return Gguf(shape=shape, blocks=blocks, title=name)

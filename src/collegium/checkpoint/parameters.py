@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..errors import BadScaleError, DuplicateTensorError, InputError, TensorMismatchError
 from ..formats.find_storage import SAFETENSORS_DTYPES
-from ..formats.gguf import KINDS
+from ..formats.gguf import BLOCK_BYTES
 from ..formats.payload import Part, Payload
 from .header import FLOATS, TensorInfo
 from .layout import Cut, Source, check_part, has_grid_per_half, padding_of, stored_shape_of, stored_slices
@@ -28,7 +28,6 @@ __all__ = ["MatrixParameters", "Piece", "StoredCopy", "Target", "check_plain", "
 
 _SHAPE_CLAIM = ".weight_shape"
 _BIAS = Part(suffix=".bias", dtypes=FLOATS, columns_per=0)
-_KIND_OF_BYTES = {kind.nbytes: kind.title for kind in KINDS.values()}
 
 
 def parameter_name(part: Part) -> str:
@@ -284,8 +283,9 @@ class MatrixParameters:
         """Return the part of ``stored`` adapted to ``piece``; raises TensorMismatchError."""
         part = self._parts_of(stored)[piece.name]
         dtype, shape = entry_of(piece.tensor)
-        if dtype == "U8" and KINDS.keys() & {*part.dtypes}:
-            dtype = _KIND_OF_BYTES.get(shape[-1] if shape else 0, dtype)
+        if dtype == "U8" and shape:
+            # Blocks of GGUF are bytes in memory, their size shows the kind.
+            dtype = next((kind for kind in part.dtypes if BLOCK_BYTES.get(kind) == shape[-1]), dtype)
         if part.flat and (piece.fused or piece.experts is not None):
             raise TensorMismatchError(
                 f"load: {piece.name} of {piece.label}: {stored.name} stores each matrix in one flat list, so gate and "

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError, ConfigError, DuplicateTensorError, InputError, MissingTensorError
 from ..formats.find_storage import SAFETENSORS_DTYPES
-from ..formats.gguf import KINDS
+from ..formats.gguf import BLOCK_BYTES
 from ..locate import locate
 from ..models import quantization_block
 from .gguf import read_gguf
@@ -29,7 +29,7 @@ INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _AWQ_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}  # names in AutoAWQ's file
 
-TORCH_DTYPES: Mapping[str, torch.dtype] = {**SAFETENSORS_DTYPES, **dict.fromkeys(KINDS, torch.uint8)}
+TORCH_DTYPES: Mapping[str, torch.dtype] = {**SAFETENSORS_DTYPES, **dict.fromkeys(BLOCK_BYTES, torch.uint8)}
 
 
 class Checkpoint:

@@ -1,6 +1,7 @@
-"""Quantised blocks of GGUF files in their stored form: Q4_0 to Q8_0, Q4_K, Q5_K, Q6_K and MXFP4.
+"""Quantised blocks of GGUF files in their stored form: all kinds of ggml but NVFP4, which is ``nvfp4``.
 
-Gate and up of a layer have one block type, down may have another. Source: the ``gguf`` package, ``quants.py``.
+Gate and up of a layer have one block type, down may have another. Sources: the ``gguf`` package, ``quants.py``, and
+ggml, ``ggml-common.h``, for the layouts. ``gguf_codes`` reads the codes of the kinds below four bits.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,16 +12,13 @@ import torch
 from torch import Tensor
 
 from ..errors import TensorMismatchError
+from . import gguf_codes as low
 from .codecs import E2M1_VALUES, decode_rows, e8m0_values, look_up
 from .find_storage import check_cut, find_storage
+from .gguf_codes import nibbles
 from .payload import Part, Payload, Storage
 
-__all__ = ["KINDS", "Gguf"]
-
-
-def _nibbles(raw: Tensor) -> Tensor:
-    """Return ``[n, 2b]``: the low nibbles of ``[n, b]`` bytes, then the high ones."""
-    return torch.cat((raw & 0xF, raw >> 4), dim=-1)
+__all__ = ["BLOCK_BYTES", "KINDS", "Gguf"]
 
 
 def _bits(raw: Tensor) -> Tensor:
@@ -40,11 +38,11 @@ def _k_steps(raw: Tensor) -> Tensor:
 def _q5_k(raw: Tensor) -> Tensor:
     shifts = torch.arange(8, dtype=torch.uint8, device=raw.device).unsqueeze(-1)
     fifth = (raw[:, None, 16:48] >> shifts) & 1
-    return _nibbles(raw[:, 48:].reshape(-1, 32)).view(-1, 256) | (fifth << 4).flatten(1)
+    return nibbles(raw[:, 48:].reshape(-1, 32)).view(-1, 256) | (fifth << 4).flatten(1)
 
 
 def _q6_k(raw: Tensor) -> Tensor:
-    low = _nibbles(raw[:, :128].reshape(-1, 64)).view(-1, 256)
+    low = nibbles(raw[:, :128].reshape(-1, 64)).view(-1, 256)
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=raw.device).unsqueeze(-1)
     high = (raw[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & 3
     return low | (high << 4).view(-1, 256)
@@ -57,7 +55,8 @@ class _Kind:
     title: its name in GGUF. elements, nbytes: of a block. halves: offsets of its half-precision numbers. codes:
     function from blocks ``[n, bytes]`` to uint8 codes ``[n, elements]``. bits: of a code. zero: the code of zero.
     steps: function from blocks to int8 factors ``[n, G, halves]`` of the halves, or None. The second half is subtracted
-    if there are steps, else added.
+    if there are steps, else added. numbers: what the codes mean, in units of ``unit``, a power of two; None: code -
+    zero. read_half: function from blocks to their float16 ``[n, 1]`` where it is not contiguous.
     """
 
     title: str
@@ -68,42 +67,84 @@ class _Kind:
     bits: int = 4
     zero: int = 0
     steps: Callable[[Tensor], Tensor] | None = None
+    numbers: tuple[int, ...] | None = None
+    unit: float = 1.0
+    read_half: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def terms(self) -> int:
+        """How many half-precision numbers a block has; 0 for MXFP4, whose scale is an E8M0 byte."""
+        return 1 if self.read_half is not None else len(self.halves)
+
+    @property
+    def values(self) -> Tensor:
+        """What the lower four bits of a code mean, float32 ``[16]``."""
+        if self.numbers is None:
+            return torch.arange(16.0) - self.zero
+        return torch.tensor(self.numbers, dtype=torch.float32) * self.unit
 
 
 _TABLE = (
-    _Kind("Q4_0", 32, 18, (0,), lambda raw: _nibbles(raw[:, 2:]), zero=8),
-    _Kind("Q4_1", 32, 20, (0, 2), lambda raw: _nibbles(raw[:, 4:])),
-    _Kind("Q5_0", 32, 22, (0,), lambda raw: _nibbles(raw[:, 6:]) | _bits(raw[:, 2:6]) << 4, 5, 16),
-    _Kind("Q5_1", 32, 24, (0, 2), lambda raw: _nibbles(raw[:, 8:]) | _bits(raw[:, 4:8]) << 4, 5),
+    _Kind("Q4_0", 32, 18, (0,), lambda raw: nibbles(raw[:, 2:]), zero=8),
+    _Kind("Q4_1", 32, 20, (0, 2), lambda raw: nibbles(raw[:, 4:])),
+    _Kind("Q5_0", 32, 22, (0,), lambda raw: nibbles(raw[:, 6:]) | _bits(raw[:, 2:6]) << 4, 5, 16),
+    _Kind("Q5_1", 32, 24, (0, 2), lambda raw: nibbles(raw[:, 8:]) | _bits(raw[:, 4:8]) << 4, 5),
     _Kind("Q8_0", 32, 34, (0,), lambda raw: raw[:, 2:] ^ 128, 8, 128),
-    _Kind("Q4_K", 256, 144, (0, 2), lambda raw: _nibbles(raw[:, 16:].reshape(-1, 32)).view(-1, 256), steps=_k_steps),
+    _Kind("Q2_K", 256, 84, (80, 82), low.q2_k, steps=low.q2_k_steps),
+    _Kind("Q3_K", 256, 110, (108,), low.q3_k, zero=4, steps=low.q3_k_steps),
+    _Kind("Q4_K", 256, 144, (0, 2), lambda raw: nibbles(raw[:, 16:].reshape(-1, 32)).view(-1, 256), steps=_k_steps),
     _Kind("Q5_K", 256, 176, (0, 2), _q5_k, 5, steps=_k_steps),
     _Kind("Q6_K", 256, 210, (208,), _q6_k, 6, 32, lambda raw: raw[:, 192:208, None].view(torch.int8)),
-    _Kind("MXFP4", 32, 17, (), lambda raw: _nibbles(raw[:, 1:])),
+    _Kind("MXFP4", 32, 17, (), lambda raw: nibbles(raw[:, 1:])),
+    _Kind("IQ4_NL", 32, 18, (0,), lambda raw: nibbles(raw[:, 2:]), numbers=low.IQ4),
+    _Kind("IQ4_XS", 256, 136, (0,), low.iq4_xs, steps=low.iq4_xs_steps, numbers=low.IQ4),
 )
 KINDS = {kind.title: kind for kind in _TABLE}
-_BY_BYTES = {kind.nbytes: kind for kind in _TABLE}
+# NVFP4 becomes ``nvfp4``.
+BLOCK_BYTES: Mapping[str, int] = {kind.title: kind.nbytes for kind in _TABLE} | {"NVFP4": 36}
+# Blocks of one size have one of these kinds; the storages of other kinds are named after them.
+_BY_BYTES = {kind.nbytes: kind for kind in reversed(_TABLE)}
 _SIZES = {kind.title: (kind.elements, (kind.nbytes,)) for kind in _TABLE}
 # The default is Q8_0, the largest block type, which planning uses.
-_PART = Part(suffix=".weight", dtypes=tuple(KINDS), columns_per=32, inner=(34,), by_dtype=_SIZES)
+_PART = Part(
+    suffix=".weight",
+    dtypes=tuple(kind.title for kind in _BY_BYTES.values())[::-1],
+    columns_per=32,
+    inner=(34,),
+    by_dtype=_SIZES,
+)
+
+
+def _storages() -> tuple[Storage, ...]:
+    """Return the storage of most kinds, and one for each kind whose blocks have the size of another's."""
+    alike = [kind for kind in _TABLE if _BY_BYTES[kind.nbytes] is not kind]
+    parts = [
+        Part(suffix=".weight", dtypes=(kind.title,), columns_per=kind.elements, inner=(kind.nbytes,)) for kind in alike
+    ]
+    apart = (Storage(name=kind.title, parts=(part,)) for kind, part in zip(alike, parts, strict=True))
+    return Storage(name="gguf", parts=(_PART,)), *apart
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gguf(Payload):
-    """GGUF blocks: ``blocks [..., N, ceil(K / elements), bytes]`` uint8; the size of a block identifies its type."""
+    """GGUF blocks: ``blocks [..., N, ceil(K / elements), bytes]`` uint8.
+
+    title: the kind, a key of ``KINDS``; empty: the first kind with blocks of this size.
+    """
 
     blocks: Tensor
+    title: str = ""
 
     name: ClassVar[str] = "gguf"
     group: ClassVar[int] = 32
     read_only: ClassVar[bool] = True
     by_row: ClassVar[tuple[str, ...]] = ("blocks",)
-    storages: ClassVar[tuple[Storage, ...]] = (Storage(name="gguf", parts=(_PART,)),)
+    storages: ClassVar[tuple[Storage, ...]] = _storages()
 
     @property
     def kind(self) -> _Kind:
         """The type of the blocks."""
-        return _BY_BYTES[self.blocks.shape[-1]]
+        return KINDS[self.title] if self.title else _BY_BYTES[self.blocks.shape[-1]]
 
     def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return ``[..., N, K]``: float32 as the ``gguf`` package computes it, rounded once to ``dtype``."""
@@ -122,20 +163,28 @@ class Gguf(Payload):
     def lines(self) -> tuple[Tensor, Tensor | None]:
         """Return the halves float16 ``[n, h]`` of n blocks, and their factors int8 ``[n, G, h]`` or None.
 
-        value = (code - zero) * halves[0] * steps[0] - halves[1] * steps[1], or + halves[1] without steps.
+        value = number * halves[0] * steps[0] - halves[1] * steps[1], or + halves[1] without steps; number: code - zero,
+        or that of ``numbers`` times ``unit``.
         """
         kind = self.kind
         raw = self.blocks.reshape(-1, self.blocks.shape[-1])
-        halves = [raw[:, at : at + 2].contiguous().view(torch.float16) for at in kind.halves]
         steps = None if kind.steps is None else kind.steps(raw).view(torch.int8)
+        if kind.read_half is not None:
+            return kind.read_half(raw), steps
+        halves = [raw[:, at : at + 2].contiguous().view(torch.float16) for at in kind.halves]
         return torch.cat(halves, dim=-1), steps
 
     @classmethod
     def from_parts(cls, parts: Mapping[str, Tensor], *, storage: str, shape: tuple[int, ...]) -> Self:
-        """Take uint8 blocks ``[..., N, ceil(K / elements), bytes]`` as stored; raises TensorMismatchError."""
+        """Take uint8 blocks ``[..., N, ceil(K / elements), bytes]`` as stored; raises TensorMismatchError.
+
+        storage: ``gguf``, where the size of a block identifies its kind, or the name of a kind that shares its size.
+        """
         find_storage(cls, storage)
+        title = storage if storage in KINDS else ""
         blocks = parts.get(".weight", torch.empty(0))
-        kind = _BY_BYTES.get(blocks.shape[-1]) if blocks.dtype == torch.uint8 else None
+        kind = KINDS[title] if title else _BY_BYTES.get(blocks.shape[-1])
+        kind = kind if blocks.dtype == torch.uint8 else None
         needed = None if kind is None else (*shape[:-1], -(-shape[-1] // kind.elements), kind.nbytes)
         if needed is None or tuple(blocks.shape) != needed:
             sizes = ", ".join(f"{k.title} {k.nbytes} bytes for {k.elements}" for k in _TABLE)
@@ -143,11 +192,11 @@ class Gguf(Payload):
                 f"gguf .weight is {blocks.dtype} {list(blocks.shape)}, a logical {list(shape)} needs "
                 f"{needed or 'blocks'}; known blocks: {sizes}"
             )
-        return cls(shape=tuple(shape), blocks=blocks)
+        return cls(shape=tuple(shape), blocks=blocks, title=title)
 
     def faults(self) -> Tensor:
         """Return a bool tensor over the leading dimensions: True for a NaN or infinite half or E8M0 byte 255."""
-        bad = ~torch.isfinite(self.lines()[0]) if self.kind.halves else self.blocks.flatten(0, -2)[:, :1] == 255
+        bad = ~torch.isfinite(self.lines()[0]) if self.kind.terms else self.blocks.flatten(0, -2)[:, :1] == 255
         return self._per_matrix(bad)
 
     def columns(self, start: int, stop: int) -> Self:
@@ -161,13 +210,15 @@ class Gguf(Payload):
 def _decode(payload: Gguf) -> Tensor:
     """Return float32 ``[n, elements]`` of n blocks; the product of a second half is exact before the subtraction."""
     codes = payload.codes().view(-1, payload.kind.elements)
-    if not payload.kind.halves:
+    kind = payload.kind
+    if not kind.terms:
         # The library decodes with an integer table, so code 8 is +0.
         values = torch.tensor([v if v else 0.0 for v in E2M1_VALUES], device=codes.device)
         return values[codes.long()] * look_up(e8m0_values(codes.device), payload.blocks.flatten(0, -2)[:, :1])
     halves, steps = payload.lines()
     lines = halves.float().unsqueeze(1) * (1.0 if steps is None else steps.float())
-    values = (codes.float() - payload.kind.zero).view(codes.shape[0], lines.shape[1], -1) * lines[..., :1]
+    numbers = codes.float() - kind.zero if kind.numbers is None else look_up(kind.values.to(codes.device), codes)
+    values = numbers.view(codes.shape[0], lines.shape[1], -1) * lines[..., :1]
     if lines.shape[-1] > 1:
         values = values + (lines[..., 1:] if steps is None else -lines[..., 1:])
     return values.flatten(1)

@@ -170,7 +170,7 @@ def pack_fused(payload: formats.Payload, bias: Tensor | None, name: str) -> Fuse
     """
     if isinstance(payload, formats.Bf16 | formats.Fp16 | formats.Fp32):
         return _plain_fused(payload, bias)
-    if isinstance(payload, formats.Gguf) and not payload.kind.halves:
+    if isinstance(payload, formats.Gguf) and not payload.kind.terms:
         payload = formats.MxFp4.from_parts({".weight": payload.blocks}, storage="gguf", shape=payload.shape)
     refuse_faults(payload, name)
     scales = _scales_of(payload)
@@ -294,7 +294,7 @@ def _gguf_scales(payload: formats.Gguf) -> _Scales:
     supers = _plain(halves).view(payload.shape[0], -1, payload.blocks.shape[-2], halves.shape[-1])
     scales = _Scales(
         lines=supers,
-        values=torch.arange(16.0) - kind.zero,
+        values=kind.values,
         group=kind.elements,
         bits=kind.bits,
         shift="offsets" if two else "none",
