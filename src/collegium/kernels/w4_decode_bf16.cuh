@@ -21,7 +21,7 @@ constexpr int ROW_TILE = 64;
 constexpr int K_BLOCK = E4M3_SCALES ? 64 : 128;      // columns of a stage
 constexpr int OF_QUARTER = K_BLOCK / 64;             // instructions for a quarter of them
 // Instructions whose operands are decoded at once.
-constexpr int PRODUCTS = BY_QUARTER || (INTEGERS && FEW_REGISTERS) ? OF_QUARTER : 4;
+constexpr int PRODUCTS = BY_QUARTER || (OF_QUARTER == 2 && FEW_REGISTERS) ? OF_QUARTER : 4;
 constexpr int PASSES = K_BLOCK / 16 / PRODUCTS;      // over a row tile and K block
 constexpr int ROW_BYTES = K_BLOCK / 2;               // of a row's codes
 constexpr int CODE_BYTES = ROW_TILE * ROW_BYTES, SCALE_BYTES = ROW_TILE * 4 * WORDS;  // of a row tile and K block
