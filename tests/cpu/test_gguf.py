@@ -31,8 +31,9 @@ from collegium.errors import (
     TruncatedFileError,
     UnknownTensorError,
 )
-from collegium.formats import Fp32, Gguf, MxFp4
+from collegium.formats import Fp32, Gguf, MxFp4, NvFp4
 from collegium.formats.gguf import KINDS
+from collegium.formats.gguf_grids import GRIDS, PATH, grid_of
 from collegium.formats.unquantised import DTYPES
 from collegium.layer import MoELayer
 from collegium.models import FAMILIES, describe
@@ -48,6 +49,7 @@ from gguf_blocks import write_half
 from gguf_files import ARCHITECTURES, D, E, random_blocks, theirs, write_gguf
 from raising import raises_with
 from truth import moe_truth
+from write_gguf_grids import packed_grids
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -95,6 +97,27 @@ def test_mxfp4_blocks_become_mxfp4() -> None:
     raw = random_blocks(np.random.default_rng(0), "MXFP4", 2, 5, 96)
     parts = {".weight": torch.from_numpy(raw).view(2, 5, 3, 17)}
     assert same_bits(MxFp4.from_parts(parts, storage="gguf", shape=(2, 5, 96)).decode(), theirs(raw, "MXFP4"))
+
+
+def test_nvfp4_blocks_become_nvfp4() -> None:
+    raw = np.random.default_rng(0).integers(0, 256, (2, 5, 3, 36), dtype=np.uint8)
+    raw[..., :4] = np.arange(1, 121).reshape(2, 5, 3, 4)
+    payload = NvFp4.from_parts({".weight": torch.from_numpy(raw)}, storage="gguf", shape=(2, 5, 192))
+    truth = torch.from_numpy(gguf.dequantize(raw.reshape(2, 5, -1), GGMLQuantizationType.NVFP4))
+    assert same_bits(payload.decode(), truth)
+    assert payload.faults().tolist() == [False, False]
+    cut = NvFp4.from_parts({".weight": torch.from_numpy(raw)}, storage="gguf", shape=(2, 5, 150))
+    assert same_bits(cut.decode(), truth[..., :150].contiguous())
+    raw[1, 2, 1, 3] = 0x7F  # NaN in E4M3; the package reads it as zero
+    bad = NvFp4.from_parts({".weight": torch.from_numpy(raw)}, storage="gguf", shape=(2, 5, 192))
+    assert bad.faults().tolist() == [False, True]
+
+
+def test_grids_are_those_of_the_package() -> None:
+    assert PATH.read_bytes() == packed_grids()
+    for name, grid in GRIDS.items():
+        values = torch.tensor(grid.values)[grid_of(name, torch.device("cpu")).int()]
+        assert np.array_equal(values.numpy(), getattr(gguf.quants, name).grid[0, 0])
 
 
 def test_worked_examples() -> None:
@@ -166,6 +189,13 @@ COMBINATIONS = [
     ("qwen3moe", ("Q2_K", "Q3_K"), "gguf"),
     ("olmoe", ("IQ4_NL", "Q4_0"), "gguf"),
     ("qwen3moe", ("IQ4_XS", "IQ4_NL"), "gguf"),
+    ("qwen3moe", ("IQ2_XXS", "IQ3_S"), "gguf"),
+    ("deepseek2", ("IQ1_M", "IQ2_S"), "gguf"),
+    ("llama", ("TQ2_0", "Q3_K"), "gguf"),
+    ("olmoe", ("IQ1_S", "TQ1_0"), "gguf"),
+    ("qwen3moe", ("NVFP4", "NVFP4"), "nvfp4"),
+    ("qwen3moe", ("NVFP4", "IQ2_XS"), "nvfp4"),
+    ("llama", ("IQ3_XXS", "NVFP4"), "gguf"),
 ]
 
 

@@ -51,6 +51,7 @@ from collegium.types import (
     Routing,
     RoutingSpec,
 )
+from gguf_blocks import write_half
 from grids import exhaustive
 from integers import encoded, ordered, random_blocks
 from products import grouped_gemm_reference, in_columns_reference
@@ -554,14 +555,16 @@ def test_every_gguf_kind_and_row_dtype(kind: str, rows: torch.dtype, columns: in
     assert relative_error(found, grouped_gemm_reference(x, payload.decode(), offsets)) < most
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q5_0", "Q8_0", "Q6_K", "MXFP4", "Q3_K", "IQ4_NL", "IQ4_XS"])
+@pytest.mark.parametrize(
+    "kind", ["Q4_0", "Q5_0", "Q8_0", "Q6_K", "MXFP4", "Q3_K", "IQ4_NL", "IQ2_XS", "IQ1_M", "TQ1_0"]
+)
 def test_gguf_blocks_whose_scale_is_zero(kind: str) -> None:
     """The codes of such a block are anything; llama.cpp writes Q6_K codes of -32 and E8M0 bytes of 0."""
     payload = random_blocks(kind, 2, 1, 40, 512)
-    halves, blocks = KINDS[kind].halves, payload.blocks
+    blocks = payload.blocks
     for rows, at in ((slice(10), 0), (slice(5, 15), 1), (slice(20, 21), slice(None))):
-        if halves:
-            blocks[:, :, rows, at, halves[0] : halves[0] + 2] = 0
+        if KINDS[kind].terms:
+            write_half(kind, blocks[:, :, rows, at], 0, torch.zeros(()))
         else:
             blocks[:, :, rows, at, 0] = 0
     if kind == "Q6_K":

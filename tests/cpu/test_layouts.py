@@ -27,7 +27,8 @@ EIGHT = ("fp8_block", "fp8_tensor", "fp8_channel")
 # Stored bits of a weight on a GPU.
 BITS = {
     "Q4_0": 4.5, "Q4_1": 5, "Q5_0": 8.5, "Q5_1": 9, "Q8_0": 8.5, "Q4_K": 4.75, "Q5_K": 8.75, "Q6_K": 9, "MXFP4": 4.25,
-    "Q2_K": 10, "Q3_K": 5, "IQ4_NL": 8.5, "IQ4_XS": 9,
+    "Q2_K": 10, "Q3_K": 5, "IQ4_NL": 8.5, "IQ4_XS": 9, "IQ3_XXS": 9, "IQ3_S": 9, "IQ2_XXS": 9,
+    "IQ2_XS": 10, "IQ2_S": 10, "IQ1_S": 9, "IQ1_M": 10, "TQ1_0": 4.5, "TQ2_0": 4.5,
 }  # fmt: skip
 ROWS = ("fp8_group128", "fp8_group128_pow2", "fp8_token")
 CASES = [

@@ -24,6 +24,10 @@ D, E = 512, 4
 
 def random_blocks(rng: np.random.Generator, kind: str, *shape: int) -> np.ndarray:
     """Random bytes ``[*shape, K]`` of a kind as stored, every half finite."""
+    if kind == "NVFP4":
+        blocks = rng.integers(0, 256, (*shape[:-1], shape[-1] // 64, 36), dtype=np.uint8)
+        blocks[..., :4] = rng.integers(8, 32, (*blocks.shape[:-1], 4))
+        return blocks.reshape(*shape[:-1], -1)
     entry = KINDS[kind]
     blocks = rng.integers(0, 256, (*shape[:-1], shape[-1] // entry.elements, entry.nbytes), dtype=np.uint8)
     for index in range(entry.terms):

@@ -98,6 +98,15 @@ _TABLE = (
     _Kind("MXFP4", 32, 17, (), lambda raw: nibbles(raw[:, 1:])),
     _Kind("IQ4_NL", 32, 18, (0,), lambda raw: nibbles(raw[:, 2:]), numbers=low.IQ4),
     _Kind("IQ4_XS", 256, 136, (0,), low.iq4_xs, steps=low.iq4_xs_steps, numbers=low.IQ4),
+    _Kind("IQ3_XXS", 256, 98, (0,), low.iq3_xxs, steps=low.iq3_xxs_steps, numbers=low.IQ3_XXS, unit=1 / 4),
+    _Kind("IQ3_S", 256, 110, (0,), low.iq3_s, steps=low.iq3_s_steps, numbers=low.IQ3_S),
+    _Kind("IQ2_XXS", 256, 66, (0,), low.iq2_xxs, steps=low.iq2_xxs_steps, numbers=low.IQ2, unit=1 / 8),
+    _Kind("IQ2_XS", 256, 74, (0,), low.iq2_xs, steps=low.iq2_xs_steps, numbers=low.IQ2, unit=1 / 8),
+    _Kind("IQ2_S", 256, 82, (0,), low.iq2_s, steps=low.iq2_s_steps, numbers=low.IQ2, unit=1 / 8),
+    _Kind("IQ1_S", 256, 50, (0,), low.iq1_s, steps=low.iq1_s_steps, numbers=low.IQ1, unit=1 / 8),
+    _Kind("IQ1_M", 256, 56, (), low.iq1_m, 4, 0, low.iq1_m_steps, low.IQ1, 1 / 8, low.iq1_m_half),
+    _Kind("TQ1_0", 256, 54, (52,), low.tq1_0, zero=1),
+    _Kind("TQ2_0", 256, 66, (64,), low.tq2_0, zero=1),
 )
 KINDS = {kind.title: kind for kind in _TABLE}
 # NVFP4 becomes ``nvfp4``.

@@ -52,6 +52,7 @@ class NvFp4(Grouped):
             "compressed-tensors", ".weight_packed", ".weight_scale", ".weight_global_scale", ".input_global_scale"
         ),
         _storage("modelopt-stack", ".weight", "_weight_scale", "_weight_scale_2", "_input_scale"),
+        Storage(name="gguf", parts=(Part(suffix=".weight", dtypes=("NVFP4",), columns_per=64, inner=(36,)),)),
     )
 
     @classmethod
@@ -98,7 +99,23 @@ class NvFp4(Grouped):
 
     @classmethod
     def from_parts(cls, parts: Mapping[str, Tensor], *, storage: str, shape: tuple[int, ...]) -> Self:
-        """Take codes and scales as stored; a static input scale is accepted and ignored."""
+        """Take codes and scales as stored; a static input scale is accepted and ignored.
+
+        GGUF blocks hold four scales and four times 8 bytes; the low nibbles are the first 8 elements of a group. Code 8
+        is +0 in GGUF, and the global scale is 1.
+        """
+        if storage == "gguf":
+            raw = take(cls, find_storage(cls, storage), parts, shape)[".weight"]
+            groups = raw[..., 4:].unflatten(-1, (4, 8))
+            nibbles = torch.cat((groups & 0xF, groups >> 4), dim=-1)
+            codes = pack_nibbles(torch.where(nibbles == 8, 0, nibbles)).flatten(-3)
+            columns = -(-shape[-1] // cls.group)
+            return cls(
+                shape=tuple(shape),
+                codes=cls._whole_groups(codes[..., : 8 * columns], shape),
+                scales=raw[..., :4].flatten(-2)[..., :columns].contiguous().view(torch.float8_e4m3fn),
+                global_scale=torch.ones(shape[:-2], device=raw.device),
+            )
         codes, scales, global_scale, *_ = take(cls, find_storage(cls, storage), parts, shape).values()
         return cls(
             shape=tuple(shape),
