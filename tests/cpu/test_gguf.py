@@ -250,23 +250,44 @@ def test_models_load_and_run(tmp_path: Path, arch: str, kinds: tuple[str, str], 
     assert float((found - wanted).norm() / wanted.norm()) < 6e-3
 
 
-@pytest.mark.parametrize("up", ["Q6_K", "Q5_K", "BF16"])
-def test_gate_and_up_of_two_kinds(tmp_path: Path, up: str) -> None:
-    """Refused as they are, and encoded from the exact numbers where another format is wanted."""
+@pytest.mark.parametrize(("gate", "up", "down"), [
+    ("Q4_K", "Q6_K", "Q6_K"), ("Q4_K", "BF16", "IQ4_XS"), ("IQ2_XXS", "TQ2_0", "Q2_K"), ("Q4_0", "IQ4_NL", "F16"),
+])  # fmt: skip
+def test_gate_and_up_of_two_kinds(tmp_path: Path, gate: str, up: str, down: str) -> None:
+    """Gate and up become bfloat16 and down stays as it is, or all are encoded from the exact numbers."""
     path = tmp_path / "model.gguf"
-    truth = write_gguf(path, "qwen3moe", ("Q4_K", "Q6_K"), up=up)
-    with pytest.raises(ConfigError, match=rf"gate .*(Q4_K|gguf).*up is ({up}|bf16)") as refusal:
-        load_layer(path, 1, device="cpu")
-    assert "--format FORMAT" in str(refusal.value)
-    assert "--tensor-type" in str(refusal.value)
-    layer = load_layer(path, 1, device="cpu", dtype="fp32", weight_format="fp32")
-    x = torch.randn(5, D)
-    routing = Routing(topk_ids=torch.tensor([[0, 3], [1, -1], [2, 0], [3, 1], [-1, -1]]), topk_weights=torch.rand(5, 2))
+    truth = write_gguf(path, "qwen3moe", (gate, down), up=up)
     gate_up = torch.stack((truth[1, "ffn_gate_exps"], truth[1, "ffn_up_exps"]), dim=1)
-    ids, weights = routing.topk_ids, routing.topk_weights
-    wanted = moe_truth(x, gate_up, truth[1, "ffn_down_exps"], ids, weights, ActivationSpec())
-    found = layer(x, routing=routing).double()
-    assert float((found - wanted).norm() / wanted.norm()) < 1e-5
+    layer = CheckpointLayer.open(Checkpoint.open(path), 1)
+    assert layer.spec.formats == ("bf16", "fp16" if down == "F16" else "gguf")
+    weights = load_experts(layer, linear(E))
+    assert torch.equal(weights.gate_up.decode(torch.bfloat16), gate_up.bfloat16())
+    assert same_bits(weights.down.decode(), truth[1, "ffn_down_exps"])
+    findings = inspect_model(str(path), device="cpu").report.findings
+    assert any(gate in finding and up in finding and "bf16" in finding for finding in findings)
+    fast, x = load_layer(path, 1, device="cpu"), torch.randn(5, D)
+    routing = Routing(topk_ids=torch.tensor([[0, 3], [1, -1], [2, 0], [3, 1], [-1, -1]]), topk_weights=torch.rand(5, 2))
+    ids, scores = routing.topk_ids, routing.topk_weights
+    wanted = moe_truth(x.bfloat16().float(), gate_up, truth[1, "ffn_down_exps"], ids, scores, ActivationSpec())
+    assert fast.plan.kernel != "reference"
+    assert relative_error(fast(x.bfloat16(), routing=routing), wanted) < 1e-2
+    exact = load_layer(path, 1, device="cpu", dtype="fp32", weight_format="fp32")
+    wanted = moe_truth(x, gate_up, truth[1, "ffn_down_exps"], ids, scores, ActivationSpec())
+    assert relative_error(exact(x, routing=routing), wanted) < 1e-5
+
+
+def test_kinds_differ_by_layer(tmp_path: Path) -> None:
+    """Each layer of a file has its kinds, as in mixtures of llama.cpp."""
+    path = tmp_path / "model.gguf"
+    kinds = (("Q2_K", "Q3_K"), ("IQ4_XS", "IQ4_NL"))
+    truth = write_gguf(path, "qwen3moe", (*kinds[0], *kinds[1]))
+    checkpoint = Checkpoint.open(path)
+    for number, (upper, down) in enumerate(kinds):
+        weights: Any = load_experts(CheckpointLayer.open(checkpoint, number), linear(E))
+        assert (weights.gate_up.kind.title, weights.down.kind.title) == (upper, down)
+        assert same_bits(weights.down.decode(), truth[number, "ffn_down_exps"])
+        assert same_bits(weights.gate_up.decode()[:, 1], truth[number, "ffn_up_exps"])
+    assert [report.layer for report in audit(checkpoint).layers] == [0, 1]
 
 
 KERNELS_OF_GPU = [

@@ -76,7 +76,7 @@ def add(writer: GGUFWriter, name: str, kind: str, rng: np.random.Generator, shap
 def write_gguf(
     path: Path,
     arch: str,
-    kinds: tuple[str, str],
+    kinds: tuple[str, ...],
     *,
     wide: int = 256,
     fused: bool = False,
@@ -86,7 +86,7 @@ def write_gguf(
 ) -> dict[tuple[int, str], Tensor]:
     """Write a model of two layers (the last is MoE for all); return values of layer 1 by (layer, tensor).
 
-    kinds: of gate and up, and of down. up: another kind of up.
+    kinds: of gate and up, and of down, then those of layer 1 if they differ. up: another kind of up.
     """
     writer = GGUFWriter(path, arch, **({} if split is None else {"split_max_tensors": 5}))
     writer.add_block_count(2 + ARCHITECTURES[arch].get("nextn_predict_layers", 0))
@@ -107,11 +107,12 @@ def write_gguf(
     truth: dict[tuple[int, str], Tensor] = {}
     first = ARCHITECTURES[arch].get("leading_dense_block_count", 0)
     for layer in range(first, 2 + ARCHITECTURES[arch].get("nextn_predict_layers", 0)):
+        pair = kinds[-2:] if layer == 1 else kinds[:2]
         shapes = {"ffn_gate_exps": (E, wide, D), "ffn_up_exps": (E, wide, D), "ffn_down_exps": (E, D, wide)}
         if fused:
             shapes = {"ffn_gate_up_exps": (E, 2 * wide, D), "ffn_down_exps": (E, D, wide)}
         for name, shape in shapes.items():
-            kind = up if up is not None and name == "ffn_up_exps" else kinds[name == "ffn_down_exps"]
+            kind = up if up is not None and name == "ffn_up_exps" else pair[name == "ffn_down_exps"]
             truth[layer, name] = add(writer, f"blk.{layer}.{name}.weight", kind, rng, shape)
         truth[layer, "router"] = add(writer, f"blk.{layer}.ffn_gate_inp.weight", router, rng, (E, D))
         if arch == "gpt-oss":
@@ -123,7 +124,7 @@ def write_gguf(
             add(writer, f"blk.{layer}.exp_probs_b.bias", "F32", rng, (E,))
             for name in ("gate", "up", "down"):
                 shape = (D, wide) if name == "down" else (wide, D)
-                kind = kinds[0] if name != "down" else kinds[1]
+                kind = pair[0] if name != "down" else pair[1]
                 truth[layer, f"{name}_shexp"] = add(writer, f"blk.{layer}.ffn_{name}_shexp.weight", kind, rng, shape)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -106,7 +106,7 @@ def check_layer(layer: CheckpointLayer, *, convert: bool = False) -> Iterator[Ch
         yield UnknownTensorError(f"{where}: {name} is in the MoE block, {family.name} has no such tensor")
     if tensors.single and tensors.stack:
         yield DuplicateTensorError(f"{where}: experts are stored both one by one and stacked; keep one of the two")
-    if layer.unequal is not None and not convert:
+    if layer.unequal is not None and not (convert or layer.decodes_gate_up):
         yield _format_mismatch(layer, layer.unequal)
     yield from _check_stack(layer) if layer.stored.stacked else _check_experts(layer)
     yield from _check_biases(layer)
@@ -114,16 +114,12 @@ def check_layer(layer: CheckpointLayer, *, convert: bool = False) -> Iterator[Ch
 
 
 def _format_mismatch(layer: CheckpointLayer, difference: str) -> ConfigError:
-    path = layer.checkpoint.path
-    command = f"collegium quantize {path} --to FORMAT writes them; "
-    export_rule = "gate and up in one format"
-    if layer.checkpoint.is_gguf:
-        command = ""
-        export_rule = "one --tensor-type for ffn_gate_exps and ffn_up_exps"
+    command = f"collegium quantize {layer.checkpoint.path} --to FORMAT writes them; "
     return ConfigError(
         f"layer {layer.number}: gate and up of one expert differ in format: {difference}; they are one product, and no "
         f"format holds both exactly. Encode the experts into one format ({command}--format FORMAT, or "
-        f"weight_format=FORMAT in Python, encodes them at load time), or export the checkpoint with {export_rule}"
+        "weight_format=FORMAT in Python, encodes them at load time), or export the checkpoint with gate and up in one "
+        "format"
     )
 
 
@@ -391,6 +387,8 @@ def audit(
         if deep and not expert_problems:
             expert_problems, unequal = _check_values(layer, weight_findings)
             findings += unequal
+        if layer.decodes_gate_up and not convert:
+            findings.append(f"layer {number}: {layer.unequal}; both are decoded to bf16")
         problems += expert_problems + non_expert_problems
         reports.append(_layer_report(layer))
     raise_if_any(checkpoint, problems)

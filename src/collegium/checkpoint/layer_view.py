@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from ..errors import InputError
+from ..formats import Bf16
 from ..models import Names, dense_error
 from ..types import MoESpec
 from .detect import detect
@@ -25,8 +26,9 @@ class CheckpointLayer:
     """One MoE layer by config and headers, before any tensor is read; create it with ``CheckpointLayer.open``.
 
     number: of the layer in its model. index: the checkpoint's names by layer. spec: the spec of this layer from the
-    config, with the ``weight_format`` that the tensors confirm. stored: format of gate and up of the routed experts.
-    down_stored: format of down, which may differ. up_stored: format of up, the same as that of gate unless ``unequal``.
+    config, with the ``weight_format`` that the tensors confirm, or bf16 if ``decodes_gate_up``. stored: format of gate
+    and up of the routed experts. down_stored: format of down, which may differ. up_stored: format of up, the same as
+    that of gate unless ``unequal``.
     """
 
     checkpoint: Checkpoint
@@ -57,8 +59,7 @@ class CheckpointLayer:
         formats = detect(checkpoint, spec, number)
         stored = next(iter(formats.values()))
         down = formats["down"]
-        spec = replace(spec, weight_format=stored.name, down_format=None if down.name == stored.name else down.name)
-        return cls(
+        layer = cls(
             checkpoint=checkpoint,
             number=number,
             index=index,
@@ -67,6 +68,9 @@ class CheckpointLayer:
             up_stored=formats["up"],
             down_stored=down,
         )
+        name = Bf16.name if layer.decodes_gate_up else stored.name
+        spec = replace(spec, weight_format=name, down_format=None if down.name == name else down.name)
+        return replace(layer, spec=spec)
 
     @property
     def both_stored(self) -> tuple[StoredFormat, StoredFormat]:
@@ -90,6 +94,11 @@ class CheckpointLayer:
         if self.stored != self.up_stored:
             return f"gate is {_describe(self.stored)}, up is {_describe(self.up_stored)}"
         return None
+
+    @property
+    def decodes_gate_up(self) -> bool:
+        """Whether gate and up are decoded to bfloat16: in a GGUF file, quantisers choose the kind of each tensor."""
+        return self.checkpoint.is_gguf and self.unequal is not None
 
     @property
     def shared_assumed(self) -> bool:

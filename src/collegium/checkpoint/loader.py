@@ -57,7 +57,8 @@ def load_experts(
 
     pad: if ``tp_size`` does not cut I at group boundaries of the format, give every rank the next number of whole
     groups and pad the last ranks with zeros, which do not change the sum over ranks. convert: decode gate and up that
-    differ in format to float32, for a caller that encodes them again; without it they are refused.
+    differ in format to float32, for a caller that encodes them again; without it, those of GGUF files are decoded to
+    bfloat16 and others refused.
 
     Raises InputError for an expert, a split or a device that does not exist, and the CheckpointErrors of the audit for
     faults in the layer's headers and in the scales that are read.
@@ -69,7 +70,8 @@ def load_experts(
         raise InputError(f"placement has experts {beyond[:8]}, allowed are 0 to {spec.num_experts - 1}")
     raise_if_any(layer.checkpoint, check_layer(layer, convert=convert))
     local, padded_width = local_range(layer.spec, layer.both_stored, placement, pad=pad)
-    payloads, problems = _read_payloads(layer, placement, local, padded_width, device)
+    mixed_dtype = torch.float32 if convert else torch.bfloat16
+    payloads, problems = _read_payloads(layer, placement, local, padded_width, device, mixed_dtype)
     biases = _read_biases(layer, placement, local, padded_width, problems) if spec.expert_bias else {}
     raise_if_any(layer.checkpoint, problems)
     on_device: dict[str, Any] = {name: bias.to(device) for name, bias in biases.items()}
@@ -77,9 +79,17 @@ def load_experts(
 
 
 def _read_payloads(
-    layer: CheckpointLayer, placement: Placement, local: tuple[int, int], padded_width: int, device: torch.device | str
+    layer: CheckpointLayer,
+    placement: Placement,
+    local: tuple[int, int],
+    padded_width: int,
+    device: torch.device | str,
+    mixed_dtype: torch.dtype,
 ) -> tuple[dict[str, Payload], list[CheckpointError]]:
-    """Return gate_up and down, and their problems; raises all problems if a matrix cannot be read."""
+    """Return gate_up and down, and their problems; raises all problems if a matrix cannot be read.
+
+    mixed_dtype: of gate and up where they differ in format and are decoded.
+    """
     payloads: dict[str, Payload] = {}
     problems: list[CheckpointError] = []
     decoded = layer.unequal is not None
@@ -104,7 +114,7 @@ def _read_payloads(
                 raise_all(layer.checkpoint, problems)
             field = "down" if down else "gate_up"
             if decoded and not down:
-                matrix = as_stored(matrix.decode())
+                matrix = as_stored(matrix.decode(mixed_dtype))
             if field not in payloads:
                 expert_payload = matrix.to(device)
                 if not down:
