@@ -485,32 +485,32 @@ MUTANTS: tuple[Mutant, ...] = (
         "gate's factors for up", "kernels/prefill.cu",
         (Edit(
             "factors",
-            "i64 part = (i64)t.expert * PARTS + (PARTS == 2 ? h : 0);",
-            "i64 part = (i64)t.expert * PARTS;",
+            "i64 part = (i64)t.expert * PROJECTIONS + (PROJECTIONS == 2 ? h : 0);",
+            "i64 part = (i64)t.expert * PROJECTIONS;",
         ),), _PREFILL,
     ),
     Mutant(
         "gate and up swapped in a large tile", "kernels/prefill.cu",
         (Edit(
             "prefill",
-            "activated(d[i], d[PARTS == 2 ? i + 32 : i], z)",
-            "activated(d[PARTS == 2 ? i + 32 : i], d[i], z)",
+            "activated(d[i], d[PROJECTIONS == 2 ? i + 32 : i], z)",
+            "activated(d[PROJECTIONS == 2 ? i + 32 : i], d[i], z)",
         ),), _PREFILL,
     ),
     Mutant(
         "the neighbouring row block's scale", "kernels/prefill.cu",
         (Edit(
             "factors",
-            "(PARTS == 2 && lane == 1)) * z.scale_rows + band) * z.k_blocks",
-            "(PARTS == 2 && lane == 1)) * z.scale_rows + (band ^ 1)) * z.k_blocks",
+            "(matrix * z.scale_rows + band) * z.k_blocks",
+            "(matrix * z.scale_rows + (band ^ 1)) * z.k_blocks",
         ),), _PREFILL,
     ),
     Mutant(
         "a bias of the neighbouring expert", "kernels/prefill.cu",
         (Edit(
             "finish",
-            "i64 i = ((i64)expert * PARTS + part) * z.n_out + c;",
-            "i64 i = ((i64)(expert ^ 1) * PARTS + part) * z.n_out + c;",
+            "i64 i = ((i64)expert * PROJECTIONS + part) * z.n_out + c;",
+            "i64 i = ((i64)(expert ^ 1) * PROJECTIONS + part) * z.n_out + c;",
         ),), _PREFILL,
     ),
     Mutant(
@@ -596,7 +596,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "row factors of gate for up (registers)", "kernels/w4_decode_bf16.cuh",
-        (Edit("row_scale_of", "(PARTS == 2 ? row / 8 % 2 : 0)", "0"),), _W4_RECIPES,
+        (Edit("row_scale_of", "(PROJECTIONS == 2 ? row / 8 % 2 : 0)", "0"),), _W4_RECIPES,
     ),
     Mutant(
         "four-bit bias of gate for up", "kernels/w4_pipeline.cuh",
@@ -608,7 +608,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "rows of four-bit tiles not at their places", "kernels/w4_epilogue.cuh",
-        (Edit("begins", "PLACED ? __ldg(o.row_places + row) : (i64)row * n_out", "(i64)row * n_out"),), _W4_PREFILL,
+        (Edit("begins", "HAS_ROW_OFFSETS ? __ldg(o.row_offsets + row) : (i64)row * n_out", "(i64)row * n_out"),), _W4_PREFILL,
     ),
     Mutant(
         "a repeated kernel in CUDA with the tensors of the first call", "runtime/nvrtc.py",

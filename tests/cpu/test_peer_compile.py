@@ -66,7 +66,7 @@ for weights, activations, hidden, carried, combine in json.load(sys.stdin):
     for variant in launches.found.values():
         # Of the others those that store rows at their owners, or say where that is.
         sorts = getattr(variant.arguments.get("FORMAT"), "element_bytes", 0)
-        row_map = getattr(variant.arguments.get("ROWS"), "row_map", variant.arguments.get("PLACED"))
+        row_map = getattr(variant.arguments.get("ROWS"), "row_map", variant.arguments.get("HAS_ROW_OFFSETS"))
         stores = row_map or sorts
         if variant.kernel.__module__ != "collegium.kernels.peer" and not stores:
             continue

@@ -22,7 +22,7 @@ if not nvrtc_found():
     pytest.skip("needs NVRTC", allow_module_level=True)
 
 CODES = {"CODES": 1, "ROUND": 1}
-DOWN = {"PARTS": 1, "KIND": -1}
+DOWN = {"PROJECTIONS": 1, "ACTIVATION": -1}
 TOKEN = {"SCALE": 0, "X_SCALE": 2, "ROW_SCALE": 1}
 CHANNEL = {"SCALE": 0, "ROW_SCALE": 1, "BIAS": 1, "CODES": 2}
 PLAIN = {"OPERAND": 1, "SCALE": 0, "X_SCALE": 0}
@@ -33,18 +33,18 @@ TERMS = GROUPS | {"TERMS": 2}
 CASES: tuple[dict[str, Any], ...] = (
     {},  # rows that torch quantises, with given scales
     CODES,
-    CODES | {"HAS_LIMIT": 1, "KIND": 1, "BIAS": 1},
-    CODES | {"KIND": 4, "ALIGNED": 0},
+    CODES | {"HAS_LIMIT": 1, "ACTIVATION": 1, "BIAS": 1},
+    CODES | {"ACTIVATION": 4, "ALIGNED": 0},
     DOWN,
-    DOWN | {"PLACED": 1, "BIAS": 1},
-    DOWN | {"CODES": 2, "KIND": 6},
+    DOWN | {"HAS_ROW_OFFSETS": 1, "BIAS": 1},
+    DOWN | {"CODES": 2, "ACTIVATION": 6},
     TOKEN,
     TOKEN | DOWN | {"OUT": 3, "ALIGNED": 0},
     CHANNEL,
     CHANNEL | DOWN,
     PLAIN,
-    PLAIN | DOWN | {"BIAS": 3, "PLACED": 1},
-    PLAIN | {"FAST": 1, "KIND": 5},
+    PLAIN | DOWN | {"BIAS": 3, "HAS_ROW_OFFSETS": 1},
+    PLAIN | {"FAST": 1, "ACTIVATION": 5},
     PLAIN | {"ROW_SCALE": 1, "X_SCALE": 2, "OUT": 3, "ALIGNED": 0},
     PLAIN | DOWN | {"ROW_SCALE": 1, "X_SCALE": 2},
     HALF,

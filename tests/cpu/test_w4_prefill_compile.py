@@ -25,21 +25,21 @@ if not nvrtc_found():
     pytest.skip("needs NVRTC", allow_module_level=True)
 
 GATE_UP = {
-    "OPERAND": 0, "X_GROUPS": 0, "WEIGHT": enums.E2M1_E8M0, "SCALE": enums.NO_SCALE, "WORDS": 1, "OUT": 1, "PARTS": 2,
-    "KIND": 0, "FAST": 0, "HAS_LIMIT": 0, "PLACED": 0, "BIAS": 0, "ALIGNED": 1,
+    "OPERAND": 0, "X_GROUPS": 0, "WEIGHT": enums.E2M1_E8M0, "SCALE": enums.NO_SCALE, "WORDS": 1, "OUT": 1,
+    "PROJECTIONS": 2, "ACTIVATION": 0, "FAST": 0, "HAS_LIMIT": 0, "HAS_ROW_OFFSETS": 0, "BIAS": 0, "ALIGNED": 1,
 }  # fmt: skip
-DOWN = GATE_UP | {"PARTS": 1, "KIND": -1}
+DOWN = GATE_UP | {"PROJECTIONS": 1, "ACTIVATION": -1}
 NVFP4 = {"WEIGHT": enums.E2M1_E4M3, "WORDS": 2}
 E2M1 = {"OPERAND": 1, "WEIGHT": enums.E2M1_LANES}
 INT4 = {"OPERAND": 1, "WEIGHT": enums.INT4_LANES}
-OAI = {"KIND": 1, "HAS_LIMIT": 1, "BIAS": 1}
+OAI = {"ACTIVATION": 1, "HAS_LIMIT": 1, "BIAS": 1}
 # One of each way to decode; the others are exhaustive.
 MAIN = (
-    GATE_UP | {"KIND": 1, "HAS_LIMIT": 1, "BIAS": 1, "FAST": 1},
+    GATE_UP | {"ACTIVATION": 1, "HAS_LIMIT": 1, "BIAS": 1, "FAST": 1},
     GATE_UP | {"X_GROUPS": 1},
     GATE_UP | NVFP4,
     DOWN | NVFP4 | {"X_GROUPS": 1},
-    DOWN | E2M1 | {"SCALE": enums.E8M0_SCALE, "BIAS": 1, "PLACED": 1},
+    DOWN | E2M1 | {"SCALE": enums.E8M0_SCALE, "BIAS": 1, "HAS_ROW_OFFSETS": 1},
     GATE_UP | E2M1 | {"SCALE": enums.E4M3_SCALE},
     GATE_UP | INT4 | {"SCALE": enums.ZERO_SCALE} | OAI,
     GATE_UP | INT4 | {"SCALE": enums.ZERO_SCALE, "WORDS": 4},
@@ -47,20 +47,20 @@ MAIN = (
 CASES = mainly(
     (
         GATE_UP,
-        GATE_UP | {"KIND": 1, "HAS_LIMIT": 1, "BIAS": 1, "FAST": 1},
-        GATE_UP | {"OUT": 3, "ALIGNED": 0, "KIND": 3},
+        GATE_UP | {"ACTIVATION": 1, "HAS_LIMIT": 1, "BIAS": 1, "FAST": 1},
+        GATE_UP | {"OUT": 3, "ALIGNED": 0, "ACTIVATION": 3},
         DOWN,
-        DOWN | {"PLACED": 1, "BIAS": 3},
-        DOWN | {"OUT": 2, "KIND": 6},
+        DOWN | {"HAS_ROW_OFFSETS": 1, "BIAS": 3},
+        DOWN | {"OUT": 2, "ACTIVATION": 6},
         GATE_UP | {"X_GROUPS": 1},
-        DOWN | {"X_GROUPS": 1, "BIAS": 1, "PLACED": 1},
-        GATE_UP | {"X_GROUPS": 1, "OUT": 3, "ALIGNED": 0, "KIND": 1, "HAS_LIMIT": 1},
+        DOWN | {"X_GROUPS": 1, "BIAS": 1, "HAS_ROW_OFFSETS": 1},
+        GATE_UP | {"X_GROUPS": 1, "OUT": 3, "ALIGNED": 0, "ACTIVATION": 1, "HAS_LIMIT": 1},
         GATE_UP | NVFP4,
-        DOWN | NVFP4 | {"PLACED": 1},
+        DOWN | NVFP4 | {"HAS_ROW_OFFSETS": 1},
         GATE_UP | NVFP4 | {"X_GROUPS": 1},
         DOWN | NVFP4 | {"X_GROUPS": 1},
         GATE_UP | E2M1 | {"SCALE": enums.E8M0_SCALE} | OAI,
-        DOWN | E2M1 | {"SCALE": enums.E8M0_SCALE, "BIAS": 1, "PLACED": 1},
+        DOWN | E2M1 | {"SCALE": enums.E8M0_SCALE, "BIAS": 1, "HAS_ROW_OFFSETS": 1},
         GATE_UP | E2M1 | {"SCALE": enums.E4M3_SCALE},
         DOWN | E2M1 | {"SCALE": enums.E4M3_SCALE, "OUT": 3, "ALIGNED": 0},
         GATE_UP | INT4 | {"SCALE": enums.GROUP_SCALE},

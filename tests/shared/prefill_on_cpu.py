@@ -34,8 +34,8 @@ __all__ = ["FP8", "TILE", "install"]
 TILE = TileChoice(block_n=128, block_t=192, warps=12, stages=5, group_t=2, programs=2)  # of one cluster
 # What the kernel is compiled for: gate and up in FP8 blocks.
 FP8 = {
-    "OPERAND": 0, "OUT": 1, "SCALE": 1, "TERMS": 1, "X_SCALE": 1, "ROW_SCALE": 0, "PARTS": 2, "KIND": 0, "FAST": 0,
-    "HAS_LIMIT": 0, "CODES": 0, "ROUND": 0, "PLACED": 0, "BIAS": 0, "ALIGNED": 1,
+    "OPERAND": 0, "OUT": 1, "SCALE": 1, "TERMS": 1, "X_SCALE": 1, "ROW_SCALE": 0, "PROJECTIONS": 2,
+    "ACTIVATION": 0, "FAST": 0, "HAS_LIMIT": 0, "CODES": 0, "ROUND": 0, "HAS_ROW_OFFSETS": 0, "BIAS": 0, "ALIGNED": 1,
 }  # fmt: skip
 
 _HERE = Path(__file__)
@@ -71,7 +71,7 @@ extern "C" void run(
 }
 """
 _TEXTS = {
-    "prefill": _Text((prefill.PARTS,) * 3, 512, 2, _PREFILL),
+    "prefill": _Text((prefill.SOURCE_FILES,) * 3, 512, 2, _PREFILL),
     "w4_prefill": _Text((w4_prefill.parts_of(0), w4_prefill.parts_of(1)), 384, 3, _W4_PREFILL),
 }
 

@@ -8,29 +8,30 @@
 // product while the others' run. A tile is drawn when the one before it is nearly copied, so tiles that follow each
 // other, and read the same weights, begin at about the same time, and weights come from memory once.
 //
-// x [rows, K] and w [E * PARTS * n_out, TERMS * K] come by tensor maps; both read zero beyond their ends. x_scale:
-// float32 [rows, k_blocks] (X_SCALE 1) or [rows, 1] (2). scale: float32 [E, PARTS, scale_rows, k_blocks], a factor of
-// 128 weight rows and a K block (SCALE 1), or [E, PARTS, k_blocks, n_out] (SCALE 4: of decoded weights, whose second
-// TERMS of a group of columns lie behind its first). row_scale, bias: [E, PARTS, n_out]. counters: two zeros, which it
-// leaves so. CODES: the result is E4M3 with a float32 scale for each row and 128 columns; ROUND: what is quantised is
-// rounded to bfloat16 first. Rows from expert_offsets[E] on are not written. PLACED: row r is written to element
-// row_places[r] of the result, which may be in a peer's memory, or nowhere.
+// x [rows, K] and w [E * PROJECTIONS * n_out, TERMS * K] come by tensor maps; both read zero beyond their ends.
+// x_scale: float32 [rows, k_blocks] (X_SCALE 1) or [rows, 1] (2). scale: float32 [E, PROJECTIONS, scale_rows,
+// k_blocks], a factor of 128 weight rows and a K block (SCALE 1), or [E, PROJECTIONS, k_blocks, n_out] (SCALE 4: of
+// decoded weights, whose second TERMS of a group of columns lie behind its first). row_scale, bias: [E, PROJECTIONS,
+// n_out]. counters: two zeros, which it leaves so. CODES: the result is E4M3 with a float32 scale for each row and 128
+// columns; ROUND: what is quantised is rounded to bfloat16 first. Rows from expert_offsets[E] on are not written.
+// HAS_ROW_OFFSETS: row r is written to element row_offsets[r] of the result, which may be in a peer's memory, or
+// nowhere.
 //
 // The compiler's options give these and OPERAND (0 E4M3, 1 bfloat16, 2 float16), OUT (1 bfloat16, 2 float16, 3
-// float32), ROW_SCALE, KIND, FAST, HAS_LIMIT (kernels/enums.py), BIAS (0 none, 1 bfloat16, 2 float16, 3 float32),
+// float32), ROW_SCALE, ACTIVATION, FAST, HAS_LIMIT (kernels/enums.py), BIAS (0 none, 1 bfloat16, 2 float16, 3 float32),
 // ALIGNED: 16-bit results are stored in pieces of 16 bytes. The functions that are no C++ are those of sm90.cu, which
 // comes before this text.
 
 constexpr int WORKERS = 3, WARPS = 4 * WORKERS, STAGES = 5, STEP = 128, UNIT = 64, RING = 16;
 constexpr int WEIGHT_BYTES = 2 * UNIT * STEP, UNIT_BYTES = UNIT * STEP;
 constexpr int STAGE_BYTES = WEIGHT_BYTES + WORKERS * UNIT_BYTES;
-constexpr int STEP_K = OPERAND ? STEP / 2 : STEP, SPAN = PARTS == 2 ? 128 : 256;
+constexpr int STEP_K = OPERAND ? STEP / 2 : STEP, SPAN = PROJECTIONS == 2 ? 128 : 256;
 // Registers of a thread: as many for all at first, then few for those that copy and more for the others.
 constexpr int THREADS = 32 * WARPS + 128, FIRST = 65536 / THREADS, COPYING = 56, MULTIPLYING = 152;
 static_assert(128 * COPYING + 32 * WARPS * MULTIPLYING <= THREADS * FIRST, "more than the block was given");
 constexpr bool GROUPS = SCALE == 4, PROMOTED = SCALE || X_SCALE == 1;
 constexpr int STEPS = GROUPS ? 2 : 1;  // stages whose product is scaled at once
-constexpr int CHUNKS = PARTS == 2 ? 1 : 2;  // results of a unit: 64 columns each
+constexpr int CHUNKS = PROJECTIONS == 2 ? 1 : 2;  // results of a unit: 64 columns each
 constexpr i64 NOWHERE = -(1LL << 62);
 
 struct Tile { int expert, column, row, count; };
@@ -51,7 +52,7 @@ static_assert(sizeof(Shared) + 1023 <= 227 * 1024, "more than a block may have")
 struct Sizes { int n_out, steps, k_blocks, scale_rows, group_t; float limit, alpha, gate_bound, up_bound; };
 struct Lists { const i64* expert_offsets; const int* tile_expert; const i64* tile_row; const int* tiles_used; };
 struct ScalesAndBias { const float *x_scale, *scale, *row_scale; const void* bias; };
-struct Out { void* rows; const i64* row_places; float* scale; };
+struct Out { void* rows; const i64* row_offsets; float* scale; };
 struct Place { int stage; u32 parity; };
 
 __device__ __forceinline__ void next(Place& p) { if (++p.stage == STAGES) p.stage = 0, p.parity ^= 1; }
@@ -80,7 +81,7 @@ __device__ __forceinline__ void copies(
 ) {
     Place p{0, 0};
     int columns = (z.n_out + SPAN - 1) / SPAN, places = __ldg(lists.tiles_used) * columns;
-    int second = PARTS == 2 ? z.n_out : UNIT, place = blockIdx.x / 2;
+    int second = PROJECTIONS == 2 ? z.n_out : UNIT, place = blockIdx.x / 2;
     u32 parity = 0;
 #pragma unroll 1
     for (int turn = 0;;) {
@@ -90,7 +91,7 @@ __device__ __forceinline__ void copies(
         if (PROMOTED) arrive(&s.tile_written[turn]);
         if (t.count == 0) break;
         expect(&s.ready[turn], 4);
-        int row = t.expert * PARTS * z.n_out + t.column * SPAN + SPAN / 2 * rank, units = units_of(t);
+        int row = t.expert * PROJECTIONS * z.n_out + t.column * SPAN + SPAN / 2 * rank, units = units_of(t);
 #pragma unroll 1
         for (int step = 0; step < z.steps; step++, next(p)) {
             if (rank == 0 && step == max(0, z.steps - 2)) {
@@ -141,13 +142,14 @@ __device__ __forceinline__ void factors(Shared& s, u32 rank, const ScalesAndBias
         if (GROUPS) {
 #pragma unroll
             for (int h = 0; h < OWN; h++) {
-                int column = t.column * SPAN + SPAN / 2 * rank + lane + (PARTS == 2 ? 0 : UNIT * h);
-                i64 part = (i64)t.expert * PARTS + (PARTS == 2 ? h : 0);
+                int column = t.column * SPAN + SPAN / 2 * rank + lane + (PROJECTIONS == 2 ? 0 : UNIT * h);
+                i64 part = (i64)t.expert * PROJECTIONS + (PROJECTIONS == 2 ? h : 0);
                 weight[h] = part * z.k_blocks * z.n_out + min(column, z.n_out - 1);
             }
         } else {
-            int band = PARTS == 2 ? t.column : min(2 * t.column + (int)rank, z.scale_rows - 1);
-            weight[0] = (((i64)t.expert * PARTS + (PARTS == 2 && lane == 1)) * z.scale_rows + band) * z.k_blocks;
+            int band = PROJECTIONS == 2 ? t.column : min(2 * t.column + (int)rank, z.scale_rows - 1);
+            i64 matrix = (i64)t.expert * PROJECTIONS + (PROJECTIONS == 2 && lane == 1);
+            weight[0] = (matrix * z.scale_rows + band) * z.k_blocks;
         }
 #pragma unroll 1
         for (int block = 0; block < z.k_blocks; block += AHEAD) {
@@ -202,7 +204,7 @@ __device__ __forceinline__ Factors factors_of(const float* token, const float* w
     for (int h = 0; h < 2; h++) {
         float of_token = X_SCALE == 1 ? token[8 * h] : 1.0f;
         f.low[h] = weight[0] * of_token;
-        f.high[h] = PARTS == 2 ? weight[1] * of_token : f.low[h];
+        f.high[h] = PROJECTIONS == 2 ? weight[1] * of_token : f.low[h];
     }
     return f;
 }
@@ -292,8 +294,8 @@ __device__ __forceinline__ void finish(
     for (int j = 0; j < 16; j++) {
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-            int part = PARTS == 2 ? j / 8 : 0, c = column + (PARTS == 2 ? j % 8 : j) * 8 + e;
-            i64 i = ((i64)expert * PARTS + part) * z.n_out + c;
+            int part = PROJECTIONS == 2 ? j / 8 : 0, c = column + (PROJECTIONS == 2 ? j % 8 : j) * 8 + e;
+            i64 i = ((i64)expert * PROJECTIONS + part) * z.n_out + c;
             bool inside = c < z.n_out;
             float factor = ROW_SCALE && inside ? __ldg(n.row_scale + i) : 0.0f;
             float more = BIAS && inside ? bias_at(n.bias, i) : 0.0f;
@@ -311,7 +313,7 @@ __device__ __forceinline__ void finish(
 
 // Where row r of the results begins, in elements, or NOWHERE.
 __device__ __forceinline__ i64 begins(const Out& o, int row, int n_out) {
-    return PLACED ? __ldg(o.row_places + row) : (i64)row * n_out;
+    return HAS_ROW_OFFSETS ? __ldg(o.row_offsets + row) : (i64)row * n_out;
 }
 
 // Stores 16 rows of 64 columns. row: the first of the warp; left: how many rows there are from it.
@@ -404,7 +406,7 @@ __device__ __forceinline__ void store_codes(
     for (int h = 0; h < 2; h++)
 #pragma unroll
         for (int by = 1; by < 4; by *= 2) amax[h] = max(amax[h], __shfl_xor_sync(0xFFFFFFFFu, amax[h], by));
-    if (PARTS == 2) {
+    if (PROJECTIONS == 2) {
         Barrier* amax_arrived = &s.amax_arrived[warp][turn % 2];
         u32* peer_amax = s.amax[warp][turn % 2] + lane / 4;
         if (lane == 0) expect(amax_arrived, 64);
@@ -487,12 +489,12 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
                 per_token[h] = X_SCALE == 2 ? __ldg(n.x_scale + row + min(8 * h + lane / 4, left - 1)) : 1.0f;
             finish(d, t.expert, column + lane % 4 * 2, per_token, n, z);
 #pragma unroll
-            for (int i = 0; i < 32 * CHUNKS; i++) d[i] = activated(d[i], d[PARTS == 2 ? i + 32 : i], z);
+            for (int i = 0; i < 32 * CHUNKS; i++) d[i] = activated(d[i], d[PROJECTIONS == 2 ? i + 32 : i], z);
             if (CODES) {
                 store_codes(s, d, row, left, column, peer, exchanges++, o, z);
             } else {
                 store_rows(s.staging[warp], d, row, left, column, o, z);
-                if (PARTS == 1) store_rows(s.staging[warp], d + 32, row, left, column + UNIT, o, z);
+                if (PROJECTIONS == 1) store_rows(s.staging[warp], d + 32, row, left, column + UNIT, o, z);
             }
         }
     }

@@ -8,8 +8,9 @@
 //
 // Factors of integers: the sum is in units of the factor that came last, as in kernels/grouped_gemm.py.
 //
-// tensor maps: codes [E, PARTS, k_blocks, n_out, K_BLOCK / 2] bytes, swizzled by that size, scales [E, PARTS, k_blocks,
-// WORDS, n_out] words, both as (within eight rows, part, eight rows) for gate and up to alternate.
+// tensor maps: codes [E, PROJECTIONS, k_blocks, n_out, K_BLOCK / 2] bytes, swizzled by that size, scales [E,
+// PROJECTIONS, k_blocks, WORDS, n_out] words, both as (within eight rows, part, eight rows) for gate and up to
+// alternate.
 
 constexpr bool INTEGERS = WEIGHT == 4;        // INT4_LANES of kernels/enums.py, otherwise E2M1_LANES
 constexpr bool E4M3_SCALES = SCALE == 3;      // of NVFP4's groups of 16
@@ -55,7 +56,7 @@ __device__ __forceinline__ Codes load_codes(const u8* codes, const u8* scales, i
 template <int TILES> __device__ __forceinline__ void copy_weights(
     u8* to, const Map& codes, const Map& scales, int block, int row_tile, int expert, int k_blocks, Barrier* full
 ) {
-    int eight_rows = row_tile * (8 / PARTS), matrix = expert * PARTS * k_blocks + block;
+    int eight_rows = row_tile * (8 / PROJECTIONS), matrix = expert * PROJECTIONS * k_blocks + block;
     copy_5d(to, codes, 0, 0, 0, eight_rows, matrix, full);
     copy_5d(to + TILES * CODE_BYTES, scales, 0, 0, eight_rows, 0, matrix, full);
 }
@@ -114,6 +115,6 @@ __device__ __forceinline__ float factor_of(const Codes& codes, int h, int pass) 
 }
 
 __device__ __forceinline__ float row_scale_of(const float* row_scale, int expert, int row, int, int n_out) {
-    int channel = min(PARTS == 2 ? row / 16 * 8 + row % 8 : row, n_out - 1);
-    return __ldg(row_scale + ((i64)expert * PARTS + (PARTS == 2 ? row / 8 % 2 : 0)) * n_out + channel);
+    int channel = min(PROJECTIONS == 2 ? row / 16 * 8 + row % 8 : row, n_out - 1);
+    return __ldg(row_scale + ((i64)expert * PROJECTIONS + (PROJECTIONS == 2 ? row / 8 % 2 : 0)) * n_out + channel);
 }

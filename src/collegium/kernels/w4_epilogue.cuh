@@ -3,7 +3,7 @@
 // A thread has sums of weight rows row and row + 8 of its warp's 16 and of tokens 8 j + 2 (lane % 4) and the next one, as
 // d[4 j] to d[4 j + 3], row by row. With gate and up, row is a channel's gate and row + 8 its up.
 
-struct Out { void* rows; const i64* row_places; };
+struct Out { void* rows; const i64* row_offsets; };
 
 constexpr i64 NOWHERE = -(1LL << 62);
 
@@ -41,7 +41,7 @@ __device__ __forceinline__ void results_of(
         float of_token = e ? x_scale.y : x_scale.x;
         float low = scaled(d[e], r.scale[m][0], of_token, r.bias[m][0]);
         float high = scaled(d[2 + e], r.scale[m][1], of_token, r.bias[m][1]);
-        if (PARTS == 2) {
+        if (PROJECTIONS == 2) {
             result[0][e] = activated(low, high, z);
         } else {
             result[0][e] = activated(low, low, z);
@@ -52,7 +52,7 @@ __device__ __forceinline__ void results_of(
 
 // Where row r of the results begins, in elements, or NOWHERE.
 __device__ __forceinline__ i64 begins(const Out& o, int row, int n_out) {
-    return PLACED ? __ldg(o.row_places + row) : (i64)row * n_out;
+    return HAS_ROW_OFFSETS ? __ldg(o.row_offsets + row) : (i64)row * n_out;
 }
 
 // Stores tokens first to first + 15 from a group's room, which has float32 numbers, one after the other.
@@ -89,9 +89,9 @@ template <int N> __device__ __forceinline__ void store_singly(
             for (int m = 0; m < ROW_TILES; m++) {
                 float result[2][2];
                 results_of(result, acc[m] + 4 * (j + next), r, m, x_scale, z);
-                float* to = room + token * OUT_COLUMNS + (m * ROW_TILE + warp * 16) / PARTS + lane / 4;
+                float* to = room + token * OUT_COLUMNS + (m * ROW_TILE + warp * 16) / PROJECTIONS + lane / 4;
 #pragma unroll
-                for (int h = 0; h < 3 - PARTS; h++)
+                for (int h = 0; h < 3 - PROJECTIONS; h++)
 #pragma unroll
                     for (int e = 0; e < 2; e++) to[e * OUT_COLUMNS + 8 * h] = result[h][e];
             }
@@ -118,9 +118,9 @@ template <int N> __device__ __forceinline__ void put_results(
             float result[2][2];
             results_of(result, acc[m] + 4 * (j + next), r, m, of_token[next], z);
             packed[m][next][0] = pair(result[0][0], result[0][1]);
-            if (PARTS == 1) packed[m][next][1] = pair(result[1][0], result[1][1]);
+            if (PROJECTIONS == 1) packed[m][next][1] = pair(result[1][0], result[1][1]);
         }
-    if (PARTS == 2) {
+    if (PROJECTIONS == 2) {
         u8* to = row + lane / 8 % 2 * 64 + warp * 16;
         put_transposed(to, packed[0][0][0], packed[1][0][0], packed[0][1][0], packed[1][1][0]);
     } else {

@@ -19,7 +19,7 @@ constexpr int STEPS = ROW_TILES * PASSES;        // of a group and stage: the ro
 constexpr int MAX_STAGES = (227 - 24) * 1024 / STAGE_BYTES;  // beside 24 KB of results and factors
 constexpr int STAGES = MAX_STAGES < 6 ? MAX_STAGES : 6;
 constexpr int OUT_TOKENS = 32;      // that the epilogue stores at once
-constexpr int OUT_COLUMNS = ROW_TILES * ROW_TILE / PARTS;  // results of a group for one token
+constexpr int OUT_COLUMNS = ROW_TILES * ROW_TILE / PROJECTIONS;  // results of a group for one token
 constexpr int OUT_PITCH = 2 * OUT_COLUMNS + 16;            // bytes, so that eight rows begin in different banks
 constexpr int RING = 8;             // tiles that were drawn and are not finished
 // Warps after those that multiply, one task each.
@@ -153,8 +153,8 @@ __device__ __forceinline__ float bias_at(const void* bias, i64 i) {
 }
 
 // The part (gate or up) and channel of row r of all row tiles of an expert: eight rows of each part alternate.
-__device__ __forceinline__ int part_of(int r) { return PARTS == 2 ? r / 8 % 2 : 0; }
-__device__ __forceinline__ int channel_of(int r) { return PARTS == 2 ? r / 16 * 8 + r % 8 : r; }
+__device__ __forceinline__ int part_of(int r) { return PROJECTIONS == 2 ? r / 8 % 2 : 0; }
+__device__ __forceinline__ int channel_of(int r) { return PROJECTIONS == 2 ? r / 16 * 8 + r % 8 : r; }
 
 // Loads the factors of tile after tile. One warp.
 __device__ __forceinline__ void load_factors(Shared& s, u32 rank, const Parameters& p, const Sizes& z) {
@@ -191,7 +191,7 @@ __device__ __forceinline__ void load_factors(Shared& s, u32 rank, const Paramete
 #pragma unroll 2
             for (int i = 0; i < BLOCK_ROWS / 32; i++) {
                 int row = first + 32 * i + lane, channel = channel_of(row);
-                i64 at_bias = ((i64)t.expert * PARTS + part_of(row)) * z.n_out + channel;
+                i64 at_bias = ((i64)t.expert * PROJECTIONS + part_of(row)) * z.n_out + channel;
                 f.bias[32 * i + lane] = channel < z.n_out ? bias_at(p.bias, at_bias) : 0.0f;
             }
         }

@@ -13,17 +13,18 @@
 // each copies a half for both. One warp copies, one draws tiles, one loads the factors of the epilogue, one those of K
 // blocks (w4_pipeline.cuh, w4_epilogue.cuh).
 //
-// tokens: tensor maps of x [rows, K] for tiles of each width. codes, scales: tensor maps of the weights, which the parts
-// that decode describe; of row tiles of 64, in which gate and up alternate, eight rows each. Maps read zero beyond their
-// ends. x_scale: float32 [rows], or [k_blocks, scale_stride] with X_GROUPS. row_scale: float32 factors of weight rows;
-// integers have none. bias: [E, PARTS, n_out]. counters: two zeros, which the kernel leaves zero. Lists: as prefill.cu
-// takes them, of tiles of MAX_TOKENS tokens. Rows from expert_offsets[E] on are not written. PLACED: row r is written to
-// element row_places[r] of the result, which may be in a peer's memory, or nowhere.
+// tokens: tensor maps of x [rows, K] for tiles of each width. codes, scales: tensor maps of the weights, which the
+// parts that decode describe; of row tiles of 64, in which gate and up alternate, eight rows each. Maps read zero
+// beyond their ends. x_scale: float32 [rows], or [k_blocks, scale_stride] with X_GROUPS. row_scale: float32 factors of
+// weight rows; integers have none. bias: [E, PROJECTIONS, n_out]. counters: two zeros, which the kernel leaves zero.
+// Lists: as prefill.cu takes them, of tiles of MAX_TOKENS tokens. Rows from expert_offsets[E] on are not written.
+// HAS_ROW_OFFSETS: row r is written to element row_offsets[r] of the result, which may be in a peer's memory, or
+// nowhere.
 //
-// The compiler's options define OPERAND (tokens: 0 E4M3, 1 bfloat16), X_GROUPS, WEIGHT, SCALE (kernels/enums.py), WORDS (of
-// scales of a row and K block), PARTS, PLACED, OUT (1 bfloat16, 2 float16, 3 float32), KIND, FAST, HAS_LIMIT, BIAS (0 none,
-// 1 bfloat16, 2 float16, 3 float32) and ALIGNED: rows of results begin at multiples of 16 bytes. The text follows sm90.cu,
-// activation.cuh and the parts named above.
+// The compiler's options define OPERAND (tokens: 0 E4M3, 1 bfloat16), X_GROUPS, WEIGHT, SCALE (kernels/enums.py), WORDS
+// (of scales of a row and K block), PROJECTIONS, HAS_ROW_OFFSETS, OUT (1 bfloat16, 2 float16, 3 float32), ACTIVATION,
+// FAST, HAS_LIMIT, BIAS (0 none, 1 bfloat16, 2 float16, 3 float32) and ALIGNED: rows of results begin at multiples of
+// 16 bytes. The text follows sm90.cu, activation.cuh and the parts named above.
 
 // A tile of N tokens.
 template <int N> __device__ __forceinline__ void run_tile(
@@ -38,7 +39,7 @@ template <int N> __device__ __forceinline__ void run_tile(
     if constexpr (X_GROUPS) sum_scaled_blocks<N>(s, c, z.k_blocks, r, acc);
     else sum_over_k<N>(s, c, z.k_blocks, r, acc, units);
     int group = threadIdx.x / 128;
-    int first_channel = ((2 * t.column + rank) * BLOCK_TILES + group * ROW_TILES) * (ROW_TILE / PARTS);
+    int first_channel = ((2 * t.column + rank) * BLOCK_TILES + group * ROW_TILES) * (ROW_TILE / PROJECTIONS);
     wait_at_most(&s.factors_full[turn % 2], turn / 2 % 2);
     const Factors& f = s.factors[turn % 2];
     if (ALIGNED) store_rows<N>(s, acc, t, first_channel, f, units, o, z);

@@ -20,11 +20,11 @@ from ...types import ActivationSpec
 from .grouped import TileList, activation_bounds, activation_kind, row_scales
 from .matrix import PackedMatrix
 
-__all__ = ["KERNEL", "PARTS", "CodeScales", "prefill_gemm", "product_of", "source_of"]
+__all__ = ["KERNEL", "SOURCE_FILES", "CodeScales", "prefill_gemm", "product_of", "source_of"]
 
 _STEP_BYTES = 128  # of a row in a step of the K loop
 _M_TILE = 64  # rows of tokens that four warps multiply at once
-PARTS = ("sm90.cu", "activation.cuh", "prefill.cu")
+SOURCE_FILES = ("sm90.cu", "activation.cuh", "prefill.cu")
 _SHARED_BYTES = 227 * 1024  # of a block
 _THREADS = 512  # of a block
 _DTYPES = {torch.float8_e4m3fn: 0, torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}  # as in prefill.cu
@@ -90,7 +90,7 @@ def prefill_gemm(
 def source_of(constants: Mapping[str, int]) -> str:
     """Return the source of the kernel: the instructions of sm_90a with the product of its operands, and the kernel."""
     folder = Path(__file__).parents[2] / "kernels"
-    text = "".join((folder / name).read_text(encoding="utf-8") for name in PARTS)
+    text = "".join((folder / name).read_text(encoding="utf-8") for name in SOURCE_FILES)
     return text.replace("{ MULTIPLY }", product_of(constants["OPERAND"]))
 
 
@@ -136,13 +136,13 @@ def _constants(
         "TERMS": layout.operands,
         "X_SCALE": _x_scale_layout(x_scale, packed),
         "ROW_SCALE": int(packed.row_scale is not None and layout.operands == 1),
-        "PARTS": layout.shape[1],
-        "KIND": kind % FAST_MATH if kind >= 0 else kind,
+        "PROJECTIONS": layout.shape[1],
+        "ACTIVATION": kind % FAST_MATH if kind >= 0 else kind,
         "FAST": int(kind >= FAST_MATH),
         "HAS_LIMIT": int(activation is not None and activation.limit is not None),
         "CODES": _stored_codes(codes),
         "ROUND": int(codes is not None and codes.rounded),
-        "PLACED": int(tiles.offset_unit(layout.shape[2]) > 0),
+        "HAS_ROW_OFFSETS": int(tiles.offset_unit(layout.shape[2]) > 0),
         "BIAS": 0 if packed.bias is None else _DTYPES[packed.bias.dtype],
         "ALIGNED": int(_stores_vectors(out, tiles, layout.shape[2], codes=codes is not None)),
     }
