@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import gguf
+import numpy as np
 import pytest
 import tokenizers
 import torch
@@ -13,11 +14,13 @@ import transformers
 from gguf import GGMLQuantizationType, GGUFWriter
 from tokenizers import decoders, models, pre_tokenizers
 
+import gguf_files
 from collegium.checkpoint import reader
 from collegium.errors import ConfigError, MissingTensorError
 from collegium.integrations.transformers import load_model
 from collegium.integrations.transformers.loading import load_model_in
 from commands import command
+from integers import random_blocks
 from raising import raises_with
 
 if TYPE_CHECKING:
@@ -92,8 +95,26 @@ def pieces(arch: str, name: str, value: Tensor) -> dict[str, Tensor]:
     return {f"{own}.{suffix}": value}
 
 
-def whole(arch: str, path: Path, *, drop: str = "", **changes: Any) -> nn.Module:
-    """Write a toy model as ``path`` and return the model of transformers that has the decoded numbers, in float32."""
+MIXTURE = ("Q8_0", "Q4_0", "Q5_1", "F16")
+# As in files of two and three bits; blocks of 256 fit in no row of 128 columns, which get blocks of 32.
+LOW_BITS = ("Q2_K", "IQ2_XXS", "IQ4_XS", "IQ3_S", "Q3_K", "NVFP4", "TQ2_0", "IQ1_M")
+
+
+def stored(kind: str, value: Tensor) -> np.ndarray:
+    """Return ``value`` as blocks of a kind, or random blocks of a kind that the package cannot write."""
+    try:
+        return gguf.quantize(value.contiguous().numpy(), GGMLQuantizationType[kind])
+    except NotImplementedError:
+        if kind == "NVFP4":
+            return gguf_files.random_blocks(np.random.default_rng(0), kind, *value.shape)
+        return random_blocks(kind, *value.shape).blocks.flatten(-2).numpy()
+
+
+def whole(arch: str, path: Path, *, drop: str = "", mixture: tuple[str, ...] = MIXTURE, **changes: Any) -> nn.Module:
+    """Write a toy model as ``path`` and return the model of transformers that has the decoded numbers, in float32.
+
+    mixture: kinds of the matrices, in turn.
+    """
     entries, metadata = KINDS[arch]
     torch.manual_seed(5)
     config = transformers.AutoConfig.for_model(**(SIZES | entries))
@@ -118,15 +139,17 @@ def whole(arch: str, path: Path, *, drop: str = "", **changes: Any) -> nn.Module
         for at, (name, parameter) in enumerate(model.named_parameters()):
             parameter.copy_(torch.distributions.StudentT(4.0).sample(parameter.shape) / 2**0.5)
             parameter.mul_(parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1)
-            kind = ("Q8_0", "Q4_0", "Q5_1", "F16")[at % 4] if parameter.dim() > 1 and "bias" not in name else "F32"
+            kind = mixture[at % len(mixture)] if parameter.dim() > 1 and "bias" not in name else "F32"
             if ".experts." in name and kind == "F16":
                 kind = "Q8_0"
+            if mixture is LOW_BITS and kind != "F32" and parameter.shape[-1] % 256:
+                kind = "IQ4_NL"
             kind = "F32" if name.endswith(("mlp.gate.weight", "router.weight")) else kind
             decoded = {}
             for own, value in pieces(arch, name, parameter).items():
                 if own == drop:
                     continue
-                raw = gguf.quantize(value.contiguous().numpy(), GGMLQuantizationType[kind])
+                raw = stored(kind, value)
                 writer.add_tensor(own, raw, raw_dtype=GGMLQuantizationType[kind])
                 decoded[own] = torch.from_numpy(gguf.dequantize(raw, GGMLQuantizationType[kind]).copy())
             put_back(arch, name, parameter, decoded)
@@ -143,6 +166,16 @@ def put_back(arch: str, name: str, parameter: Tensor, decoded: dict[str, Tensor]
     for own, places in pieces(arch, name, numbers).items():
         if own in decoded:
             parameter.view(-1)[places.long().flatten()] = decoded[own].flatten()
+
+
+def test_low_bit_mixture_matches_decoded_weights(tmp_path: Path) -> None:
+    truth = whole("qwen3moe", tmp_path / "model.gguf", mixture=LOW_BITS)
+    ids = torch.arange(40).view(2, 20) * 2
+    with torch.inference_mode():
+        wanted = truth(ids).logits
+        for dtype, most in (("fp32", 1e-5), ("bf16", 0.1)):
+            found = load_model_in(dtype, tmp_path / "model.gguf", device="cpu")(ids).logits.float()
+            assert float((found - wanted).norm() / wanted.norm()) < most
 
 
 @pytest.mark.parametrize("arch", KINDS)

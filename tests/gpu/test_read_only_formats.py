@@ -94,7 +94,10 @@ def test_a_layer_equals_the_cpu(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize(("arch", "kinds"), [("qwen3moe", ("Q4_K", "Q6_K")), ("llama", ("Q5_1", "MXFP4"))])
+@pytest.mark.parametrize(("arch", "kinds"), [
+    ("qwen3moe", ("Q4_K", "Q6_K")), ("llama", ("Q5_1", "MXFP4")), ("qwen3moe", ("IQ2_XS", "Q2_K")),
+    ("olmoe", ("IQ3_XXS", "IQ4_NL")), ("llama", ("TQ1_0", "Q3_K")),
+])  # fmt: skip
 def test_gguf_file_runs_on_gpu(tmp_path: Path, arch: str, kinds: tuple[str, str], dtype: Any) -> None:
     pytest.importorskip("gguf")
     from gguf_files import D, write_gguf
