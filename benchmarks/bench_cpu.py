@@ -31,10 +31,10 @@ from torch.nn import functional
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from collegium.dummy.encoders import ENCODERS
+from collegium.dummy.encoders import ENCODERS, random_blocks
 from collegium.experts import CpuFused, CpuGrouped
 from collegium.experts.reference import Reference
-from collegium.formats import Bf16, Bnb4, Gguf, by_name
+from collegium.formats import Bf16, Bnb4, by_name
 from collegium.formats.gguf import KINDS
 from collegium.formats.unquantised import DTYPES
 from collegium.parallel.local import Local
@@ -121,12 +121,7 @@ def _read(name: str, shape: tuple[int, ...]) -> Payload:
     """Return random bytes of about unit gain, in blocks of a GGUF kind or as bitsandbytes."""
     *lead, columns = shape
     if name in KINDS:
-        kind = KINDS[name]
-        blocks = torch.randint(0, 256, (*lead, columns // kind.elements, kind.nbytes), dtype=torch.uint8)
-        for at in kind.halves:
-            halves = torch.randn(*blocks.shape[:-1], 1) / (4000 if kind.steps else 200)
-            blocks[..., at : at + 2] = halves.half().view(torch.uint8)
-        return Gguf(shape=shape, blocks=blocks)
+        return random_blocks(name, torch.empty(shape, dtype=torch.bfloat16))
     return Bnb4(
         shape=shape,
         codes=torch.randint(0, 256, (*lead, columns // 2), dtype=torch.uint8),

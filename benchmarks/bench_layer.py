@@ -30,7 +30,7 @@ import torch
 from collegium.commands.bench import SHAPES, TOKENS, bench, recipe_of
 from collegium.commands.measure import ROUTINGS, measure_ceilings
 from collegium.commands.tune import packed_layer, tile_times
-from collegium.dummy.encoders import ENCODERS, affine, q4_k, q8_0
+from collegium.dummy.encoders import ENCODERS, affine, q4_k, q8_0, random_blocks
 
 if TYPE_CHECKING:
     from collegium.commands.measure import Ceilings
@@ -47,7 +47,8 @@ def encoded_as(weights: str) -> str:
     """Return the format that ``weights`` begins with, encoded as the kind of GGUF or the group size behind @."""
     name, _, how = weights.partition("@")
     if how:
-        ENCODERS[name] = KINDS[how] if name == "gguf" else partial(affine, bits=int(name[3]), group=int(how))
+        kind = KINDS.get(how) or partial(random_blocks, how)
+        ENCODERS[name] = kind if name == "gguf" else partial(affine, bits=int(name[3]), group=int(how))
     elif name in _PLAIN:
         ENCODERS[name] = _PLAIN[name]
     return name

@@ -35,7 +35,9 @@ FOUR = {"WORDS": 4}
 Q4_0, Q8_0 = ({"WEIGHT": weight, "SCALE": 7, "WORDS": 2} for weight in (4, 5))
 Q4_1, Q5_1 = ({"WEIGHT": weight, "SCALE": 7, "WORDS": 4, "X_SCALE": 2, "HALF": True} for weight in (4, 5))
 Q4_K, Q5_K = ({"WEIGHT": weight, "SCALE": 8, "WORDS": 3, "X_SCALE": 2, "HALF": True} for weight in (4, 5))
-Q6_K = {"WEIGHT": 5, "SCALE": 8, "WORDS": 2, "BLOCK_K": 64}
+Q3_K, Q6_K = ({"WEIGHT": weight, "SCALE": 8, "WORDS": 2, "BLOCK_K": 64} for weight in (4, 5))
+IQ3_S = {"WEIGHT": 5, "SCALE": 4, "WORDS": 4}
+IQ2_XS = IQ3_S | {"BLOCK_K": 64}
 LOOKED_UP = {"WEIGHT": 12, "SCALE": 4, "WORDS": 2}  # numbers of bitsandbytes
 MXFP8 = {"WEIGHT": 1, "SCALE": 2, "ROW_SCALE": True}
 W8A16 = {"WEIGHT": 1, "SCALE": 1}
@@ -137,6 +139,13 @@ CASES: tuple[tuple[int, str, dict[str, Any], str, int, int], ...] = (
     (90, "i16", Q5_K | DOWN | {"BLOCK_T": 32}, "HGMMA", 255, 120),
     (90, "i16", Q6_K | INTERLEAVED, "HGMMA", 128, 52),
     (90, "i16", Q6_K | DIRECT | HALF, "HGMMA", 128, 52),
+    (90, "i16", Q3_K | INTERLEAVED, "HGMMA", 128, 52),
+    (90, "i16", Q3_K | INTERLEAVED | HIGH | {"STAGES": 4}, "HGMMA", 255, 94),
+    (90, "i16", IQ3_S | INTERLEAVED, "HGMMA", 192, 104),
+    (90, "i16", IQ3_S | DOWN | HIGH | HALF, "HGMMA", 255, 88),
+    (90, "i16", IQ2_XS | INTERLEAVED, "HGMMA", 128, 60),
+    (90, "i16", IQ2_XS | DIRECT | HALF, "HGMMA", 128, 60),
+    (90, "i16", IQ2_XS | INTERLEAVED | HIGH | {"STAGES": 4}, "HGMMA", 255, 100),
     (90, "i16", Q8_0 | DOWN, "HGMMA", 168, 104),
     (90, "i16", Q4_0 | INTERLEAVED | QUARTERED | {"REGISTERS": 168}, "HGMMA", 168, 68),
     (90, "i16", INT4 | DOWN | QUARTERED | {"REGISTERS": 168}, "HGMMA", 168, 68),

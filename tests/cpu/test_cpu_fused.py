@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from collegium import moe
+from collegium.dummy.encoders import write_half
 from collegium.errors import BadScaleError, InputError
 from collegium.experts import CpuFused, CpuGrouped
 from collegium.experts.cpu import panels
@@ -46,7 +47,6 @@ from collegium.planning import plan
 from collegium.problem import DeviceFacts, Problem
 from collegium.testing.compare import heavy_tailed
 from collegium.types import ActivationSpec, ContiguousBatch, ExpertWeights, MoESpec, RoutingSpec
-from gguf_blocks import write_half
 from raising import assert_values, raises_with
 
 SHIPPED = Path(__file__).resolve().parents[2] / "demo" / "fables-16m"

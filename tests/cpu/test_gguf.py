@@ -19,6 +19,7 @@ from collegium.checkpoint import Checkpoint, CheckpointLayer, audit, describe_ch
 from collegium.checkpoint.gguf import GGML_TYPES, read_gguf
 from collegium.commands.inspect import inspect_model, plan_model
 from collegium.commands.quantize import quantize_model
+from collegium.dummy.encoders import write_half
 from collegium.errors import (
     BadScaleError,
     CheckpointError,
@@ -45,7 +46,6 @@ from collegium.planning import kernel_named, plan
 from collegium.problem import Overrides
 from collegium.testing.compare import relative_error
 from collegium.types import ActivationSpec, ExpertWeights, Routing
-from gguf_blocks import write_half
 from gguf_files import ARCHITECTURES, D, E, random_blocks, theirs, write_gguf
 from raising import raises_with
 from truth import moe_truth

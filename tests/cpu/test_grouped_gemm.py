@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from collegium.dummy.encoders import write_half
 from collegium.encoding import encode_experts
 from collegium.errors import InputError, PlanError
 from collegium.experts.reference import Reference
@@ -51,7 +52,6 @@ from collegium.types import (
     Routing,
     RoutingSpec,
 )
-from gguf_blocks import write_half
 from grids import exhaustive
 from integers import encoded, ordered, random_blocks
 from products import grouped_gemm_reference, in_columns_reference

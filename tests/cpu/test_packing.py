@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from collegium.dummy.encoders import write_half
 from collegium.experts.triton import packing
 from collegium.experts.triton.packing import common, interleave, w4a8
 from collegium.experts.triton.tiles.fitted import FITS
@@ -15,7 +16,6 @@ from collegium.formats import Bf16, Fp16, Int4Group
 from collegium.formats.codecs import E2M1_VALUES, unpack_nibbles
 from collegium.formats.gguf import KINDS
 from collegium.testing.compare import random_experts, relative_error
-from gguf_blocks import write_half
 from integers import encoded, random_blocks
 
 SHAPES = [(2, 2, 40, 320), (3, 1, 72, 336)]

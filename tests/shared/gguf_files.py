@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 
+from collegium.dummy.encoders import write_half
 from collegium.formats.gguf import KINDS
-from gguf_blocks import write_half
 
 if TYPE_CHECKING:
     from pathlib import Path

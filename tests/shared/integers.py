@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from collegium.dummy import encoders as integers
-from collegium.dummy.encoders import ENCODERS, affine
+from collegium.dummy.encoders import ENCODERS, affine, write_half
 from collegium.encoding import encode_experts
 from collegium.formats import Gguf
 from collegium.formats.gguf import KINDS
-from gguf_blocks import write_half
 
 if TYPE_CHECKING:
     from torch import Tensor

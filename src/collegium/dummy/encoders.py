@@ -11,8 +11,9 @@ from torch.nn import functional
 
 from ..formats import Bnb4, Gguf, Int4Affine, Int4Ordered, Int8Affine, Int8Ordered
 from ..formats.codecs import in_groups, pack_nibbles, unpack_nibbles
+from ..formats.gguf import KINDS
 
-__all__ = ["ENCODERS", "affine", "nf4", "ordered", "q4_k", "q8_0"]
+__all__ = ["ENCODERS", "affine", "nf4", "ordered", "q4_k", "q8_0", "random_blocks", "write_half"]
 
 # The quantiles of a normal distribution that bitsandbytes uses (``functional.py``).
 _NF4_TABLE = (
@@ -94,6 +95,35 @@ def q8_0(weight: Tensor) -> Gguf:
     codes = (runs / halves.float().clamp(min=1e-7)).round().clamp(-127, 127).to(torch.int8)
     blocks = torch.cat((halves.view(torch.uint8), codes.view(torch.uint8)), dim=-1)
     return Gguf(shape=tuple(weight.shape), blocks=blocks)
+
+
+def random_blocks(title: str, weight: Tensor) -> Gguf:
+    """Return random GGUF blocks of the kind ``title`` in the shape and on the device of ``weight``, with small values.
+
+    Codes and steps are any bytes; block scales are normally distributed.
+    """
+    kind = KINDS[title]
+    shape, device = tuple(weight.shape), weight.device
+    count = -(-shape[-1] // kind.elements)
+    blocks = torch.randint(0, 256, (*shape[:-1], count, kind.nbytes), dtype=torch.uint8, device=device)
+    for index in range(kind.terms):
+        halves = torch.randn(blocks.shape[:-1], device=device) / (4000 if kind.steps else 200)
+        write_half(title, blocks, index, halves)
+    if not kind.terms:
+        blocks[..., 0] = 119  # E8M0
+    return Gguf(shape=shape, blocks=blocks, title=title)
+
+
+def write_half(title: str, blocks: Tensor, index: int, half: Tensor) -> None:
+    """Write ``half [...]``, rounded to float16, as number ``index`` of blocks ``[..., bytes]`` of a kind, in place."""
+    kind = KINDS[title]
+    raw = half.half().expand(blocks.shape[:-1]).unsqueeze(-1).contiguous().view(torch.uint8)
+    if kind.read_half is None:
+        blocks[..., kind.halves[index] : kind.halves[index] + 2] = raw
+        return
+    # IQ1_M has four bits of it in the upper bits of every second byte of the last eight.
+    four = torch.stack((raw & 15, raw >> 4), dim=-1).flatten(-2)
+    blocks[..., 49::2] = (blocks[..., 49::2] & 15) | (four << 4)
 
 
 def nf4(weight: Tensor) -> Bnb4:
