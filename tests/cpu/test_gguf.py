@@ -287,7 +287,9 @@ def test_kinds_differ_by_layer(tmp_path: Path) -> None:
         assert (weights.gate_up.kind.title, weights.down.kind.title) == (upper, down)
         assert same_bits(weights.down.decode(), truth[number, "ffn_down_exps"])
         assert same_bits(weights.gate_up.decode()[:, 1], truth[number, "ffn_up_exps"])
-    assert [report.layer for report in audit(checkpoint).layers] == [0, 1]
+    assert [report.kinds for report in audit(checkpoint).layers] == [*kinds]
+    (listed,) = [text for name, text in inspect_model(str(path), device="cpu").lines() if name == "expert format"]
+    assert all(kind in listed for pair in kinds for kind in pair)
 
 
 KERNELS_OF_GPU = [

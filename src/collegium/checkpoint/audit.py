@@ -63,7 +63,8 @@ _REFUSED_SUFFIXES = {
 class LayerReport:
     """One MoE layer: the stored formats, number and bytes of its experts.
 
-    stored: format of gate and up. down_stored: format of down, which may differ. nbytes: bytes in the files.
+    stored: format of gate and up. down_stored: format of down, which may differ. nbytes: bytes in the files. kinds: the
+    GGUF kinds of gate and up, and of down, empty for other files.
     """
 
     layer: int
@@ -71,11 +72,13 @@ class LayerReport:
     down_stored: StoredFormat
     experts: int
     nbytes: int
+    kinds: tuple[str, str] = ("", "")
 
     @property
     def formats(self) -> str:
         """Format and storage of the experts; down is listed separately if it differs."""
-        upper, down = (f"{stored.name} ({stored.storage})" for stored in (self.stored, self.down_stored))
+        both = zip((self.stored, self.down_stored), self.kinds, strict=True)
+        upper, down = (f"{stored.name} ({kinds or stored.storage})" for stored, kinds in both)
         return upper if upper == down else f"gate and up {upper}, down {down}"
 
 
@@ -356,7 +359,18 @@ def _layer_report(layer: CheckpointLayer) -> LayerReport:
         down_stored=layer.down_stored,
         experts=layer.spec.num_experts,
         nbytes=sum(info.nbytes for info in layer.expert_tensors.infos()),
+        kinds=_kinds(layer)
+        if "gguf" in {layer.stored.name, layer.up_stored.name, layer.down_stored.name}
+        else ("", ""),
     )
+
+
+def _kinds(layer: CheckpointLayer) -> tuple[str, str]:
+    """Return the types of the weights of gate and up, and of down, as text."""
+    tensors = layer.expert_tensors
+    upper = tensors.suffixes("gate", "up").get(".weight", set())
+    down = tensors.suffixes("down").get(".weight", set())
+    return ", ".join(sorted(upper)), ", ".join(sorted(down))
 
 
 def audit(
