@@ -78,10 +78,17 @@ def test_unknown_routers_need_whole_models(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "target"), [("afmoe", "mxfp4"), ("afmoe", "fp8_channel"), ("hy_v4", "mxfp4"), ("kolibri1", "mxfp4")]
+    ("name", "target"),
+    [
+        ("afmoe", "mxfp4"),
+        ("afmoe", "fp8_channel"),
+        ("hy_v4", "mxfp4"),
+        ("kolibri1", "mxfp4"),
+        ("jetmoe", "mxfp4"),
+    ],
 )
 def test_quantised_copies_load_and_verify(tmp_path: Path, name: str, target: str) -> None:
-    model = build(name, tmp_path / "from", moe_intermediate_size=32)
+    model = build(name, tmp_path / "from", moe_intermediate_size=32, intermediate_size=64)
     quantize_model(str(tmp_path / "from"), target, str(tmp_path / "to"))
     report = inspect_model(str(tmp_path / "to"), device="cpu")
     assert {layer.stored.name for layer in report.report.layers} == {target}
@@ -119,7 +126,7 @@ def test_tensors_unknown_to_the_class_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entries", "named"),
     [
-        ({"model_type": "jetmoe", "num_local_experts": 4}, "experts.input_linear"),
+        ({"model_type": "nllb-moe", "num_experts": 4}, "experts.expert_0"),
         ({"model_type": "ernie4_5_vl_moe", "moe_num_experts": [4, 4]}, "vision_moe.experts"),
         ({"model_type": "afmoe", "num_experts": "many"}, "num_experts"),
         ({"model_type": "afmoe", "num_experts": 8, "num_hidden_layers": 1 << 30}, "num_hidden_layers is 1073741824"),
@@ -130,4 +137,19 @@ def test_underivable_models_refused_by_name(tmp_path: Path, entries: dict[str, o
     (tmp_path / "config.json").write_text(json.dumps(entries))
     save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=named):
+        load_layer(tmp_path, 0, device="cpu")
+
+
+def test_a_changed_class_is_not_rewritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The block is rewritten only while its class computes what the replacement does."""
+    module = pytest.importorskip("transformers.models.jetmoe.modeling_jetmoe")
+    forward = module.JetMoeMoE.forward
+
+    def scaled(block: object, x: torch.Tensor) -> torch.Tensor:
+        return 1.001 * forward(block, x)
+
+    monkeypatch.setattr(module.JetMoeMoE, "forward", scaled)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "jetmoe", "num_local_experts": 6}))
+    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"JetMoeMoE differs .* by (9\.\d+e-04|1\.0\de-03)"):
         load_layer(tmp_path, 0, device="cpu")

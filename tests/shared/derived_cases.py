@@ -57,10 +57,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "zaya": ("Zaya", {**BASE, "moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 1}),
+    "jetmoe": (
+        "JetMoe",
+        {
+            "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_key_value_heads": 2, "kv_channels": 16,
+            "intermediate_size": 24, "num_local_experts": 8, "num_experts_per_tok": 3, "max_position_embeddings": 64,
+        },
+    ),
     "kolibri1": ("Kolibri1", {**BASE, **WIDE, **CHOSEN, "shared_expert_intermediate_size": 24}),
 }  # fmt: skip
 # Types whose router no rule of Collegium describes: whole models only.
-WHOLE_ONLY = ("kolibri1", "longcat_flash", "zaya")
+WHOLE_ONLY = ("jetmoe", "kolibri1", "longcat_flash", "zaya")
 
 
 def build(name: str, path: Path, *, original: bool = True, **changed: Any) -> nn.Module:

@@ -17,11 +17,13 @@ from ...checkpoint.dense_weights import DenseWeight
 from ...checkpoint.reader import TORCH_DTYPES, Checkpoint
 from ...errors import CheckpointError, CollegiumError, ConfigError, MissingTensorError, TensorMismatchError
 from ...formats.unquantised import FLOAT_FORMATS
+from ...models.derived import replace_parallel_experts
 from ..extra import import_extra
 from .blocks import replace_blocks
 from .gguf import transformers_tensor
 from .identity_experts import replace_identity_experts
 from .modules import experts_modules
+from .parallel_experts import RunParallelExperts
 from .patches import progress_silenced, restore_class, temporary_subclass
 
 __all__ = ["load_dense_weights", "random_dense_weights"]
@@ -127,6 +129,7 @@ def _without_experts(
     def remove_experts(model: nn.Module) -> None:
         replace_blocks(model)
         replace_identity_experts(model)
+        replace_parallel_experts(model, RunParallelExperts)
         expert_parameters.update(_detach_expert_parameters(model))
 
     built_class = temporary_subclass(cls, remove_experts)

@@ -12,6 +12,7 @@ from torch import nn
 
 from ...errors import ConfigError
 from ..base import is_wrapped
+from .parallel_experts import check_parallel_experts, replace_parallel_experts
 
 __all__ = [
     "ClassLayer",
@@ -92,6 +93,8 @@ def build(model_type: str, config: Mapping[str, object]) -> ClassModel:
                 f"{where}: transformers {transformers.__version__} cannot build its class: {type(error).__name__}: "
                 f"{str(error).strip()[:300]}; correct the entry, or install a release of transformers that reads it"
             ) from error
+    check_parallel_experts(model)
+    replace_parallel_experts(model)
     for module in model.modules():
         if has_identity_experts(module):
             _mark_as_experts(module, class_config.get_text_config())

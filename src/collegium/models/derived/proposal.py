@@ -114,7 +114,7 @@ def _numbers(model: ClassModel, layer: ClassLayer) -> dict[str, float]:
 
 
 def _proved(layer: ClassLayer, spec: MoESpec, run: BlockRun, numbers: Mapping[str, float]) -> Proposal:
-    name = type(layer.block).__name__
+    name = getattr(layer.block, "class_name", type(layer.block).__name__)
     inputs = run.experts.inputs
     if inputs.shape != run.x.shape or not torch.equal(inputs, run.x) or run.experts.norm is not None:
         raise SpecError(f"{name}: its experts do not read the block's input, or end in a norm")

@@ -85,6 +85,11 @@ def stored_names(model: ClassModel, layer: ClassLayer) -> StoredNames:
         files: Mapping[str, Tensor] = revert(model.model, state)
     except Exception as error:  # operations of the mapping raise many classes
         raise _refusal(model, layer, f"its conversion cannot be run back: {type(error).__name__}: {error}") from error
+    renames = {
+        f"{layer.experts_path}.{leaf}": f"{layer.block_path}.{name}"
+        for leaf, name in getattr(layer.experts, "file_names", {}).items()
+    }
+    files = {renames.get(name, name): tensor for name, tensor in files.items()}
     marked = {name: tensor for name, tensor in files.items() if not tensor.is_meta}
     of_experts = [name for name, tensor in marked.items() if marks[_number(tensor) // _UNIT].which is not None]
     found = StoredNames(prefix=_prefix(model, layer, of_experts), memory_prefix=layer.prefix)
