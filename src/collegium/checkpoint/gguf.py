@@ -67,6 +67,7 @@ _MAX_TEXT = 1 << 16  # longer texts (chat templates) are skipped
 _MAX_ENTRIES = 1 << 20
 _MAX_DEPTH = 4
 _EXPERTS = re.compile(r"(blk\.\d{1,6}\.ffn_)(gate|up|down|gate_up)_exps\.(\w+)")
+_SHARED_GATE = re.compile(r"blk\.\d{1,6}\.ffn_gate_inp_shexp\.weight")
 _CORRECTION_BIAS = re.compile(r"blk\.\d{1,6}\.exp_probs_b\.bias")
 
 
@@ -249,6 +250,8 @@ def _read_info(cursor: _Cursor) -> TensorInfo:
         )
     if elements > 1:
         shape = (*shape[:-1], shape[-1] // elements, nbytes)
+    if rank == 1 and _SHARED_GATE.fullmatch(name):  # a matrix of one row, which converters squeeze
+        shape = (1, *shape)
     return TensorInfo(name=name, dtype=dtype, shape=shape, file=cursor.path, start=offset, stop=offset + total)
 
 

@@ -19,6 +19,7 @@ from . import (  # isort: skip
     gemma4,
     gguf,
     gguf_gpt_oss,
+    gguf_qwen2moe,
     glm4_moe,
     gpt_oss,
     granitemoe,
@@ -113,6 +114,7 @@ FAMILIES: tuple[Family, ...] = (
     step3p7.FAMILY,
     gguf.FAMILY,
     gguf_gpt_oss.FAMILY,
+    gguf_qwen2moe.FAMILY,
 )
 
 

@@ -2,7 +2,8 @@
 
 Routing follows llama.cpp where the metadata do not state it (``load_arch_hparams`` of each architecture and
 ``build_moe_ffn``): a bias ``exp_probs_b`` affects the choice of experts wherever a file has one, whatever the score
-function, and never their weights. gpt-oss, the one architecture with expert biases, is in ``gguf_gpt_oss``.
+function, and never their weights. gpt-oss, the one architecture with expert biases, is in ``gguf_gpt_oss``, and
+Qwen2-MoE, whose shared expert has a gate, in ``gguf_qwen2moe``.
 """
 
 from collections.abc import Mapping
@@ -21,13 +22,16 @@ _SIGMOID = 2
 class _Architecture(NamedTuple):
     """The defaults of llama.cpp for absent metadata, and whether files have a correction bias.
 
-    score: a key of ``_SCORES``. renormalize: whether the chosen weights are renormalised. bias: when the correction
-    bias is used.
+    score: a key of ``_SCORES``; None where the metadata must have one. renormalize: whether the chosen weights are
+    renormalised. bias: when the correction bias is used. shared: whether each layer has a shared expert without an
+    ``expert_shared_count``. floor: least sum of weights to divide by, which the metadata lack.
     """
 
-    score: int
+    score: int | None
     renormalize: bool
     bias: Literal["never", "if present", "always"] = "never"
+    shared: bool = False
+    floor: float = 0.0
 
 
 _ARCHITECTURES: Mapping[str, _Architecture] = {
@@ -37,6 +41,11 @@ _ARCHITECTURES: Mapping[str, _Architecture] = {
     "gguf:deepseek2": _Architecture(1, False, "if present"),
     "gguf:glm4moe": _Architecture(_SIGMOID, False, "always"),
     "gguf:gpt-oss": _Architecture(3, True),
+    "gguf:qwen2moe": _Architecture(1, False, shared=True),
+    "gguf:ernie4_5-moe": _Architecture(1, True, "if present", floor=1e-12),
+    "gguf:hunyuan-moe": _Architecture(1, True, shared=True),
+    "gguf:bailingmoe2": _Architecture(None, False, "if present"),
+    "gguf:minimax-m2": _Architecture(None, True, "always"),
 }
 # GLM-4.7-Flash has the architecture of DeepSeek-V2 and files without a gating function: llama.cpp identifies them by
 # these sizes.
@@ -64,10 +73,8 @@ def gguf_spec(config: Config, _layer: int) -> MoESpec:
     biased = architecture.bias == "always"
     if architecture.bias == "if present":
         biased = sigmoid if present is None else present is True
-    width = config.value("expert_feed_forward_length", default=None)
-    width = config.integer("feed_forward_length" if width is None else "expert_feed_forward_length")
-    shared = config.integer("expert_shared_count", default=0)
-    shared_width = config.integer("expert_shared_feed_forward_length", default=shared * width)
+    width = _expert_width(config)
+    shared_width = _shared_width(config, architecture, width)
     return MoESpec(
         hidden_size=config.integer("embedding_length"),
         intermediate_size=width,
@@ -77,15 +84,34 @@ def gguf_spec(config: Config, _layer: int) -> MoESpec:
             score=_SCORES[function],
             renormalize=config.flag("expert_weights_norm", default=architecture.renormalize),
             renormalize_eps=1e-20 if sigmoid else 0.0,
+            renormalize_floor=architecture.floor,
             groups=config.integer("expert_group_count", default=1),
             topk_groups=config.integer("expert_group_used_count", default=1),
             group_score="top2_sum" if sigmoid or biased else "max",
             scale=config.number("expert_weights_scale", default=1.0) or 1.0,
             correction_bias=biased,
         ),
-        shared=SharedSpec(intermediate_size=shared_width) if shared else None,
+        shared=SharedSpec(intermediate_size=shared_width) if shared_width else None,
         activation=ActivationSpec(),
     )
+
+
+def _expert_width(config: Config) -> int:
+    if config.value("expert_feed_forward_length", default=None) is not None:
+        return config.integer("expert_feed_forward_length")
+    width = config.integer("feed_forward_length")
+    # Files of Qwen2-MoE without the entry have the width of all chosen experts.
+    return width // config.integer("expert_used_count") if config.kind == "gguf:qwen2moe" else width
+
+
+def _shared_width(config: Config, architecture: _Architecture, width: int) -> int:
+    """Return the width of the shared expert, 0 if there is none."""
+    shared = config.integer("expert_shared_count", default=0)
+    if not architecture.shared:
+        return config.integer("expert_shared_feed_forward_length", default=shared * width) if shared else 0
+    if config.kind == "gguf:qwen2moe" and config.value("expert_shared_feed_forward_length", default=None) is None:
+        return config.integer("feed_forward_length")
+    return config.integer("expert_shared_feed_forward_length")
 
 
 def _gating_function(config: Config, architecture: _Architecture, *, bias: bool) -> int:
@@ -97,12 +123,15 @@ def _gating_function(config: Config, architecture: _Architecture, *, bias: bool)
         flash = any(count in _FLASH_LAYERS for count in layers)
         if config.kind == "gguf:deepseek2" and flash and config.value("vocab_size", default=0) == _FLASH_VOCABULARY:
             return _SIGMOID
-        if bias and architecture.bias == "if present":
+        if bias and config.kind == "gguf:deepseek2":
             raise ConfigError(
                 "GGUF metadata: expert_gating_func is missing and the file has exp_probs_b, the bias of models with "
                 "sigmoid scores; without the entry llama.cpp uses softmax. Set deepseek2.expert_gating_func to 2 "
                 "(sigmoid) or 1 (softmax), for instance with gguf_new_metadata of the gguf package"
             )
+        if architecture.score is None:
+            allowed = ", ".join(f"{n} ({s})" for n, s in _SCORES.items())
+            raise config.wrong("expert_gating_func", function, f"{allowed}; llama.cpp has no default for {config.kind}")
         return architecture.score
     number = config.integer("expert_gating_func")
     if number not in _SCORES:
@@ -111,11 +140,15 @@ def _gating_function(config: Config, architecture: _Architecture, *, bias: bool)
 
 
 def gguf_layers(config: Config) -> tuple[int, ...]:
-    """Return the layers between the leading dense ones and those for multi-token prediction."""
+    """Return the layers between the leading dense ones and those for multi-token prediction, by ERNIE's step."""
     ahead = config.integer("nextn_predict_layers", default=0)
     first = config.integer("leading_dense_block_count", default=0)
-    return tuple(range(first, config.integer("block_count") - ahead))
+    step = config.integer("interleave_moe_layer_step", default=1) if config.kind == "gguf:ernie4_5-moe" else 1
+    if step < 1:
+        raise config.wrong("interleave_moe_layer_step", step, "1 or more")
+    return tuple(i for i in range(first, config.integer("block_count") - ahead) if (i + 1) % step == 0)
 
 
-_TYPES = tuple(name for name in _ARCHITECTURES if name != "gguf:gpt-oss")
+_IN_OTHER_FILES = ("gguf:gpt-oss", "gguf:qwen2moe")
+_TYPES = tuple(name for name in _ARCHITECTURES if name not in _IN_OTHER_FILES)
 FAMILY = Family("gguf", _TYPES, NAMES, gguf_spec, gguf_layers)
