@@ -48,6 +48,11 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
          "head_dim": WIDTH, "norm_topk_prob": True, "rope_parameters": ROPE, "tie_word_embeddings": True},
         {"expert_feed_forward_length": WIDE, "feed_forward_length": 64},
     ),
+    "qwen2moe": (
+        {"model_type": "qwen2_moe", "num_experts": EXPERTS, "moe_intermediate_size": WIDE, "intermediate_size": 64,
+         "shared_expert_intermediate_size": 96, "head_dim": WIDTH, "norm_topk_prob": False, "rope_parameters": ROPE},
+        {"expert_feed_forward_length": WIDE, "feed_forward_length": 64, "expert_shared_feed_forward_length": 96},
+    ),
     "olmoe": (
         {"model_type": "olmoe", "num_experts": EXPERTS, "intermediate_size": WIDE, "norm_topk_prob": False,
          "rope_parameters": ROPE},
@@ -92,6 +97,8 @@ def pieces(arch: str, name: str, value: Tensor) -> dict[str, Tensor]:
     assert own is not None, name
     if arch == "llama" and own.endswith(("attn_q", "attn_k")):
         value = turned(value, HEADS if own.endswith("q") else KEYS)
+    if own.endswith("ffn_gate_inp_shexp"):
+        value = value.squeeze(0)
     return {f"{own}.{suffix}": value}
 
 
@@ -142,9 +149,11 @@ def whole(arch: str, path: Path, *, drop: str = "", mixture: tuple[str, ...] = M
             kind = mixture[at % len(mixture)] if parameter.dim() > 1 and "bias" not in name else "F32"
             if ".experts." in name and kind == "F16":
                 kind = "Q8_0"
+            if ".shared_expert." in name:  # gate and up share a kind
+                kind = "Q5_1" if ".down" in name else "Q8_0"
             if mixture is LOW_BITS and kind != "F32" and parameter.shape[-1] % 256:
                 kind = "IQ4_NL"
-            kind = "F32" if name.endswith(("mlp.gate.weight", "router.weight")) else kind
+            kind = "F32" if name.endswith(("mlp.gate.weight", "router.weight", "shared_expert_gate.weight")) else kind
             decoded = {}
             for own, value in pieces(arch, name, parameter).items():
                 if own == drop:
@@ -190,6 +199,17 @@ def test_matches_model_of_decoded_weights(arch: str, tmp_path: Path, caplog: pyt
             assert float((found - wanted).norm() / wanted.norm()) < 1e-5
     assert model.config.eos_token_id == 95
     assert "matrices outside the experts" in caplog.text
+
+
+def test_qwen2_without_widths_matches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = KINDS["qwen2moe"][0] | {"shared_expert_intermediate_size": 2 * WIDE}
+    monkeypatch.setitem(KINDS, "qwen2moe", (entries, {"feed_forward_length": 2 * WIDE}))
+    truth = whole("qwen2moe", tmp_path / "model.gguf")
+    ids = torch.arange(40).view(2, 20) * 2
+    with torch.inference_mode():
+        wanted = truth(ids).logits
+        found = load_model_in("fp32", tmp_path / "model.gguf", device="cpu")(ids).logits
+    assert float((found - wanted).norm() / wanted.norm()) < 1e-5
 
 
 @pytest.mark.parametrize("arch", ["qwen3moe", "gpt-oss"])

@@ -14,6 +14,7 @@ from torch import Tensor
 from ...checkpoint.reader import Checkpoint
 from ...errors import ConfigError
 from ...models.base import Config
+from ...models.gguf import gguf_spec
 
 __all__ = ["config_of", "transformers_tensor"]
 
@@ -23,12 +24,14 @@ class _Model(NamedTuple):
 
     kind: transformers' model type. entries: metadata keys of additional config entries. router: name of the router
     module. interleaved: whether query and key rows are stored in llama.cpp's pairs, which transformers needs as halves.
+    names: further modules of a layer, by their names in the file.
     """
 
     kind: str
     entries: Mapping[str, str]
     router: str = "gate"
     interleaved: bool = False
+    names: Mapping[str, str] = {}
 
 
 _ENTRIES = {
@@ -44,9 +47,16 @@ _ENTRIES = {
     "sliding_window": "attention.sliding_window",
 }
 _QWEN = {"num_experts": "expert_count", "moe_intermediate_size": "expert_feed_forward_length"}
+_SHARED_NAMES = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
 _LOCAL = {"num_local_experts": "expert_count"}
 _MODELS = {
     "gguf:qwen3moe": _Model("qwen3_moe", _QWEN),
+    "gguf:qwen2moe": _Model("qwen2_moe", _QWEN, names=_SHARED_NAMES),
     "gguf:olmoe": _Model("olmoe", {"num_experts": "expert_count"}),
     "gguf:llama": _Model("mixtral", _LOCAL, interleaved=True),
     "gguf:gpt-oss": _Model("gpt_oss", _LOCAL | {"intermediate_size": "expert_feed_forward_length"}, "router"),
@@ -70,12 +80,18 @@ _LAYER_NAMES = {
 def config_of(checkpoint: Checkpoint) -> tuple[str, dict[str, Any]]:
     """Return transformers' model type and config entries; raises ConfigError for an unsupported architecture."""
     model = _model(checkpoint)
-    config = Config(checkpoint.config)
+    config = Config(checkpoint.config, checkpoint.config.get("model_type"))
     entries: dict[str, Any] = dict(_IMPLIED_ENTRIES.get(model.kind, {}))
     for name, key in (_ENTRIES | dict(model.entries)).items():
         value = config.value(key, default=None)
         if value is not None:
             entries[name] = value
+    if model.kind == "qwen2_moe":  # files may lack the widths
+        spec = gguf_spec(config, 0)
+        shared_width = 0 if spec.shared is None else spec.shared.intermediate_size
+        entries["moe_intermediate_size"] = spec.intermediate_size
+        entries["shared_expert_intermediate_size"] = shared_width
+        entries["norm_topk_prob"] = spec.routing.renormalize
     tensors = checkpoint.tensors
     layers = config.integer("block_count")
     if layers > len(tensors):  # checked here, before transformers builds a huge model
@@ -116,7 +132,7 @@ def transformers_tensor(
     layer, kind, suffix = match.groups()
     if kind == "attn_sinks":
         return f"model.layers.{layer}.self_attn.sinks", read
-    inside = f"mlp.{model.router}" if kind == "ffn_gate_inp" else _LAYER_NAMES.get(kind)
+    inside = f"mlp.{model.router}" if kind == "ffn_gate_inp" else model.names.get(kind, _LAYER_NAMES.get(kind))
     if inside is None:
         return name, read
     if model.interleaved and kind in ("attn_q", "attn_k"):
