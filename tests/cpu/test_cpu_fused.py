@@ -376,7 +376,10 @@ def test_packed_bytes_are_near_those_published(name):
         payload = replace(payload, group_of=order)
     packed = pack_fused(payload, None, "down")
     found = sum(getattr(packed, name).nbytes for name in panels.TENSORS if getattr(packed, name) is not None)
-    assert found <= 1.05 * payload.nbytes
+    codes = 2 * 256 * wide
+    # Codes of less than four bits take four, and up to one more for the scales of their runs of columns.
+    published = codes * 5 // 8 if payload.nbytes < codes // 2 else payload.nbytes
+    assert found <= 1.05 * published
 
 
 @pytest.mark.each_choice
