@@ -17,7 +17,7 @@ from ...checkpoint.dense_weights import DenseWeight
 from ...checkpoint.reader import TORCH_DTYPES, Checkpoint
 from ...errors import CheckpointError, CollegiumError, ConfigError, MissingTensorError, TensorMismatchError
 from ...formats.unquantised import FLOAT_FORMATS
-from ...models.derived import replace_parallel_experts
+from ...models.derived import ParallelExpertsBlock, replace_parallel_experts
 from ..extra import import_extra
 from .blocks import replace_blocks
 from .gguf import transformers_tensor
@@ -108,7 +108,11 @@ def random_dense_weights(cls: Any, config: Any, checkpoint: Checkpoint, device: 
     devices = [place] if place.type == "cuda" else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(_SEED)
-        return _without_experts(cls, config, {}, dtype, device, [], checkpoint)[0]
+        model = _without_experts(cls, config, {}, dtype, device, [], checkpoint)[0]
+    for block in model.modules():
+        if isinstance(block, ParallelExpertsBlock):  # which the class does not know and so does not initialise
+            block.bias.zero_()
+    return model
 
 
 def _without_experts(

@@ -7,11 +7,12 @@ spec, and compares the layer that Collegium would compute with the class on rand
 from .class_layers import class_of, config_of_class, has_identity_experts
 from .family import DerivedFamily, derived_family
 from .gate_functions import activation_of
-from .parallel_experts import ParallelExperts, replace_parallel_experts
+from .parallel_experts import ParallelExperts, ParallelExpertsBlock, replace_parallel_experts
 
 __all__ = [
     "DerivedFamily",
     "ParallelExperts",
+    "ParallelExpertsBlock",
     "activation_of",
     "class_of",
     "config_of_class",
