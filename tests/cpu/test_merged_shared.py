@@ -395,7 +395,7 @@ def test_shared_weights_must_fit_the_plan() -> None:
     coded = SharedWeights(experts=encode_experts(bf16, "mxfp4"))
     with raises_with(InputError, "mxfp4", "bf16", "SharedSpec(weight_format='mxfp4'"):
         MoELayer(routed, plan(problem, APART), shared=coded)
-    with raises_with(InputError, "shared", "not given"):
+    with raises_with(InputError, "shared", "found none", "pass shared="):
         MoELayer(routed, plan(problem, APART))
 
 
