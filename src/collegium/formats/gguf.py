@@ -77,6 +77,13 @@ class _Kind:
         return 1 if self.read_half is not None else len(self.halves)
 
     @property
+    def run(self) -> int:
+        """Columns that share a scale."""
+        if self.steps is None:
+            return self.elements
+        return self.elements // self.steps(torch.zeros(1, self.nbytes, dtype=torch.uint8)).shape[1]
+
+    @property
     def values(self) -> Tensor:
         """What the lower four bits of a code mean, float32 ``[16]``."""
         if self.numbers is None:

@@ -22,7 +22,7 @@ from .units import flush_codes, flush_scales
 
 __all__ = ["pack_gguf", "unpack_gguf"]
 
-_SHORT_RUNS = ("Q2_K", "Q3_K", "Q6_K", "IQ2_XS", "IQ2_S", "IQ1_M")  # a scale for 16 columns
+_SHORT_RUN = 16  # columns of a scale, of which four fill a K block of 64
 _MAX_COUNT = 42  # three times this and one are within a code
 
 
@@ -83,18 +83,23 @@ def unpack_gguf(packed: PackedMatrix, *, half: bool = False) -> Unpacked:
 
 def _layout(payload: Gguf) -> Lanes:
     kind = payload.kind
-    two, stepped = kind.terms == 2, kind.steps is not None
-    layout = LANES["int8" if kind.bits > 4 or kind.numbers or kind.title == "Q2_K" else "int4"].of(payload.shape)
-    runs = kind.title in _SHORT_RUNS
-    if stepped and (kind.numbers or kind.title == "Q2_K"):
-        return replace(layout, scale_kind=enums.GROUP_SCALE, words=4, block_k=64 if runs else 128, quartered=True)
+    two, stepped, refitted = kind.terms == 2, kind.steps is not None, _is_refitted(payload)
+    layout = LANES["int8" if kind.bits > 4 or kind.numbers or refitted else "int4"].of(payload.shape)
+    block_k = 64 if kind.run == _SHORT_RUN else 128
+    if stepped and (kind.numbers or refitted):
+        return replace(layout, scale_kind=enums.GROUP_SCALE, words=4, block_k=block_k, quartered=True)
     return replace(
         layout,
         scale_kind=enums.STEP_SCALE if stepped else enums.HALF_SCALE,
         words=2 + two if stepped else 2 + 2 * two,
-        block_k=64 if runs else 128,
+        block_k=block_k,
         quartered=not (two and stepped),
     )
+
+
+def _is_refitted(payload: Gguf) -> bool:
+    """Whether the blocks have a minimum for each short run (Q2_K), which no layout has."""
+    return payload.kind.terms == 2 and payload.kind.run == _SHORT_RUN
 
 
 def _zero_code(layout: Lanes) -> int:
@@ -166,7 +171,7 @@ def _scale_words(payload: Gguf, layout: Lanes) -> Tensor:
 
 def _group_scales(payload: Gguf) -> Tensor:
     """Return the float32 scales ``[N, G]`` of the packed codes of blocks ``[N, ., bytes]``."""
-    if payload.kind.title == "Q2_K":
+    if _is_refitted(payload):
         return _nearest_multiples(payload)[0]
     halves, steps = payload.lines()
     scales = halves[:, :1].float() * (1 if steps is None else steps[..., 0])
