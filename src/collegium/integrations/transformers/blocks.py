@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ...errors import InputError
 from ...layer import MoELayer
+from ...models.derived import replace_modules
 from .adapters import adapter_ids_for
 
 __all__ = ["BLOCKS", "Block", "blocks_of", "layer_summary", "replace_blocks"]
@@ -70,8 +71,9 @@ def blocks_of(model: nn.Module) -> dict[int, Block]:
 def replace_blocks(model: nn.Module) -> None:
     """Replace every block without an experts interface by a ``Block``."""
     pairs = dict(BLOCKS.values())
-    for name, module in list(model.named_modules()):
+
+    def replacement(module: nn.Module) -> Block | None:
         pair = pairs.get(type(module).__name__)
-        if pair is not None:
-            parent, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(parent), attribute, Block(pair=pair))
+        return None if pair is None else Block(pair=pair)
+
+    replace_modules(model, replacement)

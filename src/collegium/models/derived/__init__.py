@@ -5,12 +5,14 @@ spec, and compares the layer that Collegium would compute with the class on rand
 """
 
 from .class_layers import class_of, config_of_class, has_identity_experts
+from .exchangeable import ExchangeableExperts, replace_modules
 from .family import DerivedFamily, derived_family
 from .gate_functions import activation_of
 from .parallel_experts import ParallelExperts, ParallelExpertsBlock, replace_parallel_experts
 
 __all__ = [
     "DerivedFamily",
+    "ExchangeableExperts",
     "ParallelExperts",
     "ParallelExpertsBlock",
     "activation_of",
@@ -18,5 +20,6 @@ __all__ = [
     "config_of_class",
     "derived_family",
     "has_identity_experts",
+    "replace_modules",
     "replace_parallel_experts",
 ]

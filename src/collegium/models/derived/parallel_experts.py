@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ConfigError
+from .exchangeable import ExchangeableExperts, replace_modules
 
 __all__ = ["ParallelExperts", "ParallelExpertsBlock", "check_parallel_experts", "replace_parallel_experts"]
 
@@ -18,30 +19,14 @@ _HIDDEN, _INTERMEDIATE, _TOKENS = 16, 12, 32
 _TOLERANCE = 2e-5  # float32 sums in another order
 
 
-class ParallelExperts(nn.Module):
-    """Experts with the attributes of transformers' exchangeable experts, and parameters on the meta device.
+class ParallelExperts(ExchangeableExperts):
+    """Experts of such a block. file_names: of the parameters, below the block."""
 
-    file_names: of the parameters, below the block.
-    """
-
-    is_concatenated, is_transposed = True, False
-    has_bias, has_gate = False, True
-    gate_up_proj: nn.Parameter
-    down_proj: nn.Parameter
     file_names: ClassVar = {"gate_up_proj": "input_linear.weight", "down_proj": "output_linear.weight"}
 
     def __init__(self, block: Any, config: Any) -> None:
         """Take the experts of the class's ``block``; config: of the text model."""
-        super().__init__()
-        self.config = config
-        self.act_fn = block.activation
-        for name, source in (("gate_up_proj", block.input_linear), ("down_proj", block.output_linear)):
-            stack = torch.empty(source.weight.shape, dtype=source.weight.dtype, device="meta")
-            setattr(self, name, nn.Parameter(stack, requires_grad=False))
-
-    def _apply_gate(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return self.act_fn(gate) * up
+        super().__init__(block.input_linear.weight, block.output_linear.weight, block.activation, config)
 
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         """Return the weighted sum ``[T, H]`` of experts for ``x [T, H]``, ids and weights ``[T, K]``."""
@@ -75,11 +60,13 @@ class ParallelExpertsBlock(nn.Module):
 
 def replace_parallel_experts(model: Any, experts: type[ParallelExperts] = ParallelExperts) -> None:
     """Replace every block of ``model`` that has a stack of matrices for each product; experts: class of its experts."""
-    for name, module in list(model.named_modules()):
-        if type(module).__name__ in _CLASSES:
-            parent, _, attribute = name.rpartition(".")
-            block = ParallelExpertsBlock(module, experts(module, model.config.get_text_config()))
-            setattr(model.get_submodule(parent), attribute, block)
+
+    def replacement(module: Any) -> nn.Module | None:
+        if type(module).__name__ not in _CLASSES:
+            return None
+        return ParallelExpertsBlock(module, experts(module, model.config.get_text_config()))
+
+    replace_modules(model, replacement)
 
 
 def check_parallel_experts(model: Any) -> None:
