@@ -48,8 +48,8 @@ def w4_prefill_gemm(
 
     x: ``[R, K]`` in expert order: bfloat16, or E4M3 with columns REORDERED and padded to whole K blocks. x_scale: of
     E4M3 rows, otherwise None; float32 ``[R, 1]``, or ``[R, k_blocks]`` as ``transpose_scales`` returns it. Rows from
-    ``expert_offsets[E]`` on are not written. With
-    ``tiles.row_offsets`` rows go to those offsets. Raises InputError for rows that no tensor map can describe.
+    ``expert_offsets[E]`` on are not written. With ``tiles.row_offsets`` rows go to those offsets. Raises InputError for
+    rows that no tensor map can describe.
     """
     layout = packed.layout
     assert isinstance(layout, Words) or layout.in_registers
