@@ -161,6 +161,39 @@ def test_every_code_and_scale() -> None:
     assert torch.equal(out.T, payload.decode()[0, 0])
 
 
+def test_hot_expert_of_one_block() -> None:
+    """Tokens of one expert are spread over tiles of the width that the kernel was compiled for."""
+    problem = Problem(
+        spec=MoESpec(
+            hidden_size=144,
+            intermediate_size=96,
+            num_experts=2,
+            routing=RoutingSpec(top_k=1),
+            weight_format="mxfp4",
+        ),
+        device=DeviceFacts(kind="cuda", capability=(9, 0)),
+        activation_format="fp8_group128",
+    )
+    made = encode_experts(random_experts(2, 2, 96, 144, seed=1), "mxfp4")
+    packed = replace(
+        TritonW4A8().pack(made, problem.routed), machine=Machine(copies=True, compiles=True), forced="large"
+    )
+    x = heavy_tailed(200, 144, seed=3).to(torch.bfloat16)
+    ids = torch.ones(200, 1, dtype=torch.int64)
+    ids[7] = 0
+    batch = Local(num_experts=2).dispatch(x, Routing(topk_ids=ids, topk_weights=torch.ones(200, 1)))[0]
+    truth = Reference().pack(made, replace(problem, activation_format="fp32").routed).run(batch)
+    assert relative_error(packed.run(batch), truth) < 0.06
+
+
+def test_tiles_of_another_width_refused() -> None:
+    packed, _ = weights_of(1, 64, 256)
+    x, x_scale, _ = rows_of(256, "fp8_group128")
+    out = torch.empty(ROWS, 64)
+    with raises_with(InputError, 128, 160):
+        w4_prefill_gemm(x, packed, OFFSETS, tile_list(OFFSETS, ROWS, TILE), out, x_scale=x_scale)
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("form", ["fp8_token", "fp8_group128"])
 @pytest.mark.parametrize(("dtype", "kind"), [("bf16", "swiglu"), ("fp16", "swiglu_oai")])
@@ -183,7 +216,8 @@ def test_layers_of_large_batches(weighted: bool, dtype: Any, kind: Any, form: An
     ids = uneven_ids(90, 2, 5, seed=2)
     ids[0, 0] = -1
     block_t = large.tiling.block_t(180)
-    assert block_t == (160 if form == "fp8_token" else 128,)
+    # The second product has one K block.
+    assert block_t == ((160,) if form == "fp8_token" else (128, 160))
     batch = Local(num_experts=5).dispatch(x, Routing(topk_ids=ids, topk_weights=torch.rand(90, 2)), block_t=block_t)[0]
     if weighted:
         batch = replace(batch, input_weights=torch.rand(180) + 0.5)

@@ -52,12 +52,14 @@ def test_bits_of_the_small_tiles(
 
 def test_a_graph_of_layers() -> None:
     packed, batch, _ = decoded_layer("nvfp4", "bf16", 128, probe("cuda"), tokens=600, where="cuda")
-    other, _, _ = decoded_layer("bnb4", "bf16", 64, probe("cuda"), tokens=600, sizes=(5, 256, 512), where="cuda")
+    other, wider, _ = decoded_layer("bnb4", "bf16", 64, probe("cuda"), tokens=600, sizes=(5, 256, 512), where="cuda")
+    calls = ((packed, batch), (other, wider))
     stop = int(batch.expert_offsets[-1])
-    wanted = [layer.run(batch)[:stop].clone() for layer in (packed, other)]
+    assert stop == int(wider.expert_offsets[-1])
+    wanted = [layer.run(given)[:stop].clone() for layer, given in calls]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = [layer.run(batch) for layer in (packed, other)]
+        found = [layer.run(given) for layer, given in calls]
     for _ in range(2):
         graph.replay()
         assert all(torch.equal(rows[:stop], right) for rows, right in zip(found, wanted, strict=True))

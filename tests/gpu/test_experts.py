@@ -147,8 +147,8 @@ def test_every_tile_gives_the_same_bits(weights: str, act: str, bound: float) ->
     assert len({tile.block_t for tile in tried}) >= (2 if layout.quartered and not packed.activations else 3)
     for tile in tried:
         other = next(t for t in sorted(allowed, key=repr) if t.block_t == tile.block_t)
-        for joined in (False, True) if layout.decoded else (False,):
-            pair = replace(tile, interleave_gate_up=joined), replace(other, interleave_gate_up=joined)
+        for fused in (False, True) if layout.decoded else (False,):
+            pair = replace(tile, fuse_k_block=fused), replace(other, fuse_k_block=fused)
             assert torch.equal(replace(packed, tiles=pair).run(batch)[:stop], first), pair
 
 
@@ -194,10 +194,8 @@ def test_every_e2m1_code_and_scale_exact(name: str, dtype: torch.dtype) -> None:
     packed = (pack_mx if name == "mxfp4" else pack_nvfp4)(payload, None, half=half)
     packed = replace(packed, layout=replace(packed.layout, half=half))
     offsets, found = torch.tensor([0, 2048], device="cuda"), torch.empty(2048, 1, device="cuda")
-    for joined in (False, True):
-        tiles = tile_list(
-            offsets, 2048, TileChoice(block_n=64, block_t=16, warps=4, stages=2, interleave_gate_up=joined)
-        )
+    for fused in (False, True):
+        tiles = tile_list(offsets, 2048, TileChoice(block_n=64, block_t=16, warps=4, stages=2, fuse_k_block=fused))
         grouped_gemm(torch.eye(2048, device="cuda").to(dtype), packed, offsets, tiles, found.fill_(torch.nan))
         assert torch.equal(found[:, 0], payload.decode()[0, 0, 0])
 

@@ -64,6 +64,8 @@ def prefill_gemm(
     experts, parts, n_out, k_in = layout.shape
     if tiles.used is None:
         raise InputError("prefill_gemm: the tiles are not counted; list them with tile_list")
+    if x.shape[1] < k_in:
+        raise InputError(f"prefill_gemm: x is {tuple(x.shape)}; these weights multiply rows of {k_in} columns")
     steps = -(-k_in * x.element_size() // _STEP_BYTES)
     if layout.scale_kind == GROUP_SCALE:
         steps = 2 * layout.k_blocks

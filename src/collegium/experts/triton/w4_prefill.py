@@ -69,6 +69,13 @@ def w4_prefill_gemm(
             f"w4_prefill_gemm: x is {tuple(x.shape)} with strides {x.stride()} at {x.data_ptr():#x}; these weights "
             f"need dense rows [rows, {layout.x_columns}] at multiples of 16 bytes; use grouped_gemm"
         )
+    width = _max_width(x_scale is not None and x_scale.shape[1] > 1)
+    if tiles.tile.block_t != width:
+        # The kernel spreads the tokens of an expert over its tiles by their number.
+        raise InputError(
+            f"w4_prefill_gemm: tiles of {tiles.tile.block_t} tokens; allowed with these scales of tokens: {width}; "
+            "list the tiles with that block_t"
+        )
     values, scale, row_scale, bias = packed.pointers
     inputs = (x, values, scale, tiles.used[1:], x_scale, row_scale, bias)
     lists = (expert_offsets, tiles.expert, tiles.row, tiles.used)
@@ -112,8 +119,8 @@ class _Sizes(ctypes.Structure):
     )
 
 
-def _max_width(x_groups: int) -> int:
-    """Return the tokens of the widest tile. x_groups: 1 where each K block of a token has a scale."""
+def _max_width(x_groups: bool) -> int:
+    """Return the tokens of the widest tile. x_groups: whether each K block of a token has a scale."""
     return FOUR_BIT_TOKENS_SCALED if x_groups else FOUR_BIT_TOKENS
 
 

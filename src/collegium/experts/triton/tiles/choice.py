@@ -63,7 +63,8 @@ def prefill_tile(problem: TileProblem, machine: Machine, *, always: bool = False
             return None
         return TileChoice(
             block_n=_FOUR_BIT_ROWS,
-            block_t=FOUR_BIT_TOKENS_SCALED if problem.promoted else FOUR_BIT_TOKENS,
+            # A single K block needs one scale of a token, as rows with one scale do.
+            block_t=FOUR_BIT_TOKENS_SCALED if problem.promoted and problem.k_in > problem.block_k else FOUR_BIT_TOKENS,
             warps=8,
             stages=5,
             group_t=_LARGE_GROUP_T,
@@ -88,7 +89,8 @@ def large_from(problem: TileProblem, machine: Machine) -> float:
     """Return the rows of an expert from which on weights that are not decoded to memory run as large batches."""
     block_n = _FOUR_BIT_ROWS if problem.in_registers else LARGE_BLOCK_N
     if problem.in_registers:
-        min_rows = LARGE.four_bits
+        one_operand_scaled = problem.promoted and problem.operands == 1
+        min_rows = LARGE.four_bits_scaled if one_operand_scaled else LARGE.four_bits
     elif problem.promoted:
         min_rows = LARGE.promoted
     else:

@@ -316,7 +316,8 @@ class LargeConstants:
     From 32 rows on, 16-bit weights and E4M3 rows with one scale are level with small tiles. promoted: where each K
     block is scaled, small tiles wait for every product. four_bits: weights that large batches decode in registers. It
     was measured with MXFP4 and E4M3 rows of one scale: small tiles are 1 to 5 % faster with 16 and 32 rows an expert,
-    large ones 9 to 29 % with 64 and more.
+    large ones 9 to 29 % with 64 and more. four_bits_scaled: the same where each K block of a token has a scale, which
+    small tiles wait for: large ones are 5 % faster with 16 rows an expert and 8 to 12 % with 32.
     few_experts: factor where experts are too few for half of the multiprocessors, since small tiles have more programs.
     """
 
@@ -324,6 +325,7 @@ class LargeConstants:
     sixteen_bits: int = 48
     eight_bits: int = 40
     four_bits: int = 48
+    four_bits_scaled: int = 16
     few_experts: float = 2.5
 
 
