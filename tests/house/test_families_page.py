@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from collegium.models import FAMILIES, PREFIXES, Family, Names
-from family_cases import FLOAT32_ON_GPU, NOT_WHOLE
+from family_cases import FLOAT32_ON_GPU, NOT_WHOLE, TEXT_PARTS
 from tracked import ROOT
 
 BY_HAND = {
@@ -58,7 +58,7 @@ def row(family: Family) -> list[str]:
     cells = [experts(names) + where + "".join(also), router(names), shared(names)]
     apart = {name for name in family.model_types if name.startswith("gguf:")} | set(NOT_WHOLE)
     whole = of_types(family, apart)
-    gpu = "in float32" if set(family.model_types) <= FLOAT32_ON_GPU else whole
+    gpu = "in float32" if set(family.model_types) <= FLOAT32_ON_GPU else of_types(family, apart | TEXT_PARTS)
     return [f"`{family.name}`", types, *cells, BY_HAND.get(family.name, "class"), whole, gpu]
 
 

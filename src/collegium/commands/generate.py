@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint.reader import Checkpoint, gguf_file
-from ..errors import InputError
+from ..errors import ConfigError, InputError
 from ..integrations.extra import import_extra
 from ..integrations.transformers import Decoder, choose_adapters
 from ..integrations.transformers.classes import class_and_config
@@ -151,10 +151,15 @@ def check_writable(path: str, *, dummy: bool = False) -> Checkpoint:
     """Open the checkpoint at ``path`` and check that it is a text model with a tokenizer; tensors are not read.
 
     dummy: open only the config, for random weights. Raises the errors of ``Checkpoint.open`` and ``class_and_config``,
-    and InputError for a missing tokenizer.
+    ConfigError for a model without a head, and InputError for a missing tokenizer.
     """
     checkpoint = Checkpoint.open_config(path) if dummy else Checkpoint.open(path)
-    class_and_config(checkpoint)
+    cls, config = class_and_config(checkpoint)
+    if not hasattr(cls, "generate"):
+        raise ConfigError(
+            f"{checkpoint.path}: architectures is {config.architectures}, a model without a head, which writes no "
+            "text; give the checkpoint with lm_head.weight, or load this one with load_model()"
+        )
     _tokenizer(checkpoint.path)
     return checkpoint
 

@@ -8,20 +8,28 @@ from ...models import DerivedFamily, family_of
 from ...models.derived import config_of_class
 from ..extra import import_extra
 from .gguf import config_of
+from .text_models import multimodal_config, text_config_of
 
 __all__ = ["class_and_config"]
 
 # Model types of checkpoints whose code is identical to that of another model type in transformers.
-_SAME_CLASS = {"kimi_k2": "deepseek_v3"}
+_SAME_CLASS = {"kimi_k2": "deepseek_v3", "minimax_m3": "minimax_m3_vl_text", "step3p7_text": "step3p5"}
 _DROPPED_ENTRIES = ("model_type", "auto_map", "quantization_config")
-# Classes with experts outside the text model.
-_OTHER_EXPERTS = {
-    "qwen3_omni_moe": "its class in transformers also has a speech model with further experts, which are not read"
+_ROTARY = "its attention rotates rotary_dim of each head's columns, transformers' class for minimax all of them"
+# Model types whose files transformers cannot run, although it may have a similar class.
+_OTHER_CODE = {
+    "kimi_k3": "transformers has KimiLinearForCausalLM, without the latent width, the norm and the SiTU of Kimi-K3",
+    "minimax_m1": _ROTARY,
+    "minimax_text_01": _ROTARY,
+    "minimax_vl_01": _ROTARY,
 }
 
 
 def class_and_config(checkpoint: Checkpoint) -> tuple[Any, Any]:
     """Return the model class of transformers and its config, without a quantisation block.
+
+    A text model whose class has no head gets the multimodal class around it, see ``text_models``, unless its
+    ``architectures`` is the class without a head, whose output is the last hidden state.
 
     Raises ConfigError for a checkpoint without ``config.json``, for a GGUF file of an unsupported architecture, and if
     transformers has no text generation class for the model type; the message names the alternative.
@@ -34,9 +42,9 @@ def class_and_config(checkpoint: Checkpoint) -> tuple[Any, Any]:
             "Give the folder that has both, or download config.json into it"
         )
     family = family_of(checkpoint.config)
-    if model_type in _OTHER_EXPERTS:
-        raise ConfigError(_not_loadable(model_type, _OTHER_EXPERTS[model_type]))
-    config = _config(checkpoint)
+    if model_type in _OTHER_CODE:
+        raise ConfigError(_not_loadable(model_type, _OTHER_CODE[model_type]))
+    config = text_config_of(_config(checkpoint))
     transformers = import_extra("transformers")
     if isinstance(family, DerivedFamily) and config.model_type == family.name:
         cls = getattr(transformers, family.class_name)
@@ -45,6 +53,12 @@ def class_and_config(checkpoint: Checkpoint) -> tuple[Any, Any]:
         if type(config) in table:
             cls = table[type(config)]
             return cls, config_of_class(cls, config)
+    headless = transformers.MODEL_MAPPING.get(type(config), None)
+    if headless is not None and config.architectures == [headless.__name__]:
+        return headless, config
+    wrapped = multimodal_config(config)
+    if wrapped is not None:
+        return transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(wrapped)], wrapped
     reason = f"transformers {transformers.__version__} has no text generation class for it"
     raise ConfigError(_not_loadable(model_type, reason))
 

@@ -25,6 +25,7 @@ from .identity_experts import replace_identity_experts
 from .modules import experts_modules
 from .parallel_experts import RunParallelExperts
 from .patches import progress_silenced, restore_class, temporary_subclass
+from .text_models import name_in_memory, remove_towers, text_only
 
 __all__ = ["load_dense_weights", "random_dense_weights"]
 
@@ -90,9 +91,12 @@ def load_dense_weights(
     for path, weight in quantised.items():
         readers[f"{path}.weight"] = partial(_read_decoded, weight, decoded, dtype, device)
     state: dict[str, _LazyTensor] = {}
+    model_type = str(checkpoint.config.get("model_type"))
     for checkpoint_name, reader in readers.items():
-        name, read = transformers_tensor(checkpoint, checkpoint_name, reader)
-        state[name] = _LazyTensor(read, errors)
+        translated, read = transformers_tensor(checkpoint, checkpoint_name, reader)
+        name = name_in_memory(model_type, config, translated)
+        if name is not None:
+            state[name] = _LazyTensor(read, errors)
     model, loading_info = _without_experts(cls, config, state, dtype, device, errors, checkpoint)
     _check_loading_info(model, loading_info, checkpoint)
     return model, decoded
@@ -131,6 +135,8 @@ def _without_experts(
     expert_parameters: dict[str, dict[str, nn.Parameter]] = {}
 
     def remove_experts(model: nn.Module) -> None:
+        if text_only(config):
+            remove_towers(model)
         replace_blocks(model)
         replace_identity_experts(model)
         replace_parallel_experts(model, RunParallelExperts)

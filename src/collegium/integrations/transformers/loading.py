@@ -33,6 +33,7 @@ from .dense_weights import load_dense_weights, random_dense_weights
 from .frozen_experts import freeze_experts
 from .modules import expert_norms, experts_modules
 from .plugin import NAME, attach, install
+from .text_models import unread_parts
 from .wide_linear import widen
 
 __all__ = ["build_layers", "load_model", "load_model_in"]
@@ -156,11 +157,15 @@ def _open(
 def _read_dense_weights(
     cls: Any, config: Any, checkpoint: Checkpoint, device: str, dtype: torch.dtype, *, warns: bool
 ) -> nn.Module:
-    """Check and load everything outside the experts. warns: log which quantised matrices were decoded."""
+    """Check and load everything outside the experts.
+
+    warns: log which quantised matrices were decoded, and which parts of the model are not loaded.
+    """
     quantised = quantised_dense_weights(checkpoint)
     raise_if_any(checkpoint, [*check_outside_experts(checkpoint), *dense_weight_problems(checkpoint, quantised)])
     model, decoded = load_dense_weights(cls, config, checkpoint, device, dtype, quantised)
-    for sentence in sentences(checkpoint, decoded, dtype) if warns else ():
+    unread = unread_parts(str(checkpoint.config.get("model_type")))
+    for sentence in (*sentences(checkpoint, decoded, dtype), *unread) if warns else ():
         _LOG.warning("%s: %s", checkpoint.path, sentence)
     return model
 
