@@ -58,7 +58,8 @@ def row(family: Family) -> list[str]:
     cells = [experts(names) + where + "".join(also), router(names), shared(names)]
     apart = {name for name in family.model_types if name.startswith("gguf:")} | set(NOT_WHOLE)
     whole = of_types(family, apart)
-    gpu = "in float32" if set(family.model_types) <= FLOAT32_ON_GPU else of_types(family, apart | TEXT_PARTS)
+    loaded = set(family.model_types) - apart
+    gpu = "in float32" if loaded and loaded <= FLOAT32_ON_GPU else of_types(family, apart | TEXT_PARTS)
     return [f"`{family.name}`", types, *cells, BY_HAND.get(family.name, "class"), whole, gpu]
 
 

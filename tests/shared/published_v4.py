@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["EXPERTS", "HASHED", "LAYERS", "ROUTED", "VOCABULARY", "Toy", "write"]
+__all__ = ["EXPERTS", "HASHED", "LAYERS", "ROUTED", "VOCABULARY", "Toy", "write", "write_v41"]
 
 EXPERTS, TOP_K, VOCABULARY, LAYERS, HASHED = 6, 2, 40, 5, 3
 LIMIT = 1.25
@@ -70,11 +70,13 @@ def nvfp4(path: str, rows: int, columns: int) -> tuple[dict[str, Tensor], Tensor
     return stored, values * (scale.float() * whole).repeat_interleave(16, 1)
 
 
-def fp8(path: str, rows: int, columns: int, *, typed: bool = True) -> tuple[dict[str, Tensor], Tensor]:
+def fp8(
+    path: str, rows: int, columns: int, *, typed: bool = True, block: int = 128
+) -> tuple[dict[str, Tensor], Tensor]:
     codes = (torch.randn(rows, columns) * 8).to(torch.float8_e4m3fn)
-    scale = powers(-(-rows // 128), -(-columns // 128)) - 3
+    scale = powers(-(-rows // block), -(-columns // block)) - 3
     factor = torch.exp2(scale.float() - 127)
-    spread = factor.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+    spread = factor.repeat_interleave(block, 0)[:rows].repeat_interleave(block, 1)[:, :columns]
     return {f"{path}.weight": codes, f"{path}.scale": scale.view(torch.float8_e8m0fnu) if typed else factor}, (
         codes.float() * spread
     )
@@ -95,6 +97,7 @@ class Toy:
     config: dict[str, Any]
     tensors: dict[str, Tensor]
     plain: dict[str, Tensor]
+    hashed: int = HASHED
 
     def save(self) -> None:
         (self.folder / "config.json").write_text(json.dumps(self.config))
@@ -103,7 +106,7 @@ class Toy:
     def wanted(self, layer: int, x: Tensor, ids: Tensor) -> Tensor:
         base = f"layers.{layer}.ffn."
         scores = functional.softplus(x @ self.tensors[f"{base}gate.weight"].float().T).sqrt()
-        if layer < HASHED:
+        if layer < self.hashed:
             chosen = self.tensors[f"{base}gate.tid2eid"][ids]
         else:
             chosen = (scores + self.tensors[f"{base}gate.bias"]).topk(TOP_K).indices
@@ -138,7 +141,37 @@ def write(folder: Path, kind: str = "mxfp4", *, width: int = 192, wide: int = 16
             toy.tensors[f"{base}gate.tid2eid"] = torch.stack(rows)
         else:
             toy.tensors[f"{base}gate.bias"] = torch.randn(EXPERTS) * 0.4
-    # what is published beside the layers: multi-token prediction, and attention in FP8 blocks
+    # what is published with the layers: multi-token prediction, and attention in FP8 blocks
     toy.tensors |= mxfp4("mtp.0.ffn.experts.0.w1", wide, width)[0] | fp8("layers.0.attn.wq_a", 128, width)[0]
+    toy.save()
+    return toy
+
+
+def write_v41(folder: Path, kind: str = "mxfp4", *, width: int = 192, wide: int = 160) -> Toy:
+    """Write a checkpoint of V4.1: a nested config, FP8 in blocks of 32 x 32, no hash layers, biases of image tokens."""
+    toy = write(folder, kind, width=width, wide=wide)
+    toy.hashed = 0
+    text = {key: value for key, value in toy.config.items() if key not in ("model_type", "quantization_config")}
+    text |= {"dspark_n_routed_experts": 4, "dspark_num_experts_per_tok": 1, "num_nextn_predict_layers": 1}
+    text.pop("num_hash_layers")
+    block = toy.config["quantization_config"] | {
+        "weight_block_size": [32, 32],
+        "expert_dtype": text.pop("expert_dtype"),
+    }
+    toy.config = {"model_type": "deepseek_v41", "text_config": text, "quantization_config": block}
+    for layer in range(LAYERS):
+        base = f"layers.{layer}.ffn."
+        toy.tensors.pop(f"{base}gate.tid2eid", None)
+        toy.tensors[f"{base}gate.bias"] = torch.randn(EXPERTS) * 0.4
+        toy.tensors[f"{base}gate.bias_vl"] = torch.randn(EXPERTS) * 4
+        paths = [f"{base}shared_experts."]
+        paths += [f"{base}experts.{e}." for e in range(EXPERTS)] if kind == "fp8_block" else []
+        for path in paths:
+            for name, shape in (("w1", (wide, width)), ("w3", (wide, width)), ("w2", (width, wide))):
+                stored, toy.plain[f"{path}{name}"] = fp8(f"{path}{name}", *shape, block=32)
+                toy.tensors |= stored
+    toy.tensors |= fp8("layers.0.attn.wq_a", 128, width, block=32)[0]
+    toy.tensors["layers.1.engram.q_weight"] = torch.ones(8).bfloat16()
+    toy.tensors["vision.layers.0.ffn.w1.weight"] = torch.ones(8, 8).bfloat16()
     toy.save()
     return toy

@@ -139,7 +139,8 @@ def _quantised_module(layer: CheckpointLayer, key: str) -> _Module | None:
         return None
     name, (rows, columns) = _required_tensors(layer)[key]
     path = name.removesuffix(".weight")
-    named = (other.format(layer=layer.number) for other in router_names(layer.names) if other is not None)
+    known = (*router_names(layer.names), *(layer.names.outside or ()))
+    named = (other.format(layer=layer.number) for other in known if other is not None)
     others = tuple(other.removeprefix(path) for other in named if other != name and other.startswith(path + "."))
     template = (getattr(layer.names, key) or "").removesuffix(".weight")
     dtypes_by_suffix = {

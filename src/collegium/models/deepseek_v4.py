@@ -1,6 +1,7 @@
-"""DeepSeek-V4: square root of softplus as score, SwiGLU with a limit; the first layers use hash routing.
+"""DeepSeek-V4 and V4.1: square root of softplus as score, SwiGLU with a limit; V4's first layers use hash routing.
 
-Published tensor names do not start with ``model.``; those saved by transformers may.
+Published tensor names do not start with ``model.``; those saved by transformers may. ``gate.bias_vl`` is the correction
+bias of image tokens, which a layer does not know from text: route them in the caller and pass ``routing``.
 """
 
 from dataclasses import replace
@@ -18,8 +19,10 @@ def _spec(config: Config, layer: int) -> MoESpec:
     config.only("scoring_func", "sqrtsoftplus")
     config.only("topk_method", "noaux_tc")
     config.only("norm_topk_prob", True)
+    # The block drafter of V4.1, which is not part of the model.
+    config.passed_over("dspark_n_routed_experts", "dspark_num_experts_per_tok")
     kinds = config.kinds("mlp_layer_types")
-    count = config.integer("num_hash_layers")
+    count = config.integer("num_hash_layers", default=0)
     hashed = kinds[layer] == "hash_moe" if kinds else layer < count
     routing = RoutingSpec(
         top_k=config.top_k,
@@ -42,9 +45,11 @@ _NAMES = Names.below(
     correction_bias="ffn.gate.bias",
     hash_table="ffn.gate.tid2eid",
     shared=("ffn.shared_experts.w1", "ffn.shared_experts.w3", "ffn.shared_experts.w2"),
+    outside=("ffn.gate.bias_vl",),
 )
 _SAVED = replace(NAMES, hash_table=NAMES.layer + "mlp.gate.tid2eid")
 _WIDTH = ("moe_intermediate_size", "intermediate_size")
+# The configs of V4.1, which is not in transformers, state every entry.
 _DEFAULTS = {
     "deepseek_v4": {
         "hidden_size": 4096,
@@ -62,7 +67,7 @@ _DEFAULTS = {
     },
 }
 _NULL = frozenset(("num_hash_layers",))
-_TYPES = ("deepseek_v4",)
+_TYPES = ("deepseek_v4", "deepseek_v41")
 _RENAMES = (
     (r"^head\.", "lm_head."),
     (r"^embed\.", "embed_tokens."),

@@ -246,15 +246,15 @@ def _block_size(block: Mapping[str, object], key: str) -> tuple[int, int]:
 
 
 def experts_apart(config: Mapping[str, object]) -> bool:
-    """Return whether entries outside the quantisation block declare the format of the experts (DeepSeek-V4)."""
+    """Return whether the format of the experts is declared apart from that of all other modules (DeepSeek-V4)."""
     fp8 = method_of(quantization_block(config) or {}) == "fp8"
-    return fp8 and config.get("model_type") == "deepseek_v4"
+    return fp8 and config.get("model_type") in ("deepseek_v4", "deepseek_v41")
 
 
 def _fp8(config: Mapping[str, object], block: Mapping[str, object], path: str) -> Declared:
     # DeepSeek-V4's block does not cover the routed experts; "shared_experts" is a different path component.
     if experts_apart(config) and "experts" in path.split("."):
-        dtype = config.get("expert_dtype") or "fp4"
+        dtype = config.get("expert_dtype") or block.get("expert_dtype") or "fp4"
         algorithm = block.get("moe_quant_algo") or "MXFP4"
         fp4_format = {"MXFP4": "mxfp4", "NVFP4": "nvfp4"}.get(str(algorithm).upper())
         if dtype not in ("fp4", "fp8") or (dtype == "fp4" and fp4_format is None):
