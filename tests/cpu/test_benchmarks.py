@@ -75,6 +75,19 @@ def test_bench_layer_writes_row_per_recipe(tmp_path):
 
 
 @pytest.mark.exhaustive
+def test_generate_benchmark_times_and_refuses(tmp_path):
+    pytest.importorskip("transformers")
+    given = "--small --layers 1 --batches 2 --tokens 8 --rounds 1 --device cpu"
+    names = ("collegium", "collegium_decoder", "grouped_mm", "sonicmoe")
+    arguments = (*given.split(), "--implementations", *names)
+    rows = rows_of("bench_generate.py", *arguments, out=tmp_path / "rows.csv")
+    assert [row["implementation"] for row in rows] == [*names]
+    assert all(float(row["error"]) < 0.05 and float(row["tokens_per_second"]) > 0 for row in rows[:3])
+    assert rows[3]["note"]  # no kernels package, or no GPU
+    assert not rows[3]["tokens_per_second"]
+
+
+@pytest.mark.exhaustive
 def test_absent_peers_are_rows_beside_ours(tmp_path):
     pytest.importorskip("transformers")
     rows = rows_of(

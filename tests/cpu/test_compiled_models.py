@@ -164,6 +164,57 @@ def test_compiled_loaded_model_matches_eager() -> None:
         assert relative_error(compiled(IDS[:, :5]).logits, model(IDS[:, :5]).logits) < 1e-2
 
 
+def _generate(model: nn.Module, *, compiled: bool) -> torch.Tensor:
+    """Return greedy tokens with a static cache; compiled decode steps must be one graph each."""
+    whole = transformers.CompileConfig(fullgraph=True, backend="aot_eager", mode="default")
+    whole._compile_all_devices = True
+    options = {"compile_config": whole} if compiled else {"disable_compile": True}
+    model.generation_config.eos_token_id = None  # type: ignore[union-attr]
+    return model.generate(IDS, max_new_tokens=12, do_sample=False, cache_implementation="static", **options)  # type: ignore[operator]
+
+
+def _compiled_graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def test_generate_compiled_with_static_cache() -> None:
+    register()
+    model = qwen()
+    model.set_experts_implementation("eager")
+    wanted = _generate(model, compiled=False)
+    model.set_experts_implementation("collegium")
+    assert torch.equal(_generate(model, compiled=False), wanted)
+    before = _compiled_graphs()
+    assert torch.equal(_generate(model, compiled=True), wanted)
+    assert _compiled_graphs() == before + 1
+    calls = [node.target for node in _graph_of_a_step(model).graph.nodes if node.op == "call_function"]
+    assert sum("collegium.transformers_experts" in str(call) for call in calls) == 3
+
+
+def _graph_of_a_step(model: nn.Module) -> torch.fx.GraphModule:
+    """Return the graph that the compiler gets of a decode step with a static cache."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    whole = transformers.CompileConfig(fullgraph=True, backend=keep, mode="default")
+    whole._compile_all_devices = True
+    options = {"max_new_tokens": 3, "do_sample": False, "cache_implementation": "static", "compile_config": whole}
+    model.generate(IDS, **options)  # type: ignore[operator]
+    assert len(graphs) == 1
+    return graphs[0]
+
+
+def test_loaded_model_generates_compiled() -> None:
+    model = load_model(str(SHIPPED), device="cpu")
+    wanted = _generate(model, compiled=False)
+    before = _compiled_graphs()
+    assert torch.equal(_generate(model, compiled=True), wanted)
+    assert _compiled_graphs() == before + 1
+
+
 def test_stale_graph_handle_refused() -> None:
     with raises_with(InputError, "experts module"):
         torch.ops.collegium.transformers_experts(
