@@ -20,7 +20,9 @@ _TOWER: dict[str, Any] = {
     "depth": 1, "num_hidden_layers": 1, "encoder_layers": 1, "hidden_size": 16, "d_model": 16, "num_heads": 2,
     "num_attention_heads": 2, "num_key_value_heads": 2, "encoder_attention_heads": 2, "intermediate_size": 16,
     "encoder_ffn_dim": 16, "out_hidden_size": 32, "text_hidden_size": 32, "output_dim": 32, "image_size": 28,
-    "patch_size": 14, "num_position_embeddings": 16, "deepstack_visual_indexes": [0], "head_dim": 8,
+    "patch_size": 14, "num_position_embeddings": 16, "deepstack_visual_indexes": [0], "head_dim": 8, "n_layers": 1,
+    "depths": [1], "patch_sizes": [14], "hidden_sizes": [16], "per_layer_config": {}, "output_channels": 16,
+    "adapter_in_dim": 16, "adapter_input_size": 16,
 }  # fmt: skip
 _SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 _EXTRA: dict[str, dict[str, Any]] = {
@@ -28,6 +30,8 @@ _EXTRA: dict[str, dict[str, Any]] = {
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse", "sparse"], "n_group": 1},
     "dots3_note": {"per_layer_config": {}},
     "dots3_note_text": {"per_layer_config": {}},
+    "glm4v_moe_text": {"rope_parameters": {**_SECTIONS, "partial_rotary_factor": 0.5}},
+    "glm5_next_text": {"index_kpool": 2, "qk_rope_head_dim": 0, "linear_conv_kernel_dim": 2},
     "hy_v4_vl_text": {"rope_parameters": _SECTIONS},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "full_attention"]},
     "longcat_flash": {
@@ -66,4 +70,6 @@ def _entries(transformers: Any, kind: str, defaults: Mapping[str, Any], cls: Any
 
 
 def _tower(defaults: Mapping[str, Any]) -> dict[str, Any]:
-    return {"model_type": defaults["model_type"], **{k: v for k, v in _TOWER.items() if k in defaults}}
+    parts = {k: _tower(v) for k, v in defaults.items() if k.endswith("_config") and isinstance(v, dict) and v}
+    kind = {"model_type": defaults["model_type"]} if "model_type" in defaults else {}
+    return {**kind, **{k: v for k, v in _TOWER.items() if k in defaults}, **parts}

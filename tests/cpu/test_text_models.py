@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import json
-import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,28 +15,11 @@ from collegium.commands.generate import check_writable
 from collegium.errors import ConfigError, MissingTensorError
 from collegium.integrations.transformers import load_model
 from collegium.integrations.transformers.loading import load_model_in
-from family_cases import CASES, IDS, build, decoder, stir
-from tiny_configs import tiny_config
+from family_cases import CASES, IDS, build
+from text_parts import OUTSIDE, TEXT_OF, save_speaking_model, to_text_checkpoint, to_text_of_speaking_model
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-_TEXT_OF = {
-    "glm4v_moe": "glm4v_moe_text",
-    "glm5_next": "glm5_next_text",
-    "qwen3_vl_moe": "qwen3_vl_moe_text",
-    "step3p7": "step3p5",
-}
-_OUTSIDE = re.compile("visual|vision|vit_|projector|audio")
-
-
-def _text_checkpoint(path: Path, kind: str, prefix: str = "model.") -> None:
-    """Turn a multimodal checkpoint into one of its text model, with the published names of a text model."""
-    file = path / "model.safetensors"
-    tensors = {n: t for n, t in load_file(file).items() if not _OUTSIDE.search(n)}
-    save_file({n.replace("model.language_model.", prefix): t for n, t in tensors.items()}, file, {"format": "pt"})
-    entries = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(entries["text_config"] | {"model_type": kind}))
 
 
 def _same_logits(ours: Any, theirs: Any) -> None:
@@ -50,19 +30,19 @@ def _same_logits(ours: Any, theirs: Any) -> None:
     assert torch.equal(ours.generate(IDS, **arguments), theirs.generate(IDS, **arguments))
 
 
-@pytest.mark.parametrize("outer", _TEXT_OF)
+@pytest.mark.parametrize("kind", TEXT_OF)
 @pytest.mark.parametrize("prefix", ["model.", "model.language_model."])
-def test_text_models_of_multimodal_classes(tmp_path: Path, outer: str, prefix: str) -> None:
-    theirs = build(CASES[outer], tmp_path)
-    _text_checkpoint(tmp_path, _TEXT_OF[outer], prefix)
+def test_text_models_of_multimodal_classes(tmp_path: Path, kind: str, prefix: str) -> None:
+    theirs = build(CASES[TEXT_OF[kind]], tmp_path)
+    to_text_checkpoint(tmp_path, kind, prefix)
     ours = load_model_in("fp32", str(tmp_path), device="cpu")
     assert type(ours) is type(theirs)
-    assert not [name for name, _ in ours.named_parameters() if _OUTSIDE.search(name)]
+    assert not [name for name, _ in ours.named_parameters() if OUTSIDE.search(name)]
     _same_logits(ours, theirs)
 
 
 def test_the_speaking_model_writes_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    thinker = _thinker(tmp_path)
+    thinker = save_speaking_model(tmp_path)
     _same_logits(load_model_in("fp32", str(tmp_path), device="cpu"), thinker)
     assert [record.levelname for record in caplog.records if "thinker." in record.getMessage()] == ["WARNING"]
     # One of the tensors that write text is missing.
@@ -75,35 +55,9 @@ def test_the_speaking_model_writes_text(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 def test_the_thinker_without_speech(tmp_path: Path) -> None:
-    thinker = _thinker(tmp_path)
-    file = tmp_path / "model.safetensors"
-    tensors = {n.removeprefix("thinker."): t for n, t in load_file(file).items() if n.startswith("thinker.")}
-    save_file(tensors, file, {"format": "pt"})
-    entries = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(entries["thinker_config"]))
-    _text_checkpoint(tmp_path, "qwen3_omni_moe_text")
+    thinker = save_speaking_model(tmp_path)
+    to_text_of_speaking_model(tmp_path)
     _same_logits(load_model_in("fp32", str(tmp_path), device="cpu"), thinker)
-
-
-def _thinker(path: Path) -> Any:
-    """Save the published form of a model that speaks, and return its class for text."""
-    torch.manual_seed(3)
-    transformers = importlib.import_module("transformers")
-    config = tiny_config(transformers, "qwen3_omni_moe_thinker")
-    config.vision_start_token_id = 63
-    thinker = transformers.Qwen3OmniMoeThinkerForConditionalGeneration(config).eval()
-    with torch.no_grad():
-        for layer in decoder(thinker.model.language_model).values():
-            stir(layer.mlp)
-    thinker.save_pretrained(path)
-    file = path / "model.safetensors"
-    tensors = {f"thinker.{name}": tensor for name, tensor in load_file(file).items()}
-    tensors["talker.model.layers.0.mlp.experts.0.up_proj.weight"] = torch.zeros(24, 32)
-    tensors["code2wav.decoder.0.weight"] = torch.zeros(4)
-    save_file(tensors, file, {"format": "pt"})
-    entries = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({"model_type": "qwen3_omni_moe", "thinker_config": entries}))
-    return thinker
 
 
 @pytest.mark.parametrize(("case", "kind"), [("minimax_m3_vl_text", "minimax_m3")])
@@ -114,7 +68,7 @@ def test_text_models_under_another_model_type(tmp_path: Path, case: str, kind: s
 
 def test_step3p7_text_is_read_as_step3p5(tmp_path: Path) -> None:
     theirs = build(CASES["step3p7"], tmp_path)
-    _text_checkpoint(tmp_path, "step3p7_text")
+    to_text_checkpoint(tmp_path, "step3p7_text")
     _same_logits(load_model_in("fp32", str(tmp_path), device="cpu"), theirs)
 
 

@@ -310,6 +310,12 @@ def build(case: Case, path: Path, *, original: bool = True) -> nn.Module:
         for layer in decoder(model).values():
             for part in (case.block, case.shared, "router"):
                 stir(getattr(layer, part, None) if part else None)
+    save(case, model, path, original=original)
+    return model
+
+
+def save(case: Case, model: Any, path: Path, *, original: bool = True) -> None:
+    """Save a model of ``build`` below ``path``, under the names of the published checkpoints or those in memory."""
     model.save_pretrained(path, save_original_format=original)
     if case.published is not None:
         entries = json.loads((path / "config.json").read_text())
@@ -319,7 +325,6 @@ def build(case: Case, path: Path, *, original: bool = True) -> nn.Module:
     if case.renamed is not None and original:
         tensors = load_file(path / "model.safetensors")
         save_file({n.replace(*case.renamed): t for n, t in tensors.items()}, path / "model.safetensors")
-    return model
 
 
 def decoder(model: nn.Module) -> dict[int, nn.Module]:
