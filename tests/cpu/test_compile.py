@@ -286,6 +286,7 @@ _COPY = _SLOTS | {"BLOCK_G": 32}
 _NVFP4 = {"BLOCK_C": 8192, "index": None, "weights": None, "valid_rows": None, "SOFTWARE_ROUNDING": False}
 _DECODED = {"BLOCK_C": 8192, "index": None, "weights": None, "valid_rows": None}
 _OF_ROW = {"expert_scales": None, "expert_offsets": None, "BLOCK_E": 16}
+_DECIDE = {"BLOCK": 1024, "BLOCK_E": 256, "BLOCK_S": 128, "ROUNDS": 1, "MARKED": False}
 # Small kernels: (file, kernel, types that are not the rule, constants, warps, most registers); FP8 from sm_90 on.
 _HALVES = {"halves": "fp16", "scales": "fp32", "sums": "fp16"}
 SMALL: tuple[tuple[str, str, dict[str, str], dict[str, Any], int, int], ...] = (
@@ -325,6 +326,12 @@ SMALL: tuple[tuple[str, str, dict[str, str], dict[str, Any], int, int], ...] = (
     ("quantize", "nvfp4_decoded_kernel", {"numbers": "bf16"}, _DECODED | _OF_ROW, 16, 96),
     ("quantize", "nvfp4_decoded_kernel", {"numbers": "bf16"}, _DECODED | {"static_scale": None, "BLOCK_E": 256}, 16,
      96),
+    ("paging", "mark_kernel", {}, {"BLOCK": 1024}, 4, 64),
+    ("paging", "decide_kernel", {}, _DECIDE, 8, 64),
+    ("paging", "decide_kernel", {"ids": "i32"}, _DECIDE | {"ROUNDS": 4, "BLOCK_S": 64}, 8, 64),
+    ("paging", "decide_kernel", {}, _DECIDE | {"MARKED": True, "BLOCK_S": 512, "BLOCK_E": 512}, 8, 128),
+    ("paging", "place_kernel", {}, {"BLOCK": 1024, "ROUNDS": 8}, 4, 80),
+    ("paging", "copy_kernel", {}, {"BLOCK_SEGMENTS": 8}, 4, 64),
 )  # fmt: skip
 _POINTERS = {
     **dict.fromkeys(("source", "slots", "expert_offsets", "tile_row_a", "tile_row_b", "ids"), "i64"),
@@ -332,8 +339,9 @@ _POINTERS = {
     **dict.fromkeys(("token_ids", "hash_table", "expert_of"), "i64"),
     **dict.fromkeys(("tile_expert_a", "tile_expert_b", "histograms", "order"), "i32"),
     **dict.fromkeys(("weights", "weights_by_row", "scales", "global_scales", "logits", "bias"), "fp32"),
-    "expert_scale": "fp32",
-    "expert_scales": "fp32",
+    **dict.fromkeys(("expert_scale", "expert_scales"), "fp32"),
+    **dict.fromkeys(("needed", "slot_ids", "place", "copy_expert", "copy_slot", "round_start"), "i32"),
+    "segments": "i64",
     **dict.fromkeys(("x", "rows", "shared", "out"), "bf16"),
 }
 
@@ -347,6 +355,9 @@ from collegium.kernels import arguments
 
 tool = triton.__path__[0] + "/backends/nvidia/bin/cuobjdump"
 FLOATS = "eps", "floor", "scale", "jitter", "static_scale"
+TABLES = {name: "*i32" for name in arguments.PagingTables._fields}
+TABLES |= {"scores": "*fp32", "keys": "*fp32", "counters": "*i64"}
+TUPLES = {"tables": arguments.PagingTables(**TABLES), "update": arguments.ScoreUpdate(*["fp32"] * 4)}
 even = {"columns", "padded_cols", "x_stride", "width", "row_stride", "shared_stride", "logits_stride"}
 found = []
 for arch, file, name, pointers, constants, warps in json.load(sys.stdin):
@@ -360,10 +371,10 @@ for arch, file, name, pointers, constants, warps in json.load(sys.stdin):
     if file == "quantize":
         types["rows"] = "i32"
     names = kernel.arg_names
-    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
-    aligned = [i for i, n in enumerate(names) if signature[n].startswith("*") or n in even]
+    signature = {n: "constexpr" if n in constants else TUPLES.get(n) or types.get(n, "i32") for n in names}
+    aligned = [i for i, n in enumerate(names) if str(signature[n]).startswith("*") or n in even]
     source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
-    options = {"num_warps": warps, "enable_fp_fusion": file not in ("route", "weighted_sum")}
+    options = {"num_warps": warps, "enable_fp_fusion": file not in ("route", "weighted_sum", "paging")}
     built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
         binary.write(built.asm["cubin"])
@@ -449,5 +460,12 @@ def test_small_kernels_do_not_spill(small_compiled: dict[int, Any], index: int) 
         waits = [place for place, code in enumerate(codes) if code == "ACQBULK"]
         assert len(slots) == 1
         assert slots[0] > waits[1]
-    if name in ("weighted_sum_kernel", "cast_kernel", "e4m3_kernel", "e4m3_to_slots_kernel", "copy_to_slots_kernel"):
+    if name in (
+        "weighted_sum_kernel",
+        "cast_kernel",
+        "e4m3_kernel",
+        "e4m3_to_slots_kernel",
+        "copy_to_slots_kernel",
+        "copy_kernel",
+    ):
         assert any(code.startswith("LDG") and ".128" in code for code in codes), codes

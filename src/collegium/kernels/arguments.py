@@ -24,10 +24,12 @@ __all__ = [
     "LinearTile",
     "MatrixRows",
     "OperandFormat",
+    "PagingTables",
     "PermutationFormat",
     "Projections",
     "RoutingFormat",
     "RowOrder",
+    "ScoreUpdate",
     "SumOrder",
     "Tile",
     "Tokens",
@@ -215,6 +217,31 @@ class CodeFormat(NamedTuple):
     software_rounding: bool
 
 
+class PagingTables(NamedTuple):
+    """Where the experts of a layer are, in GPU memory; S slots hold some of the E experts. int32 unless noted.
+
+    expert_slot: ``[E]``, -1 for an expert without a slot. slot_expert: ``[S]``, -1 for an empty slot. scores: float32
+    ``[E]``; low ones lose their slot first. needed: ``[E]``, 0 between passes. counters: int64 ``[2]``, needed experts
+    of all passes that had a slot, and that had none.
+
+    Of the last pass: place: ``[E]``, round times S plus slot of the experts it needed, -1 for the others. copy_expert,
+    copy_slot: ``[E]``, the copies in their order. round_start: ``[E + 1]``, the first copy of each round, then all
+    others. keys: float32 ``[S]``, order: ``[S]``, scratch.
+    """
+
+    expert_slot: Any
+    slot_expert: Any
+    scores: Any
+    needed: Any
+    counters: Any
+    place: Any
+    copy_expert: Any
+    copy_slot: Any
+    round_start: Any
+    keys: Any
+    order: Any
+
+
 class PermutationFormat(NamedTuple):
     """What ``permute.py`` sorts and writes; compile-time.
 
@@ -260,6 +287,15 @@ class MatrixRows(NamedTuple):
 
     rows: Any
     stride: int
+
+
+class ScoreUpdate(NamedTuple):
+    """How the score of an expert changes in a pass that needs it, and in any other: times a factor, plus a step."""
+
+    needed_factor: float
+    needed_step: float
+    other_factor: float
+    other_step: float
 
 
 class SumOrder(NamedTuple):
