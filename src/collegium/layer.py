@@ -18,7 +18,9 @@ from .encoding import as_payloads
 from .errors import InputError
 from .execution.layer_comparison import refusal_reported
 from .execution.planned_module import PlannedModule
+from .experts import PackedWeights
 from .experts.measured import with_measured_tiles
+from .experts.paging.paged import pack_paged
 from .formats.payload import Payload
 from .formats.unquantised import DTYPES
 from .ops.quantize import activation_format
@@ -111,14 +113,13 @@ class MoELayer(PlannedModule):
         with refusal_reported(plan, checked=checked):
             weights = as_payloads(weights)
             self.shared = shared_of(plan, weights, shared, after_expert)
-            check_weights(weights, plan.routed_problem.routed)
+            check_weights(weights, replace(plan.routed_problem.routed, experts=plan.routed_problem.packed_experts))
             check_after_expert(problem, after_expert)
             self.router, self.gate = router_of(problem.spec, router)
             self.latent = latent_of(problem, latent)
             self.caller_modules = module_names(self.gate, shared, self.latent)
-            packed = kernel_named(plan.kernel).pack(weights, plan.routed_problem.routed)
-            self.experts = with_measured_tiles(packed, problem)
-            self._device = weights.down.device
+            self._device = _device_of(plan, weights)
+            self.experts = with_measured_tiles(_pack(plan, weights, self._device), problem)
         self.adapters = None
         self._build(plan)
         self.identify(self._device, DTYPES[problem.dtype])
@@ -135,6 +136,7 @@ class MoELayer(PlannedModule):
         shared expert is merged or would need another packing; PlanError where nothing runs the format. The layer is
         then unchanged.
         """
+        self._require_resident("swap")
         weights = as_payloads(weights)
         check_weights(weights, replace(self.plan.problem.routed, **weights.formats))
         captured = self._executor.captured
@@ -157,6 +159,8 @@ class MoELayer(PlannedModule):
         Raises InputError for matrices of other sizes and where a CUDA graph has captured the layer, BadScaleError for
         numbers that are not finite, and PlanError where the experts are split over ranks. The layer is then unchanged.
         """
+        if adapters is not None:
+            self._require_resident("set_adapters")
         if self._executor.captured:
             raise InputError(
                 "set_adapters: a CUDA graph has captured the layer, and would read the memory of the old adapters; set "
@@ -364,6 +368,15 @@ class MoELayer(PlannedModule):
         else:
             torch.ops.collegium.moe_layer_apart(*call[:-2], self.handle, [call.out, call.shared_out])
 
+    def _require_resident(self, call: str) -> None:
+        """Raise InputError for a layer whose experts are not all on the GPU."""
+        slots = self.plan.problem.gpu_slots
+        if slots is not None:
+            raise InputError(
+                f"{call}: {slots} of {self.spec.num_experts} experts are on the GPU (Limits(gpu_bytes=...)), allowed: "
+                "layers with all of them there. Load the layer without gpu_bytes, or call forward"
+            )
+
     def _check_width(self) -> None:
         """Raise InputError where the routed sums have another width than x, so that nothing can be added."""
         if self.routed_size != self.spec.hidden_size:
@@ -420,6 +433,7 @@ class MoELayer(PlannedModule):
         and ``torch.compile`` does not trace the call. Raises InputError as ``forward`` does, for layers over
         ranks that exchange tokens, for latent layers and for router weights on the input.
         """
+        self._require_resident("run_quantized")
         problem = self.plan.problem
         check_tensors(self._device, x=x, topk_ids=routing.topk_ids, topk_weights=routing.topk_weights)
         if x.dtype != torch.float8_e4m3fn or self.latent is not None:
@@ -498,6 +512,7 @@ class MoELayer(PlannedModule):
         expert nor latent projection takes part. The memory is fresh; only the kernel ``reference`` waits for the
         device. Raises InputError as ``forward`` does.
         """
+        self._require_resident("run_batched")
         problem = self.plan.problem
         check_batched(x, counts, problem.routed, self._device, quantized=scale is not None, checked=self.checked)
         codes = None
@@ -551,3 +566,27 @@ class MoELayer(PlannedModule):
             routed |= self.experts.tiling.variants_with_adapters(tokens * self.spec.routing.top_k)
         shared = frozenset[Any]() if self.shared is None else self.shared.variants(tokens)
         return frozenset({("routed", variant) for variant in routed} | {("shared", variant) for variant in shared})
+
+
+def _device_of(plan: Plan, weights: ExpertWeights[Payload]) -> torch.device:
+    """Return the device of the layer: of its weights, which are on the host where their experts are paged."""
+    facts = plan.problem.device
+    if plan.paging is None or facts.index is None:
+        return weights.down.device
+    return torch.device(facts.place)
+
+
+def _pack(plan: Plan, weights: ExpertWeights[Payload], device: torch.device) -> PackedWeights:
+    """Return ``weights`` as the plan's kernel reads them, paged through its slots where not all fit."""
+    kernel, problem = kernel_named(plan.kernel), plan.routed_problem.routed
+    if plan.paging is None:
+        return kernel.pack(weights, problem)
+    packed = pack_paged(kernel, weights, problem, plan.paging, device)
+    limit, nbytes = plan.problem.limits.gpu_bytes or 0, problem.experts * packed.slot_bytes
+    if nbytes > limit:
+        raise InputError(
+            f"gpu_bytes={limit:,}: {problem.experts} slots of {plan.expert_bytes:,} bytes were planned, and experts "
+            f"stored like these take {packed.slot_bytes:,} bytes when packed, {nbytes:,} in all; allowed: up to the "
+            "limit. Set gpu_bytes for fewer slots, or convert the experts with weight_format"
+        )
+    return packed

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, Literal, Never
 
 import torch
+from torch import Tensor
 
 from .adapters import ExpertAdapters
 from .checkpoint.activation_scales import ScaleRequest, input_reach
@@ -30,7 +31,7 @@ from .parallel.fingerprint import fingerprint
 from .parallel.placement import linear
 from .parallel.ranks import Ranks
 from .placement import Placement
-from .planning import plan
+from .planning import Plan, plan
 from .problem import DeviceFacts, Limits, Overrides, Problem
 from .runtime.arguments import Dtype, dtype_name, refuse_others
 from .runtime.devices import plain_torch, probe
@@ -103,7 +104,7 @@ def load_layer(  # noqa: PLR0913  flat: calls pass few of these, and an options 
     facts, placement = _device_and_placement(
         view, device, limits=limits, dtype=dtype, format=weight_format, overrides=overrides
     )
-    experts = _load_experts(view, weight_format, facts.place, placement, overrides)
+    experts = _load_experts(view, weight_format, _experts_place(facts, limits), placement, overrides)
     raise_if_any(checkpoint, [*check_dense_layers(checkpoint), *check_non_expert_weights(view)])
     shared = load_shared(view, device=facts.place, scales=scale_request(overrides))
     router, latent = load_router(view, device=facts.place), load_latent(view, device=facts.place)
@@ -160,6 +161,7 @@ def assemble(
 ) -> MoELayer:
     """Plan ``problem`` and return its layer; the shared expert is merged or sliced where the plan does that."""
     layer_plan = plan(problem, overrides)
+    weights = _weights_for(layer_plan, weights)
     if isinstance(shared, SharedWeights) and layer_plan.merged_shared_experts:
         weights = merge_shared(layer_plan, weights, shared)
         shared = None
@@ -296,10 +298,36 @@ def load_routed(
             "rank; give one of them"
         )
     placement = placement or rank_placement
-    weights = _load_experts(layer, weight_format, facts.place, placement, overrides)
+    weights = _load_experts(layer, weight_format, _experts_place(facts, limits), placement, overrides)
     spec = layer.spec.routed_alone()
     problem = problem_of(spec, weights, None, facts, placement, limits=limits or Limits(), dtype=dtype)
-    return _numbered(MoELayer(weights, plan(problem, overrides), after_expert=after_expert), layer.number)
+    layer_plan = plan(problem, overrides)
+    built = MoELayer(_weights_for(layer_plan, weights), layer_plan, after_expert=after_expert)
+    return _numbered(built, layer.number)
+
+
+def _experts_place(facts: DeviceFacts, limits: Limits | None) -> str:
+    """Return the device that experts are read to: the host if the GPU may not have room for all of them."""
+    return facts.place if limits is None or limits.gpu_bytes is None else "cpu"
+
+
+def _weights_for(layer_plan: Plan, weights: ExpertWeights[Payload]) -> ExpertWeights[Payload]:
+    """Return ``weights`` on the device of the plan, unless they are paged or the device is not present."""
+    facts = layer_plan.problem.device
+    if layer_plan.paging is not None or facts.index is None or weights.down.device.type == facts.kind:
+        return weights
+
+    def to_device(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.to(facts.place)
+
+    return replace(
+        weights,
+        gate_up=weights.gate_up.to(facts.place),
+        down=weights.down.to(facts.place),
+        gate_up_bias=to_device(weights.gate_up_bias),
+        down_bias=to_device(weights.down_bias),
+        expert_reach=to_device(weights.expert_reach),
+    )
 
 
 def _device_and_placement(

@@ -15,6 +15,8 @@ from . import experts, parallel, pipelines
 from .adapters import AdapterSizes
 from .errors import PlanError
 from .experts import ExpertKernel, Tiling
+from .experts.paging.policy import Policy
+from .experts.paging.table import POLICIES
 from .formats import by_name
 from .formats.find_storage import SAFETENSORS_DTYPES
 from .ops import linear
@@ -131,6 +133,13 @@ class Plan:
         return shared_slice(self.problem, self.overrides, partial_sums=not self.output_is_reduced)
 
     @property
+    def paging(self) -> Policy | None:
+        """The policy of a layer whose experts are not all on the GPU, otherwise None."""
+        if self.problem.gpu_slots is None:
+            return None
+        return named(POLICIES, self.overrides.paging or POLICIES[0].name, "known policies: ", PlanError)
+
+    @property
     def microbatches(self) -> int:
         """Into how many parts a batch is split, of which one is exchanged while the experts run the other."""
         return self.overrides.microbatches or 1
@@ -219,6 +228,7 @@ class Plan:
             f"formats    {self._formats_text()}",
             f"bytes      {self.expert_bytes:,} per expert, {self.weight_bytes:,} per layer, "
             f"workspace up to {self.workspace_bytes:,} for {self.problem.limits.max_tokens:,} tokens",
+            *([f"paging     {self._paging_text()}"] if self.paging is not None else []),
             f"graph      a CUDA graph {'can' if self.capturable else 'cannot'} capture the layer",
         ]
         printed = {
@@ -307,6 +317,17 @@ class Plan:
         large = any(token_range.tiles == "large tiles" for token_range in self.token_ranges)
         return f"{self.adapters}" + ("; batches with adapters run in small tiles" if large else "")
 
+    def _paging_text(self) -> str:
+        """Return as text how many experts are on the GPU, and what a missing one costs."""
+        assert self.paging is not None
+        slots, experts = self.problem.slots, self.problem.spec.num_experts
+        text = (
+            f"{slots} of {experts} experts on the GPU, all in {experts * self.expert_bytes:,} bytes of host memory; "
+            f"{self.paging.name}: {self.paging.description}; a missing one is a copy of {self.expert_bytes:,} bytes"
+        )
+        rate = self.problem.device.host_bandwidth
+        return text if rate is None else f"{text}, {1e6 * self.expert_bytes / rate:,.0f} us at {rate / 1e9:.1f} GB/s"
+
     def _dispatch_text(self) -> str:
         text = f"{self.dispatcher}, up to {self.capacity:,} rows"
         if self.problem.placement is not None:
@@ -345,6 +366,8 @@ class Plan:
             "local_experts": len(self.problem.local_experts),
             "capacity": self.capacity,
             "expert_bytes": self.expert_bytes,
+            "gpu_slots": self.problem.slots,
+            "paging": None if self.paging is None else self.paging.name,
             "weight_bytes": self.weight_bytes,
             "workspace_bytes": self.workspace_bytes,
             "adapters": None if self.adapters is None else self.adapters._asdict(),
@@ -444,6 +467,7 @@ def plan(problem: Problem, overrides: Overrides | None = None) -> Plan:
     problem = _with_overrides(problem, overrides)
     refusals: list[Refusal] = []
     kernel = _choose_kernel(problem, overrides, refusals)
+    problem = _with_slots(problem, kernel, overrides)
     problem = _with_wire_format(problem, kernel)
     _check_half_batches(problem, overrides)
     dispatcher = _choose_dispatcher(problem, overrides, refusals)
@@ -471,6 +495,8 @@ def plan(problem: Problem, overrides: Overrides | None = None) -> Plan:
     shared_overlap = _choose_overlap(problem, wrapped, kinds, overrides) if apart else ""
     regions = _layer_regions(problem, routed_problem, shared) | _pipeline_regions(kinds, query)
     bytes_per_expert = expert_bytes(problem.spec, problem.routed.intermediate)
+    if problem.gpu_slots is not None:
+        bytes_per_expert = kernel.slot_bytes(problem.routed)
     return Plan(
         problem=problem,
         kernel=kernel.name,
@@ -540,6 +566,51 @@ def _choose_kernel(problem: Problem, overrides: Overrides, refusals: list[Refusa
             "Remove the override, or change the limit named above."
         )
     return kernel
+
+
+def _with_slots(problem: Problem, kernel: ExpertKernel, overrides: Overrides) -> Problem:
+    """Return ``problem`` with the slots for its experts on the GPU, where the limit has no room for all of them.
+
+    Raises PlanError where such a layer cannot run.
+    """
+    limit = problem.limits.gpu_bytes
+    if limit is None:
+        if overrides.paging is None:
+            return problem
+        raise PlanError(
+            f"paging={overrides.paging!r} was forced without a limit; allowed: with Limits(gpu_bytes=...), the bytes "
+            "of GPU memory for the experts of a layer. Set it, or leave out paging"
+        )
+    needed = kernel.slot_bytes(problem.routed) if kernel.pages else expert_bytes(problem.spec)
+    slots, count = limit // needed, len(problem.local_experts)
+    if slots >= count:
+        return problem
+    reason = _cannot_page(problem, kernel, overrides, slots)
+    if reason is not None:
+        raise PlanError(
+            f"gpu_bytes={limit:,} has room for {slots} of {count} experts of {needed:,} bytes, and the others cannot "
+            f"stay in host memory: {reason}. Allowed without it: gpu_bytes of at least {needed * count:,}, or None"
+        )
+    return replace(problem, gpu_slots=slots)
+
+
+def _cannot_page(problem: Problem, kernel: ExpertKernel, overrides: Overrides, slots: int) -> str | None:
+    """Return why experts of ``problem`` cannot be paged through ``slots`` slots, with numbers, or None."""
+    top_k = problem.spec.routing.top_k
+    if problem.device.kind != "cuda":
+        return f"the device is a {problem.device.kind}, which needs no copies of them"
+    if not kernel.pages:
+        return f"kernel {kernel.name} cannot run experts in any slots; supported: the kernels in Triton"
+    if not problem.alone:
+        return f"the placement is {problem.placement}; supported: all experts of a layer on one rank"
+    if slots < top_k:
+        return f"a token takes {top_k} experts, more than the {slots} slots; {top_k} slots are needed at least"
+    forced = {
+        "shared": overrides.shared == "merged" and "merged",
+        "pipeline": overrides.pipeline != "paged" and overrides.pipeline,
+    }
+    forced["dispatcher"] = overrides.dispatcher != "local" and overrides.dispatcher
+    return next((f"{name}={value!r} was forced" for name, value in forced.items() if value), None)
 
 
 def _refuse_tiles(kernel: ExpertKernel, problem: Problem) -> str | None:
@@ -671,7 +742,10 @@ def _choose_pipelines(query: PipelineQuery, refusals: list[Refusal]) -> list[Pip
     forced_runs_all = forced is not None and forced.max_tokens(query.tiling, top_k) is None
     chosen: list[PipelineKind] = []
     pipeline_refusals: list[Refusal] = []
+    paged = query.problem.gpu_slots is not None
     for kind in pipelines.PIPELINES:
+        if (kind.name == "paged") != paged and kind is not forced:
+            continue  # which pipelines a plan can have at all is no choice
         runs_all = kind.max_tokens(query.tiling, top_k) is None
         reason = kind.refuse(query)
         if reason is None and forced not in (None, kind) and (forced_runs_all or not runs_all):

@@ -8,6 +8,7 @@ from .types import ActivationSpec, MoESpec, RoutingSpec, require
 
 __all__ = [
     "COMBINES",
+    "PAGING",
     "SHARED_MODES",
     "TILES",
     "UNEQUAL_SCALES",
@@ -31,6 +32,7 @@ Tiles = Literal["small", "large"]
 TILES = ("small", "large")
 UnequalScales = Literal["refuse", "largest"]
 UNEQUAL_SCALES: tuple[UnequalScales, ...] = ("refuse", "largest")
+PAGING = ("lru", "lfu", "static")
 _DTYPES = ("bf16", "fp16", "fp32")
 
 
@@ -42,7 +44,8 @@ class DeviceFacts:
     memory: bytes of the device, 0 when unknown. threads: CPU threads that torch uses. index: number of the CUDA device
     on this host, None for a device that is not present. sms: number of its multiprocessors; None: as an H100 or H200.
     peers: number of GPUs of its host whose memory it can access, itself included, None when unknown. bandwidth: bytes
-    per second from its memory clock; None: as an H200. nvrtc: whether the CUDA compiler that PyTorch ships is
+    per second from its memory clock; None: as an H200. host_bandwidth: measured bytes per second from page-locked host
+    memory, None when unknown. nvrtc: whether the CUDA compiler that PyTorch ships is
     installed.
     """
 
@@ -56,6 +59,7 @@ class DeviceFacts:
     peers: int | None = None
     bandwidth: float | None = None
     nvrtc: bool = True
+    host_bandwidth: float | None = None
 
     @property
     def place(self) -> str:
@@ -68,13 +72,17 @@ class Limits:
     """Sizes that the plan reserves workspace for.
 
     max_tokens: of one pass. rank_tokens: how many of them one rank may send to another where that is fixed in advance
-    (``all_to_all_fixed``), more are an error; None: all of them.
+    (``all_to_all_fixed``), more are an error; None: all of them. gpu_bytes: of GPU memory for the routed experts of one
+    layer; the others stay in host memory and are copied when a pass needs them. None: all experts are on the GPU.
     """
 
     max_tokens: int = 8192
     rank_tokens: int | None = None
+    gpu_bytes: int | None = None
 
     def __post_init__(self) -> None:
+        size = self.gpu_bytes
+        require(size is None or (type(size) is int and size >= 1), "gpu_bytes", size, "None, or bytes of at least 1")
         n, m = self.max_tokens, self.rank_tokens
         require(type(n) is int and 1 <= n < 1 << 62, "max_tokens", n, "at least 1, a whole number below 2 ** 62")
         require(m is None or (type(m) is int and 0 < m <= n), "rank_tokens", m, f"None, or 1 to max_tokens={n}")
@@ -128,7 +136,8 @@ class Problem:
         layer.
     combine: how rows return from other ranks, one of ``COMBINES``. sent_as: activation format of the codes that travel
         to other ranks, None for unquantised tokens; set by the plan. shared_slices: number of ranks that have a slice
-        of the shared expert; set by the plan. tiles: see ``Overrides``; set by the plan.
+        of the shared expert; set by the plan. tiles: see ``Overrides``; set by the plan. gpu_slots: slots on the GPU
+        for the experts, fewer than these, where ``Limits.gpu_bytes`` has no room for all; set by the plan.
     """
 
     spec: MoESpec
@@ -143,6 +152,7 @@ class Problem:
     out_dtype: Literal["bf16", "fp16", "fp32"] | None = None
     shared_slices: int = 1
     tiles: Tiles | None = None
+    gpu_slots: int | None = None
 
     def __post_init__(self) -> None:
         require(self.device.kind in ("cpu", "cuda"), "device kind", self.device.kind, "cpu, cuda")
@@ -167,8 +177,15 @@ class Problem:
 
     @property
     def slots(self) -> int:
-        """Number of slots for experts on this rank, spare ones included."""
+        """Number of slots for experts on this rank, spare ones included; fewer than experts where they are paged."""
+        if self.gpu_slots is not None:
+            return self.gpu_slots
         return len(self.local_experts) + (0 if self.placement is None else self.placement.spare)
+
+    @property
+    def packed_experts(self) -> int:
+        """Number of experts that are packed: one for each slot, or all where they are paged."""
+        return self.slots if self.gpu_slots is None else len(self.local_experts)
 
     @property
     def world_size(self) -> int:
@@ -238,7 +255,8 @@ class Overrides:
     unequal_scales: what to do where a checkpoint has different calibrated activation scales for gate and up of an
     expert, which read one input: ``refuse`` (None) it or use the ``largest``. For static activation formats only.
     allow_slow: run forced choices that have not been measured to be faster than the default, such as half batches;
-    otherwise the plan refuses them.
+    otherwise the plan refuses them. paging: one of ``PAGING``, the policy that chooses which experts stay on the GPU
+    where ``Limits.gpu_bytes`` has no room for all; None: ``lru``.
     """
 
     kernel: str | None = None
@@ -251,6 +269,7 @@ class Overrides:
     tiles: Tiles | None = None
     unequal_scales: UnequalScales | None = None
     allow_slow: bool = False
+    paging: str | None = None
 
     def __post_init__(self) -> None:
         allowed = ", ".join(UNEQUAL_SCALES)
@@ -259,6 +278,7 @@ class Overrides:
         count = self.microbatches
         require(count is None or (type(count) is int and count in (1, 2)), "microbatches", count, "None, 1 or 2")
         require(self.tiles in (None, *TILES), "tiles", self.tiles, ", ".join(TILES))
+        require(self.paging in (None, *PAGING), "paging", self.paging, ", ".join(PAGING))
         require(type(self.allow_slow) is bool, "allow_slow", self.allow_slow, "True or False")
 
 

@@ -15,6 +15,7 @@ from ..parallel.slices import Slices
 from ..pipelines import Pipeline, PipelineParts
 from ..planning import Plan, dispatcher_named, token_ranges
 from ..runtime.memory import MemoryMap, Workspaces, memory_map, shared_workspaces
+from ..runtime.pass_order import PassOrder
 from .handshake import Handshake, handshake_of
 
 __all__ = ["ExecutionContext", "build_context"]
@@ -26,7 +27,8 @@ class ExecutionContext:
 
     plan: with the token ranges of the packed experts. pipelines: with the largest number of tokens each serves, None
     for any. chunk_tokens: larger batches run in several passes; None: never, because all ranks call together and
-    another rank might have fewer passes. after_expert: applied to the experts' rows.
+    another rank might have fewer passes. after_expert: applied to the experts' rows. pass_order: of passes that change
+    the experts' slots.
     """
 
     plan: Plan
@@ -37,6 +39,7 @@ class ExecutionContext:
     memory_map: MemoryMap
     chunk_tokens: int | None
     after_expert: Callable[[Tensor], Tensor] | None
+    pass_order: PassOrder | None = None
 
     def workspaces(self) -> Workspaces | Any:
         """Return what lends the memory of passes: the ranks' shared block, the GPU's pool, or None on a CPU."""
@@ -83,4 +86,5 @@ def build_context(
         memory_map=regions_map,
         chunk_tokens=None if kind.collective else problem.limits.max_tokens,
         after_expert=after_expert,
+        pass_order=experts.pass_order,
     )

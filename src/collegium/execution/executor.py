@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -62,6 +63,7 @@ class Executor:
         self._device = context.device
         self._groups = context.plan.groups
         self._handshake = context.handshake
+        self._pass_order = context.pass_order
         self._memory_map = context.memory_map
         self._top_k = problem.spec.routing.top_k
         self._num_experts = problem.spec.num_experts
@@ -88,7 +90,8 @@ class Executor:
         capturing = self.note_capture()
         workspace = None
         try:
-            with group_lock(self._groups), autocast_disabled(self._device):
+            order = nullcontext() if self._pass_order is None else self._pass_order.turn()
+            with group_lock(self._groups), order, autocast_disabled(self._device):
                 call = self._prepared(call, compare=memory is None and not capturing)
                 if memory is None and self.workspaces is not None:
                     if capturing and not self._handshake.symmetric:

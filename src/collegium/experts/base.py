@@ -19,6 +19,7 @@ from ..errors import InputError
 from ..ops.quantize import ActivationFormat, activation_format
 from ..problem import ExpertsProblem
 from ..runtime.memory import Memory, Regions
+from ..runtime.pass_order import PassOrder
 from ..types import ActivationSpec, ContiguousBatch, ExpertWeights
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "map_tensors",
     "refuse_codes",
     "refuse_fast",
+    "refuse_other_layout",
     "require_expert_reach",
 ]
 
@@ -112,6 +114,11 @@ class PackedWeights:
     def tiling(self) -> Tiling:
         """How batches are cut."""
         return NO_TILES
+
+    @property
+    def pass_order(self) -> PassOrder | None:
+        """The order of passes that change these experts' slots; None: passes may run at the same time."""
+        return None
 
     @property
     def input_codes(self) -> tuple[str, int] | None:
@@ -212,7 +219,7 @@ class PackedWeights:
 
         Raises InputError, and copies nothing, where they are laid out unlike these.
         """
-        _refuse_other_layout(self, experts)
+        refuse_other_layout(self, experts)
         first, count = slots[0], len(slots)
         with torch.inference_mode():
             for target, source in zip(self.slots(), experts.slots(), strict=True):
@@ -232,7 +239,7 @@ class PackedWeights:
             return self._map_tensors(lambda tensor: tensor.new_empty((count, *tensor.shape[1:])))
 
 
-def _refuse_other_layout(packed: PackedWeights, other: PackedWeights) -> None:
+def refuse_other_layout(packed: PackedWeights, other: PackedWeights) -> None:
     """Raise InputError unless an expert of ``other`` is laid out as one of ``packed``.
 
     Everything that kernels read besides the contents of slots is compared: types, shapes, dtypes and options.
@@ -317,12 +324,14 @@ class ExpertKernel(Protocol):
     """One row of ``KERNELS``.
 
     capturable: by a CUDA graph; False where sizes are read on the host. takes_codes: also runs batches of E4M3 codes
-    with scales, where the activations are such.
+    with scales, where the activations are such. pages: its packing keeps experts apart, and rows are stored wherever a
+    batch requires, so that slots can hold any experts.
     """
 
     name: str
     capturable: bool = False
     takes_codes: bool = False
+    pages: bool = False
 
     def refuse(self, problem: ExpertsProblem) -> str | None:
         """Return why this kernel cannot run ``problem``, with numbers, or None when it can."""
@@ -347,6 +356,10 @@ class ExpertKernel(Protocol):
     def tiling(self, problem: ExpertsProblem) -> Tiling:
         """Return how batches of ``problem`` will be cut, as far as that follows from the problem."""
         return NO_TILES
+
+    def slot_bytes(self, problem: ExpertsProblem) -> int:
+        """Return the most bytes of a packed expert, for kernels with ``pages``."""
+        raise NotImplementedError
 
     def regions(self, problem: ExpertsProblem) -> Regions:
         """Return the temporary memory that ``run`` and ``run_unsorted`` take at most, by name."""

@@ -7,12 +7,14 @@ from .base import Pipeline, PipelineKind, PipelineParts, PipelineQuery
 from .direct import DirectKind
 from .half_batches import no_half_batches
 from .mega import MegaKind
+from .paged import PagedKind
 from .split import SplitKind
 
 __all__ = [
     "PIPELINES",
     "DirectKind",
     "MegaKind",
+    "PagedKind",
     "Pipeline",
     "PipelineKind",
     "PipelineParts",
@@ -21,4 +23,4 @@ __all__ = [
     "no_half_batches",
 ]
 
-PIPELINES: tuple[PipelineKind, ...] = (DirectKind(), MegaKind(), SplitKind())
+PIPELINES: tuple[PipelineKind, ...] = (PagedKind(), DirectKind(), MegaKind(), SplitKind())

@@ -153,6 +153,23 @@ class Layout:
         return prod(self.values_shape) * self.stored.itemsize
 
     @property
+    def expert_scale_bytes(self) -> int:
+        """Most bytes of an expert's scales, and of its order of columns."""
+        _, parts, n_out, k_in = self.shape
+        if self.scale_kind == enums.BLOCK_SCALE:
+            return 4 * parts * self.scale_rows * self.k_blocks
+        if self.running or self.weight == enums.TABLE_LANES:
+            # Groups of 32 columns have four words in a K block, larger ones fewer.
+            return 4 * (parts * self.k_blocks * max(4, self.words) * n_out + k_in + 16 * parts)
+        of_rows = self.halved or self.weight != enums.PLAIN
+        return 4 * parts * n_out * (self.k_blocks * self.words + of_rows)
+
+    def expert_bytes(self, *, bias: bool) -> int:
+        """Return the most bytes of an expert with its scales, and a 32-bit bias where it has one."""
+        _, parts, n_out, _ = self.shape
+        return self.nbytes // self.shape[0] + self.expert_scale_bytes + 4 * parts * n_out * bias
+
+    @property
     def steps(self) -> tuple[int, int, int]:
         """Elements of values from one row, K block and part to the next."""
         _, _, n_out, k_in = self.shape
@@ -276,6 +293,13 @@ class Words(Layout):
     def values_shape(self) -> tuple[int, ...]:
         """Shape of values."""
         return self.shape[0], self.row_tiles, self.k_blocks, self.row_tile, self.block_k // 2
+
+    @property
+    def expert_scale_bytes(self) -> int:
+        """Bytes of an expert's scales."""
+        rows = self.row_tiles * self.row_tile
+        word = 4 if self.weight == enums.E2M1_SCALED else self.words * self.scale_dtype.itemsize
+        return rows * (self.k_blocks * word + 4 * self.row_scaled)
 
     @property
     def operand_rows(self) -> tuple[int, int]:

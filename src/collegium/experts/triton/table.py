@@ -105,6 +105,7 @@ class TritonKernel:
     name: str
     capturable = True
     takes_codes = True
+    pages = True
 
     def refuse(self, problem: ExpertsProblem) -> str | None:
         """Refuse weights and tokens that no row has, and machines Triton does not support.
@@ -156,6 +157,13 @@ class TritonKernel:
         half = problem.activation_format == "fp16"
         gate_up = first.layout.of((problem.experts, problem.parts, problem.intermediate, problem.hidden), half=half)
         return gate_up, second.layout.of((problem.experts, 1, problem.hidden, problem.intermediate), half=half)
+
+    def slot_bytes(self, problem: ExpertsProblem) -> int:
+        """Return the most bytes of a packed expert, with blocks of GGUF as the table takes them to be stored."""
+        layouts = self.layouts(replace(problem, experts=1), machine_for(problem.device))
+        form = operand_format(problem.activation_format)
+        scales = 2 * 4 if form is not None and form.by_expert else 0
+        return sum(layout.expert_bytes(bias=problem.bias) for layout in layouts) + scales
 
     def kernels(self, problem: ExpertsProblem) -> tuple[str, str]:
         """Return this kernel, and the one that takes the format of down."""

@@ -1,0 +1,238 @@
+"""Layers with more experts than slots on the GPU: the bits of layers that hold all of them, and what they refuse."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from collegium import (
+    DeviceFacts,
+    InputError,
+    Limits,
+    MoELayer,
+    MoESpec,
+    Overrides,
+    PlanError,
+    Problem,
+    Routing,
+    RoutingSpec,
+    plan,
+)
+from collegium.experts.paging.table import POLICIES
+from collegium.ops import paging
+from collegium.planning import kernel_named
+from collegium.problem import PAGING
+from collegium.runtime.memory import Arena, memory_map
+from collegium.testing.compare import heavy_tailed, random_experts
+from collegium.types import SharedSpec
+from integers import encoded
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+if torch.cuda.is_available():
+    pytest.skip("tests/gpu makes these comparisons on the device", allow_module_level=True)
+pytest.importorskip("triton")
+
+EXPERTS, HIDDEN, WIDTH, TOP_K, MAX_TOKENS = 7, 192, 96, 2, 24
+RECIPES = (
+    ("bf16", None),
+    ("fp8_block", "fp8_group128"),
+    ("fp8_channel", "fp8_token"),
+    ("mxfp4", None),
+    ("mxfp4", "fp8_group128"),
+    ("nvfp4", "fp8_token"),
+    ("int4_ordered", None),
+)
+FACTS = DeviceFacts(kind="cuda", capability=(9, 0))
+
+
+@dataclass(frozen=True)
+class Case:
+    """Options of a layer; slots: None for all experts on the device."""
+
+    weights: str = "bf16"
+    activations: str | None = None
+    weight_on_input: bool = False
+    policy: str | None = None
+
+    def spec(self) -> MoESpec:
+        """Return the model's layer."""
+        rule = RoutingSpec(top_k=TOP_K, weight_on_input=self.weight_on_input, renormalize=not self.weight_on_input)
+        return MoESpec(
+            hidden_size=HIDDEN,
+            intermediate_size=WIDTH,
+            num_experts=EXPERTS,
+            routing=rule,
+            weight_format=self.weights,
+            expert_bias=True,
+        )
+
+    def problem(self, gpu_bytes: int | None = None) -> Problem:
+        """Return the problem of the layer."""
+        return Problem(spec=self.spec(), device=FACTS, limits=Limits(max_tokens=MAX_TOKENS, gpu_bytes=gpu_bytes))
+
+    def layers(self, slots: int, **options: Any) -> tuple[MoELayer, MoELayer]:
+        """Return the layer with all experts on the device, and with ``slots`` slots."""
+        weights = encoded(random_experts(EXPERTS, 2, WIDTH, HIDDEN, seed=1, bias=True), self.weights, group=32)
+        overrides = Overrides(activation_format=self.activations)
+        whole = plan(self.problem(), overrides)
+        size = kernel_named(whole.kernel).slot_bytes(whole.problem.routed)
+        paged = plan(self.problem(slots * size + 7), replace(overrides, paging=self.policy))
+        assert (paged.problem.gpu_slots, paged.pipelines) == (slots, ("paged",))
+        return MoELayer(weights, whole, **options), MoELayer(weights, paged, **options)
+
+
+def routing(tokens: int, seed: int) -> Routing:
+    """Return experts of which two are hot, some ids that are no expert, and weights."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.rand(tokens, EXPERTS, generator=generator)
+    ids[:, :2] += 0.5
+    ids = ids.argsort(dim=1, descending=True)[:, :TOP_K]
+    ids = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.1, -1)
+    ids = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.05, (1 << 40) + 1)
+    return Routing(topk_ids=ids, topk_weights=torch.rand(tokens, TOP_K, generator=generator) + 0.1)
+
+
+def outputs(layer: MoELayer, tokens: int, seed: int) -> Tensor:
+    """Return the layer's output for tokens of ``seed``, 1.5 in place of NaN."""
+    x = heavy_tailed(tokens, HIDDEN, seed=seed).bfloat16()
+    return layer(x, routing=routing(tokens, seed)).nan_to_num(1.5)
+
+
+@pytest.mark.each_choice
+@pytest.mark.parametrize(("weights", "activations"), RECIPES)
+@pytest.mark.parametrize("slots", [2, 5])
+def test_bits_equal_resident_layer(weights: str, activations: str | None, slots: int) -> None:
+    whole, paged = Case(weights, activations).layers(slots)
+    with patch.object(paging, "on_device", lambda *_: True):
+        for seed, tokens in enumerate((1, 1, 2, 9, 3, MAX_TOKENS, 1, MAX_TOKENS + 5)):
+            assert torch.equal(outputs(paged, tokens, seed), outputs(whole, tokens, seed)), tokens
+    hits, misses = paged.experts.hits_and_misses
+    assert hits > 0 < misses
+
+
+@pytest.mark.parametrize("policy", PAGING)
+def test_policies_keep_every_bit(policy: str) -> None:
+    whole, paged = Case(policy=policy).layers(3)
+    for seed in range(12):
+        assert torch.equal(outputs(paged, 3, seed), outputs(whole, 3, seed))
+    assert paged.plan.paging is not None
+    assert paged.plan.paging.name == policy
+    assert f"{policy}: " in repr(paged)
+
+
+def test_names_of_policies_agree() -> None:
+    assert tuple(policy.name for policy in POLICIES) == PAGING
+
+
+def test_weights_on_the_input() -> None:
+    whole, paged = Case(weight_on_input=True).layers(2)
+    for seed, tokens in enumerate((1, 5, MAX_TOKENS)):
+        assert torch.equal(outputs(paged, tokens, seed), outputs(whole, tokens, seed))
+
+
+def test_functions_after_experts() -> None:
+    whole, paged = Case().layers(2, after_expert=lambda rows: rows * 2 + 1)
+    for seed, tokens in enumerate((1, 5, MAX_TOKENS)):
+        assert torch.equal(outputs(paged, tokens, seed), outputs(whole, tokens, seed))
+
+
+def test_threads_take_turns() -> None:
+    # Triton's interpreter runs in one thread at a time: without turns, passes of a layer would fail here.
+    for whole, paged in (Case().layers(2), Case("mxfp4").layers(3)):
+        wanted = [outputs(whole, 4, seed) for seed in range(5)]
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda seed, paged=paged: outputs(paged, 4, seed), [*range(5)] * 2))
+        assert all(torch.equal(result, wanted[n % 5]) for n, result in enumerate(found))
+
+
+def test_planned_memory_is_enough() -> None:
+    for slots in (2, 5):
+        _, paged = Case("mxfp4", "fp8_group128", weight_on_input=False).layers(slots)
+        layout = memory_map(paged.plan.regions)
+        x, chosen = heavy_tailed(MAX_TOKENS, HIDDEN, seed=2).bfloat16(), routing(MAX_TOKENS, 2)
+        wanted = paged(x, routing=chosen)
+        memory = Arena(torch.full((layout.nbytes,), 127, dtype=torch.uint8), layout)
+        pipeline = paged._executor.pipeline_for(MAX_TOKENS)
+        with (
+            patch.object(paging, "on_device", lambda *_: True),
+            patch("collegium.ops.permute.on_device", lambda *_: True),
+        ):
+            found = pipeline(x, chosen, memory, dtype=torch.bfloat16, out=torch.empty_like(x))
+        assert torch.equal(found.nan_to_num(1.5), wanted.nan_to_num(1.5))
+
+
+def test_packed_sizes_are_planned() -> None:
+    for weights, activations in RECIPES:
+        whole, paged = Case(weights, activations).layers(3)
+        planned, packed = paged.plan.expert_bytes, whole.experts.slot_bytes
+        assert packed <= planned <= packed * (1.02 if weights.startswith("int") else 1)
+        assert paged.plan.weight_bytes == 3 * planned
+        assert paged.plan.to_json()["gpu_slots"] == 3
+
+
+def test_all_experts_fit() -> None:
+    whole = plan(Case().problem())
+    fitting = plan(Case().problem(EXPERTS * whole.expert_bytes * 2))
+    assert fitting.paging is None
+    assert fitting.token_ranges == whole.token_ranges
+    assert fitting.problem.gpu_slots is None
+
+
+def test_refused_plans_have_numbers() -> None:
+    case, size = Case(), plan(Case().problem()).expert_bytes
+    for problem, overrides, text in (
+        (case.problem(size), None, "more than the [01] slots"),
+        (replace(case.problem(3 * size), device=DeviceFacts(kind="cpu")), None, "device is a cpu"),
+        (case.problem(3 * size), Overrides(kernel="reference"), "kernel reference"),
+        (case.problem(3 * size), Overrides(pipeline="split"), "pipeline='split'"),
+        (case.problem(3 * size), Overrides(dispatcher="all_to_all"), "dispatcher='all_to_all'"),
+        (case.problem(), Overrides(paging="lfu"), "without a limit"),
+        (case.problem(), Overrides(pipeline="paged"), "paged"),
+    ):
+        with pytest.raises(PlanError, match=text):
+            plan(problem, overrides)
+
+
+def test_refused_merged_shared_expert() -> None:
+    problem = Case().problem(1 << 18)
+    shared = SharedSpec(intermediate_size=WIDTH)
+    problem = replace(problem, spec=replace(problem.spec, shared=shared))
+    with pytest.raises(PlanError, match="merged"):
+        plan(problem, Overrides(shared="merged"))
+    assert plan(problem).merged_shared_experts == 0
+
+
+def test_refused_calls_name_the_limit() -> None:
+    whole, paged = Case().layers(3)
+    x = torch.zeros(1, HIDDEN, dtype=torch.bfloat16)
+    calls = (
+        lambda: paged.swap(random_experts(EXPERTS, 2, WIDTH, HIDDEN, seed=1, bias=True)),
+        lambda: paged.run_batched(x[None].expand(EXPERTS, 1, HIDDEN), torch.zeros(EXPERTS, dtype=torch.int32)),
+        lambda: paged.run_quantized(x.to(torch.float8_e4m3fn), torch.ones(1), routing(1, 0)),
+        lambda: paged.experts.slots(),
+        lambda: copy.deepcopy(paged),
+        lambda: pickle.dumps(paged),
+    )
+    for call in calls:
+        with pytest.raises(InputError, match="gpu_bytes"):
+            call()
+    shared = copy.copy(paged)
+    assert shared.experts is paged.experts
+    assert torch.equal(outputs(shared, 3, 1), outputs(whole, 3, 1))
+
+
+def test_wrong_limits_and_policies() -> None:
+    for limit in (0, -5, 1.5, True, "1GiB"):
+        with pytest.raises(ValueError, match="gpu_bytes"):
+            Limits(gpu_bytes=limit)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="paging"):
+        Overrides(paging="mru")
