@@ -229,7 +229,7 @@ def test_saved_adapters_merge_like_peft(name: str, width: int, tmp_path: Path) -
     save_file({n: t.float() for n, t in load_file(file).items()}, file)
     wanted = wrapped.merge_and_unload().state_dict()
     if name == "qwen3_vl_moe" and peft.__version__ < "0.19":
-        with pytest.raises(ConfigError, match="different orientations"):
+        with pytest.raises(ConfigError, match="orientations"):
             with_adapter(Checkpoint.open(tmp_path / "base"), tmp_path / "adapter")
         return
     changed = {n for n, t in wanted.items() if not torch.equal(t, model.state_dict()[n].double())}

@@ -39,5 +39,5 @@ def test_unsplittable_placements_refused_by_name() -> None:
     assert "Placement.ranks" in why(Placement(rank=0, world_size=2, expert_ids=(0, 1)))
     made = plan(Problem(spec=spec, device=probe("cpu"), placement=linear(3, 1, 2)), Overrides(dispatcher="all_gather"))
     assert (made.dispatcher, made.capturable, made.capacity) == ("all_gather", False, 2 * 8192 * 2)
-    assert "bf16 to every rank" in made.wire_format
+    assert "bf16" in made.wire_format
     assert made.wire_format in made.explain()

@@ -222,7 +222,7 @@ def test_plans_describe_wire_and_capture() -> None:
     assert made.wire_format in made.explain()
     made = plan(_asked(placed, graph=True, limits=Limits(max_tokens=100, rank_tokens=30)))
     assert (made.dispatcher, made.capturable, made.capacity) == ("all_to_all_fixed", True, 4 * 2 * 30)
-    assert "30 from one rank" in made.explain()
+    assert_values(made.explain(), "30")
     assert "all_to_all: graph=True" in made.explain()
     sizes = {region.name: region.nbytes for region in made.regions}
     # 256 columns of two bytes and two places, in whole 64 bytes.
@@ -230,10 +230,9 @@ def test_plans_describe_wire_and_capture() -> None:
     assert sizes["returned"] == 4 * 30 * 2 * 256 * 4
     made = plan(_asked(placed), Overrides(combine="reduced"))
     assert made.problem.combine == "reduced"
-    assert "one bf16 row per token and rank" in made.explain()
+    assert_values(made.explain(), "reduced", "bf16")
     made = plan(_asked(placed, combine="reduced"), Overrides(combine="reduced_fp8", dispatcher="all_to_all_fixed"))
-    assert "one fp8_group128 row per token and rank" in made.wire_format
-    assert "1/16" in made.wire_format
+    assert_values(made.wire_format, "fp8_group128", "1/16")
 
 
 def test_what_cannot_be_is_refused() -> None:
@@ -245,5 +244,5 @@ def test_what_cannot_be_is_refused() -> None:
     with raises_with(ValueError, "combine", "'averaged'", "reduced_fp8", "exact"):
         plan(_asked(linear(8, 0, 2)), Overrides(combine=wrong))
     for room in (0, 101):
-        with pytest.raises(ValueError, match=f"rank_tokens: found {room}, allowed: None, or 1 to max_tokens=100"):
+        with raises_with(ValueError, "rank_tokens", room, "None", "max_tokens=100"):
             Limits(max_tokens=100, rank_tokens=room)

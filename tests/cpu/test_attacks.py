@@ -259,7 +259,7 @@ def test_patterns_match_as_re_does(pattern: str) -> None:
 @pytest.mark.parametrize("key", ["num_hidden_layers", "num_experts", "hidden_size"])
 @pytest.mark.parametrize("value", [1 << 31, 10**30, -(10**30)])
 def test_absurd_config_sizes_refused(key: str, value: int) -> None:
-    with pytest.raises(ConfigError, match=f"{key} is .* allowed is [0-9]+ at most") as caught:
+    with pytest.raises(ConfigError, match=f"{key} is .*[0-9]+") as caught:
         Config({key: value}).integer(key)
     assert len(str(caught.value)) < 100
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -33,7 +34,7 @@ def compiled_into(cache: Path, *asked: str) -> tuple[str, set[str]]:
 def test_a_recipe_is_compiled_once(tmp_path: Path) -> None:
     asked = "--shapes", "256x128x4x2", "--recipes", "mxfp4:fp16", "--tokens", "1", "300"
     said, found = compiled_into(tmp_path, *asked)
-    assert "0 did not compile" in said
+    assert re.search(r"\b0 did not", said)
     assert len(found) >= 5
     assert compiled_into(tmp_path, *asked) == (said, found), "another process has other keys"
 
@@ -43,5 +44,5 @@ def test_what_tests_of_the_gpu_start(tmp_path: Path) -> None:
     said, found = compiled_into(
         tmp_path, "--tests", "tests/gpu/test_read_only_formats.py::test_a_layer_equals_the_cpu[Q4_K]"
     )
-    assert "0 did not compile" in said
+    assert re.search(r"\b0 did not", said)
     assert len(found) >= 5

@@ -46,7 +46,7 @@ from collegium.types import ActivationSpec, SharedSpec, SharedWeights
 from commands import command
 from integers import encoded
 from lora_files import ALPHA, LAYERS, RANK, E, H, model_of, stacks, write
-from raising import raises_with
+from raising import assert_values, raises_with
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -387,11 +387,11 @@ def test_other_modules_and_layers(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     model = model_of("qwen3_moe", tmp_path / "base")
     tensors = stacks(model)
     folder = write(tmp_path / "adapter", tensors)
-    with raises_with(ConfigError, "2 modules outside the routed experts", "q_proj", "experts_only=True"):
+    with raises_with(ConfigError, "2 modules", "q_proj", "experts_only=True"):
         load_adapters(tmp_path / "base", 0, [folder])
     adapters = load_adapters(tmp_path / "base", 0, [folder], experts_only=True)
     assert adapters.adapters[0].rank == RANK
-    assert "2 modules outside the routed experts (q_proj), which are left out" in caplog.text
+    assert_values(caplog.text, "2 modules", "q_proj")
     first = {key: value for key, value in tensors.items() if "layers.0.mlp" in key}
     lower = write(tmp_path / "lower", first, target_modules=None)
     with raises_with(ConfigError, "layer 1", "lower"):
@@ -478,4 +478,4 @@ def test_generate_with_several_adapters(on_disk: tuple[Path, list[Path]]) -> Non
     assert all(folder.name in out for folder in folders)
     code, out, _ = command(*shared, *both, *["--prompt", "w3"] * 3)
     assert code == 1
-    assert "found 3 prompts and 2 adapters" in out
+    assert_values(out, "3 prompts", "2 adapters")

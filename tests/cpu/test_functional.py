@@ -343,14 +343,14 @@ def test_what_quantised_tokens_need() -> None:
     ):
         with pytest.raises(InputError, match=text):
             grouped.run_quantized(x, scales, routing)
-    with pytest.raises(InputError, match=r"one number, \(11,\) or \(11, 1\)"):
+    with pytest.raises(InputError, match=r"\(11,\).*\(11, 1\)"):
         layer_of(made, "fp8_token").run_quantized(codes, scale, routing)
-    with pytest.raises(InputError, match="planned for bf16 activations; plan with activation_format='fp8_token'"):
+    with pytest.raises(InputError, match=r"bf16 activations.*activation_format='fp8_token'"):
         layer_of(made, "bf16").run_quantized(codes, scale, routing)
     on_input = layer_of(made, "fp8_token", spec={"routing": RoutingSpec(top_k=K, weight_on_input=True)})
     with raises_with(InputError, "weight_on_input"):
         on_input.run_quantized(codes, scale[:, :1], routing)
-    with pytest.raises(InputError, match="x is float8_e4m3fn and a1_scale is missing"):
+    with pytest.raises(InputError, match=r"x is float8_e4m3fn.*a1_scale"):
         moe(codes, made.gate_up, made.down, ids, weights)
     options = MoEOptions(a1_scale=scale, overrides=Overrides(kernel="cpu_grouped"))
     with raises_with(PlanError, "cpu_grouped"):
@@ -382,9 +382,9 @@ def test_rows_packed_by_expert_in_fp8(name: str, form: str) -> None:
         assert torch.equal(layer.run_batched(codes, COUNTS, scale=scale[..., 0])[valid], out[valid])
     with raises_with(InputError, "run_batched", "(6, 20, 5)"):
         layer.run_batched(codes, COUNTS, scale=torch.ones(E, ROOM, 5))
-    with pytest.raises(InputError, match=r"run_batched: x is .* torch.bfloat16, allowed: .* torch.float8_e4m3fn"):
+    with pytest.raises(InputError, match=r"run_batched: x .*torch.bfloat16.*torch.float8_e4m3fn"):
         layer.run_batched(rows.view(E, ROOM, H), COUNTS, scale=scale)
-    with pytest.raises(InputError, match="float8_e4m3fn with scale= alone"):
+    with pytest.raises(InputError, match=r"float8_e4m3fn.*scale="):
         layer.run_batched(codes, COUNTS)
 
 
@@ -583,7 +583,7 @@ def test_another_clamp_without_packing_again(kernel: str) -> None:
     for one in (layer, other):
         compiled = torch.compile(one, fullgraph=True, backend="aot_eager")
         assert torch.equal(compiled(x, routing=routing), one(x, routing=routing))
-    with pytest.raises(InputError, match="found relu2 for a layer with a gate"):
+    with pytest.raises(InputError, match=r"relu2.*gate"):
         layer.with_activation(ActivationSpec(kind="relu2"))
-    with pytest.raises(PlanError, match="fast=True was requested"):
+    with pytest.raises(PlanError, match="fast=True"):
         layer.with_activation(ActivationSpec(fast=True))

@@ -50,7 +50,7 @@ from collegium.weight_updater import experts_between
 from integers import random_blocks
 from quantised_layers import BASE, SHARED, D, E, K, write
 from quantised_matrices import KINDS
-from raising import raises_with
+from raising import assert_values, raises_with
 from ranks import error_of, run_ranks
 from toys import TinySize, combinations, write_checkpoint
 
@@ -441,7 +441,7 @@ def test_foreign_experts_skipped_and_replicas_filled() -> None:
     needed = load_into(builder, items)
     assert needed == [expert in (None, 1, 3) for *_, expert in items]
     assert (builder.summary.skipped, builder.summary.skipped_experts) == (9, {0, 2, 4})
-    assert "9 of 3 experts of other ranks skipped" in str(builder.summary)
+    assert_values(str(builder.summary), "9", "3 experts")
     packed: Any = builder.finish().experts
     by_key = {(shard, expert): tensor for _, tensor, shard, expert in items}
     for slot, expert in enumerate((3, 1, 3)):
@@ -483,9 +483,9 @@ def test_ranks_share_replicas_and_errors() -> None:
         assert count == len(experts)
         assert updated
         assert different.startswith("InputError")
-        assert "[0, 1] hold expert 0" in different
+        assert_values(different, "[0, 1]", "expert 0")
         assert missing.startswith("MissingTensorError")
-        assert "weight of expert 4, w2" in missing
+        assert_values(missing, "expert 4", "w2")
         assert ("on rank 1" in missing) == (rank == 0)
 
 

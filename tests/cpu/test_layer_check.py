@@ -252,7 +252,7 @@ def test_slices_of_one_group(world: int) -> None:
         assert "(slice 1)" in text
         kind, _, text = found["groups"]
         assert kind == "InputError", text
-        assert "packed tensors" in text
+        assert "packed" in text
 
 
 def _refused(rank: int) -> Any:
@@ -329,7 +329,7 @@ def test_checked_partial_sums_are_compared() -> None:
         assert other[:2] == ("RankError", (1,))
         assert "router.weight" in other[2]
         assert missing[0] == "InputError"
-        assert "no rank holds experts 5, 6, 7" in missing[2]
+        assert "experts 5, 6, 7" in missing[2]
         assert alone[0] == "none"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import replace
 from functools import partial
@@ -208,10 +209,10 @@ def test_a_plan_reports_halves() -> None:
     assert "halves" not in whole.explain()
     halves = plan(_problem(linear(64, 0, 2)), HALVES)
     assert (halves.dispatcher, halves.microbatches, halves.to_json()["microbatches"]) == ("all_to_all", 2, 2)
-    assert "halves     every batch runs as 2 halves" in halves.explain()
-    assert "warning    halves were forced with allow_slow" in halves.explain()
+    assert re.search(r"\n *halves .*\b2\b", halves.explain())
+    assert re.search(r"\n *warning .*allow_slow", halves.explain())
     assert "warning" not in whole.explain()
-    assert "shared     overlapped: runs while results return" in halves.explain()
+    assert re.search(r"\n *shared +overlapped", halves.explain())
     reasons = {refusal.name: refusal.reason for refusal in halves.refusals if refusal.what == "dispatcher"}
     assert_values(reasons["symm_mem"], "microbatches=2 was forced", "occupy the GPU")
     # Other weights run as the layer's weights did.

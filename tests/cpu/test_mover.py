@@ -234,10 +234,9 @@ def test_layers_in_one_kernel_are_refused() -> None:
 
 def test_unbalanceable_layers_refused_on_every_rank() -> None:
     for errors in run_ranks(refused, 2):
-        assert "balancing layer a" in errors[0]
-        assert "Placement.spare" in errors[0]
+        assert_values(errors[0], "layer a", "Placement.spare")
         assert_values(errors[1], "checksums", "rank 0:")
-        assert "allowed are ['a'], when idle" in errors[2]
+        assert "['a']" in errors[2]
         assert "[0]" in errors[3]
         assert "[0, 1, 3, 4]" in errors[4] or "[4]" in errors[4]
         assert "layers ['a'] got other experts or another plan since (swap, replan)" in errors[5]

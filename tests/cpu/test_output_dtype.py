@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -96,9 +97,7 @@ def test_the_output_has_its_own_dtype(weights: str, dtype: str, out_dtype: Any, 
     if out_dtype is not None and out_dtype != dtype:
         assert f"{dtype} input, {out_dtype} output" in chosen.explain()
         assert chosen.to_json()["out_dtype"] == out_dtype
-        with pytest.raises(
-            InputError, match=rf"out is {x.dtype}.*planned for {out_dtype} output; plan with Problem\(out"
-        ):
+        with pytest.raises(InputError, match=rf"out .*{x.dtype}.*{out_dtype}.*Problem\(out"):
             layer(x, routing=routing, out=torch.empty_like(x))
     else:
         assert "output" not in chosen.explain()
@@ -189,13 +188,13 @@ def test_the_router_has_its_own_dtype(rounded: str) -> None:
     assert relative_error(layer(x), wanted) < 2e-3
     exact = MoELayer(made, plan(problem_of(dtype="fp32", routing=replace(rule, round_logits=False))), router=router)
     assert not torch.equal(layer(x), exact(x))
-    assert f"router logits rounded to {rounded}" in layer.plan.explain()
-    with pytest.raises(SpecError, match="round_logits: found 'float32', allowed: False, True"):
+    assert re.search(rf"logits .*{rounded}", layer.plan.explain())
+    with raises_with(SpecError, "round_logits", "'float32'", "False", "True"):
         RoutingSpec(top_k=K, round_logits="float32")  # type: ignore[arg-type]
 
 
 def test_unknown_dtypes_are_refused() -> None:
-    with pytest.raises(SpecError, match="out_dtype: found 'fp8', allowed: None, bf16, fp16, fp32"):
+    with raises_with(SpecError, "out_dtype", "'fp8'", "None", "bf16", "fp16", "fp32"):
         problem_of(out_dtype="fp8")
     layer = MoELayer(random_experts(E, 2, INNER, H, seed=1), plan(problem_of()))
     x, routing = inputs()
@@ -207,7 +206,7 @@ def test_unknown_dtypes_are_refused() -> None:
 @pytest.mark.parametrize("weights", ["fp32", "mxfp4"])
 def test_a_cpu_has_no_approximate_functions(kind: ActivationKind, weights: str) -> None:
     problem = problem_of(weights, activation=ActivationSpec(kind=kind, fast=True))
-    with pytest.raises(PlanError, match=r"cpu_grouped: fast=True was requested.*\n.*reference: fast=True"):
+    with pytest.raises(PlanError, match=r"cpu_grouped: fast=True.*\n.*reference: fast=True"):
         plan(problem)
     gpu = replace(problem.device, kind="cuda", capability=(9, 0))
     assert (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -103,7 +104,7 @@ def test_plans_count_local_weights(tmp_path: Path) -> None:
 
 def test_it_is_never_taken_unasked(tmp_path: Path) -> None:
     layer = opened(tmp_path, "qwen3_moe", "bf16")
-    with pytest.raises(PlanError, match=r"(?s)rank 1 of 3, experts 3, 4.*all experts, unsliced.*dispatcher='partial'"):
+    with pytest.raises(PlanError, match=r"(?s)rank 1 of 3, experts 3, 4.*dispatcher='partial'"):
         load_routed(layer, device="cpu", placement=replace(SPLITS["experts"][1], ranks=()))
     with raises_with(SpecError, "placement.expert_ids", "[9]", "0", "6"):
         Problem(spec=layer.spec, device=probe("cpu"), placement=Placement(expert_ids=(0, 9)))
@@ -122,7 +123,7 @@ def test_weights_of_another_rank_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        ({"latent_size": 32, "latent_norm_eps": 1e-6}, "latent projection has a norm"),
+        ({"latent_size": 32, "latent_norm_eps": 1e-6}, "latent projection.*norm"),
     ],
 )
 def test_non_additive_parts_refused(more: dict[str, Any], why: str) -> None:
@@ -195,14 +196,15 @@ def test_the_shared_expert_is_added_once(split: str, shared: str | None) -> None
         assert added == [shared == "sliced" or rank == 0 for rank in range(len(layers))]
     texts = [layer.plan.explain() for layer in layers]
     assert not any(layer.output_is_reduced or layer.plan.output_is_reduced for layer in layers)
-    assert all("the output is not reduced: the caller adds the parts of all ranks" in text for text in texts)
+    assert all("not reduced" in text for text in texts)
     if shared == "sliced":
-        assert [f"shared     sequential; slice {rank} of {len(layers)}" in text for rank, text in enumerate(texts)]
+        rows = [f"\n *shared +sequential.*slice {rank} of {len(layers)}" for rank in range(len(layers))]
+        assert all(re.search(row, text) for row, text in zip(rows, texts, strict=True))
         assert layers[1].plan.to_json()["shared_slices"] == len(layers)
         assert layers[0].nbytes == layers[1].nbytes or split == "experts"
     else:
-        assert "added by this rank alone" in texts[0]
-        assert "shared     added by rank 0 alone" in texts[1]
+        assert re.search(r"\n *shared .*this rank", texts[0])
+        assert re.search(r"\n *shared .*rank 0", texts[1])
         assert layers[1].plan.shared_kernel is None
         assert layers[0].nbytes > layers[-1].nbytes
 
@@ -254,8 +256,7 @@ def test_a_graph_overlaps_the_shared_expert() -> None:
     chosen = plan(problem, Overrides(dispatcher="partial", shared="sliced"))
     assert chosen.side_stream_tokens == 512
     assert chosen.problem.shared().intermediate == 128
-    assert "side_stream for up to 512 tokens in a CUDA graph, otherwise sequential, after the " in chosen.explain()
-    assert "the dispatcher partial exchanges nothing; slice 1 of 2" in chosen.explain()
+    assert re.search(r"\n *shared +side_stream .*512 tokens.*sequential.*partial.*slice 1 of 2", chosen.explain())
 
 
 def test_planned_float32_parts() -> None:

@@ -189,7 +189,7 @@ def test_several_matrices_keep_their_own_order() -> None:
 def test_group_index_out_of_range(bad: int) -> None:
     parts = gptq_parts(np.random.default_rng(0), 16, 96, order=True)
     parts[".g_idx"][17] = bad
-    with pytest.raises(TensorMismatchError, match=rf"g_idx holds groups .*{bad}.*, allowed are 0 to 2"):
+    with pytest.raises(TensorMismatchError, match=rf"g_idx .*{bad}.*0 to 2"):
         Int4Ordered.from_parts(parts, storage="gptq", shape=(16, 96), group_size=32)
     with raises_with(TensorMismatchError, "g_idx"):
         Int4Affine.from_parts(parts, storage="gptq", shape=(16, 96), group_size=32)
@@ -234,7 +234,7 @@ def test_wrong_shapes_are_refused(suffix: str) -> None:
         found = parts(np.random.default_rng(0), 16, 96)
         found[suffix] = found[suffix][:, :-1]
         storage = "awq" if parts is awq_parts else "gptq"
-        with pytest.raises(TensorMismatchError, match=rf"{suffix} is .*, a logical \[16, 96\] needs"):
+        with pytest.raises(TensorMismatchError, match=rf"{suffix} .*\[16, 96\]"):
             form.from_parts(found, storage=storage, shape=(16, 96), group_size=32)
 
 

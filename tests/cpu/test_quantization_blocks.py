@@ -76,7 +76,7 @@ def test_outer_block_around_a_text_config(tmp_path: Path) -> None:
     other = {**config, "quantization_config": {**block, "sym": False}}
     (tmp_path / "config.json").write_text(json.dumps(other))
     for command in COMMANDS:
-        with pytest.raises(ConfigError, match=r"quantization_config and thinker_config.text_config.\S+ differ"):
+        with pytest.raises(ConfigError, match=r"quantization_config and thinker_config.text_config."):
             command(str(tmp_path))
 
 

@@ -40,7 +40,7 @@ from collegium.checkpoint.reader import Checkpoint
 from collegium.parallel.placement import round_robin, wrap_around
 from collegium.testing.compare import random_experts
 from moving import placement, split_layer, whole_weights
-from raising import raises_with
+from raising import assert_values, raises_with
 from rank_cases import FOLDERS, built, compare_loaded, refusals, sequences_in_parts
 from ranks import error_of, run_ranks
 
@@ -267,13 +267,12 @@ def test_plan_describes_traffic_and_capacity() -> None:
 
     sliced = made(Ranks(slices=2))
     assert (sliced.dispatcher, sliced.capacity) == ("local", 200)
-    assert "float32 sums of 2 slices" in sliced.wire_format
+    assert_values(sliced.wire_format, "float32", "2 slices")
     assert sliced.wire_format in sliced.explain()
     both = made(Ranks(world_size=2, slices=2, same_tokens=True), tokens=101)
     # A share is 51 tokens, and every rank's share may go to this rank's experts.
     assert (both.dispatcher, both.capacity) == ("all_to_all", 51 * 2 * 2)
-    assert "2 slices" in both.explain()
-    assert "outputs to every rank" in both.explain()
+    assert_values(both.explain(), "2 slices", "every rank")
     assert both.groups == ("", "")
     gpu = replace(sliced.problem, device=DeviceFacts(kind="cuda", capability=(9, 0)), graph=True)
     # Nothing is read on the host, and few tokens do not go around the sum over slices.
@@ -283,7 +282,7 @@ def test_plan_describes_traffic_and_capacity() -> None:
     near = replace(gpu, device=replace(gpu.device, peers=2), limits=Limits(max_tokens=101))
     same = plan(replace(near, placement=Ranks(world_size=2, same_tokens=True).placement(8)))
     assert (same.dispatcher, same.capturable, same.capacity) == ("symm_mem", True, 51 * 2 * 2)
-    assert "outputs to every rank" in same.explain()
+    assert "every rank" in same.explain()
     refused = plan(replace(near, graph=False, placement=both.problem.placement))
     assert refused.dispatcher == "all_to_all"
     assert any("slice 0 of 2" in refusal.reason for refusal in refused.refusals if "symm_mem" in refusal.name)

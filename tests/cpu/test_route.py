@@ -297,7 +297,8 @@ def test_unsigned_id_dtype_refused():
 
 @pytest.mark.parametrize("change", [{"top_k": 2.0}, {"top_k": 0}, {"top_k": "2"}, {"groups": 1.5}, {"topk_groups": 0}])
 def test_counts_are_whole_numbers(change: dict[str, object]) -> None:
-    with pytest.raises(SpecError, match=f"{next(iter(change))}: found .*, allowed: a whole number, at least 1"):
+    (name, value), *_ = change.items()
+    with raises_with(SpecError, name, repr(value), "1"):
         RoutingSpec(**{"top_k": 2, **change})  # type: ignore[arg-type]
     with raises_with(SpecError, "num_experts", "8.0", "1"):
         MoESpec(hidden_size=64, intermediate_size=32, num_experts=8.0, routing=RoutingSpec(top_k=2))  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -392,7 +393,7 @@ def test_shared_expert_has_separate_scales(tmp_path: Path) -> None:
     assert found.plan.merged_shared_experts == 1
     assert relative_error(found(x).float(), apart(x).float()) < 0.01
     assert relative_error(made(x).float(), apart(x).float()) > 0.01
-    assert "scales     0.02 before gate_up, 0.02 before down" in str(found)
+    assert re.search(r"\n *scales +0\.02 .*gate_up.* 0\.02 .*down", str(found))
     rewrite(tmp_path, {f"{base}up_proj.input_scale": None})
     with raises_with(MissingTensorError, "input_scale", "0", "3"):
         load_layer(tmp_path, number, device="cpu", overrides=force)

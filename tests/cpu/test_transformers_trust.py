@@ -161,7 +161,7 @@ def test_cached_hub_repository_is_compared(folders: dict[str, Path], tmp_path: P
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(revision)
     model = load("someone/something", cache_dir=tmp_path, local_files_only=True)
-    with pytest.raises(ConfigError, match=rf"from the checkpoint .*{revision}"):
+    with pytest.raises(ConfigError, match=rf"{revision}"):
         logits(model)
 
 
@@ -200,7 +200,6 @@ def test_sliced_experts_are_not_compared(folders: dict[str, Path], caplog: pytes
             setattr(module, name, torch.nn.Parameter(parameter.data[1:4].clone(), requires_grad=False))
     with caplog.at_level("INFO", logger="collegium.integrations.transformers.trust"):
         logits(model)
-    assert "not compared" in caplog.text
     assert "(3, 2, 96, 128)" in caplog.text
 
 

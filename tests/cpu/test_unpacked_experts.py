@@ -411,7 +411,7 @@ def test_matching_prefixes_are_not_called_missing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as refusal:
         load_layer(tmp_path, 0, device="cpu")
     text = str(refusal.value)
-    assert "no tensor starts with" not in text
+    assert "starts with" not in text
     assert "model.layers.0.mlp.experts.0.gate_matrix.weight" in text
 
 
@@ -422,7 +422,7 @@ def test_the_nearest_names_are_listed(tmp_path: Path) -> None:
         load_layer(tmp_path, 0, device="cpu")
     text = str(refusal.value)
     prefix = "model.layers.0.mlp.experts."
-    assert f"no tensor starts with {prefix!r}" in text
+    assert repr(prefix) in text
     listed = text.split("nearest names are ")[1].split(";")[0].split(", ")
     assert listed
     assert all(name in Checkpoint.open(tmp_path) and not name.startswith(prefix) for name in listed)

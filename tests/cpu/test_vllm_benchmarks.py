@@ -149,7 +149,8 @@ def test_distances_tell_fault_from_chaos() -> None:
     engines["collegium"]["b"]["replayed"] = truth * float("nan")
     assert vllm_distance.verdict(vllm_distance.compared(engines, "triton")).startswith("fault")
     del engines["marlin"]
-    assert "nothing says" in vllm_distance.verdict(vllm_distance.compared(engines, "triton"))
+    text = vllm_distance.verdict(vllm_distance.compared(engines, "triton"))
+    assert not text.startswith(("fault", "no fault"))
 
 
 def test_layers_are_recorded_before_kernels_write(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,7 +197,7 @@ def test_missing_expert_names_the_stack(tmp_path: Path, part: str) -> None:
     rewrite(tmp_path, put(name, lambda t: t[:3]))
     texts = (name, "for 3 experts", "num_experts=4", "3 of 4 tensors match")
     refused(tmp_path, TensorMismatchError, *texts, layer=1, headers=True)
-    assert "is the checkpoint pruned" not in inspect(tmp_path)[1]
+    assert "pruned" not in inspect(tmp_path)[1]
 
 
 def test_missing_expert_names_the_bias(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_experts_in_layer_declared_dense_refused(tmp_path: Path) -> None:
         code, _, said = command(name, tmp_path, "--device", "cpu")
         assert code == 1
         assert_values(said, "layer 1", "config.json")
-        assert "model.layers.1.mlp.experts.0.down_proj.weight and 11 more" in said
+        assert_values(said, "model.layers.1.mlp.experts.0.down_proj.weight", "11 more")
         assert "[0, 2]" in said
 
 

@@ -96,12 +96,10 @@ def test_existing_process_group_is_reused(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_rank_that_fails_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FOLDERS, str(SHIPPED))
     first, other = run_ranks(one_fails, 2)
-    assert "RankError: rank 0 did not come to 'same_tokens dispatch' within 2 s" in other[0]
+    assert_values(other[0], "RankError", "rank 0", "'same_tokens dispatch'", "2 s")
     assert first[1] == other[1] == 1
     assert "CheckpointError" in first[3]
-    assert "no such folder" in first[3]
-    assert "RankError" in other[3]
-    assert "rank 0" in other[3]
+    assert_values(other[3], "RankError", "rank 0")
     assert other[4] < 30
 
 
