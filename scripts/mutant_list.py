@@ -79,6 +79,9 @@ _REDUCED = ("tests/cpu/test_reduced.py",)
 _MOVE = ("tests/cpu/test_mover.py::test_packed_formats_move_bit_exactly",)
 _ROUNDS = ("tests/cpu/test_mover.py::test_rounds_reach_any_placement_without_loss",)
 _BUILDER = ("tests/cpu/test_layer_builder.py",)
+_GGUF = ("tests/cpu/test_gguf.py",)
+_DERIVED = ("tests/cpu/test_derived.py",)
+_MIDDLE = ("tests/cpu/test_middle_scales.py",)
 _SUM = ("tests/cpu/test_mover.py::test_checksum_tracks_position_across_chunks",)
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -1881,6 +1884,173 @@ MUTANTS: tuple[Mutant, ...] = (
             "map_tensors(self, $change, 'values', 'scale', 'row_scale', 'bias', 'order')",
             "map_tensors(self, $change, 'values', 'scale', 'bias', 'order')",
         ),), ("tests/cpu/test_slots.py",),
+    ),
+    # GGUF blocks below four bits.
+    Mutant(
+        "the third bit of a code left out (Q3_K)", "formats/gguf_codes.py",
+        (Edit("q3_k", "_fields($raw[:, 32:96], 2, 32) | (_fields($raw[:, :32], 1, 32) << 2)", "_fields($raw[:, 32:96], 2, 32)"),), _GGUF,
+    ),
+    Mutant(
+        "upper bits of a step one too low (Q3_K)", "formats/gguf_codes.py",
+        (Edit("q3_k_steps", "_fields($raw[:, 104:108], 2, 4) << 4", "_fields($raw[:, 104:108], 2, 4) << 3"),), _GGUF,
+    ),
+    Mutant(
+        "steps of codes and minima swapped (Q2_K)", "formats/gguf_codes.py",
+        (Edit("q2_k_steps", "torch.stack(($raw[:, :16] & 15, $raw[:, :16] >> 4), dim=-1)", "torch.stack(($raw[:, :16] >> 4, $raw[:, :16] & 15), dim=-1)"),), _GGUF,
+    ),
+    Mutant(
+        "minima added to codes (GGUF)", "formats/gguf.py",
+        (Edit("_decode", "-$lines[..., 1:]", "$lines[..., 1:]"),), _GGUF,
+    ),
+    Mutant(
+        "the eighth sign left out (IQ2, IQ3)", "formats/gguf_codes.py",
+        (Edit("_sign_bytes", "($seven | ($parity << 7)).to(torch.uint8)", "$seven.to(torch.uint8)"),), _GGUF,
+    ),
+    Mutant(
+        "signs in reverse order (IQ2, IQ3)", "formats/gguf_codes.py",
+        (Edit("_with_signs", "torch.arange(8, dtype=torch.uint8, device=$signs.device)", "torch.arange(8, dtype=torch.uint8, device=$signs.device).flip(0)"),), _GGUF,
+    ),
+    Mutant(
+        "the scale of the neighbouring 32 columns (IQ2_XXS)", "formats/gguf_codes.py",
+        (Edit("iq2_xxs_steps", "$raw[:, 9::8] >> 4", "$raw[:, 9::8].roll(1, 1) >> 4"),), _GGUF,
+    ),
+    Mutant(
+        "a shift of each eighth column (IQ1_M)", "formats/gguf_codes.py",
+        (Edit("iq1_m", "($more & 8).repeat_interleave(8, dim=1)", "($more & 8).repeat(1, 8)"),), _GGUF,
+    ),
+    Mutant(
+        "bytes of a half swapped (IQ1_M)", "formats/gguf_codes.py",
+        (Edit("iq1_m_half", "$four[:, 0::2] | ($four[:, 1::2] << 4)", "$four[:, 1::2] | ($four[:, 0::2] << 4)"),), _GGUF,
+    ),
+    Mutant(
+        "digits in reverse order (TQ1_0)", "formats/gguf_codes.py",
+        (Edit("tq1_0", "[1, 3, 9, 27, 81]", "[81, 27, 9, 3, 1]"),), _GGUF,
+    ),
+    Mutant(
+        "upper bits of a grid first", "formats/gguf_grids.py",
+        (Edit("grid_of", "torch.arange(0, 8, $grid.bits, dtype=torch.uint8)", "torch.arange(0, 8, $grid.bits, dtype=torch.uint8).flip(0)"),), _GGUF,
+    ),
+    Mutant(
+        "gate and up of one kind, whatever up is", "checkpoint/loader.py",
+        (Edit("_read_payloads", "layer.stored_as($source)", "layer.stored if $which == 'up' else layer.stored_as($source)"),),
+        ("tests/cpu/test_gguf.py::test_gate_and_up_of_two_kinds",),
+    ),
+    # Families derived from a class of transformers.
+    Mutant(
+        "gate and up swapped (derived)", "models/derived/stored_names.py",
+        (Edit("_projection", "$row < $half", "$row >= $half"),), _DERIVED,
+    ),
+    Mutant(
+        "stacks read output-first (derived)", "models/derived/stored_names.py",
+        (Edit("_sort_expert_tensor", "$found.transposed = $turned", "$found.transposed = False"),), _DERIVED,
+    ),
+    Mutant(
+        "gate and up rows in blocks, though they alternate (derived)", "models/derived/stored_names.py",
+        (Edit("_sort_expert_tensor", "$found.interleaved = True", "$found.interleaved = False"),), _DERIVED,
+    ),
+    Mutant(
+        "the scale of routed experts left out (derived)", "models/derived/proposal.py",
+        (Edit("_find_routing", "replace($rule, scale=_named_scale($factor, $numbers))", "$rule"),), _DERIVED,
+    ),
+    Mutant(
+        "the scale of a sum of experts left out (derived)", "models/derived/proposal.py",
+        (Edit("_proved", "replace($routing, scale=$routing.scale * $factor)", "$routing"),), _DERIVED,
+    ),
+    Mutant(
+        "a shared expert's gate dropped (derived)", "models/derived/proposal.py",
+        (Edit("_shared_candidates", "$roles['shared_gate'] = $gate", "pass"),), _DERIVED,
+    ),
+    Mutant(
+        "a block that differs accepted (derived)", "models/derived/proposal.py",
+        (Edit("_TOLERANCE", "2e-5", "2.0"),), _DERIVED,
+    ),
+    Mutant(
+        "tensors that nothing reads accepted (derived)", "models/derived/proposal.py",
+        (Edit("_unused", "$name not in $used", "$name not in $used and False"),), _DERIVED,
+    ),
+    Mutant(
+        "the bias of a block left out (derived)", "models/derived/parallel_experts.py",
+        (Edit("ParallelExpertsBlock.forward", "self.experts($flat, $ids, $weights).view($x.shape) + self.bias", "self.experts($flat, $ids, $weights).view($x.shape)"),), _DERIVED,
+    ),
+    # Scales of activations that a caller passes.
+    Mutant(
+        "the scale of the first token for all rows between the products", "experts/triton/packed.py",
+        (Edit("PackedExperts._form_of", "$batch.source.clamp(0, $batch.x.shape[0] - 1)", "$batch.source * 0"),), _MIDDLE,
+    ),
+    Mutant(
+        "scales of the rows' order for those of tokens", "experts/reference.py",
+        (Edit("_one_expert", "$batch.middle_scale[$source]", "$batch.middle_scale[:len($source)]"),), _MIDDLE,
+    ),
+    Mutant(
+        "scales between the products also before the first", "experts/triton/packed.py",
+        (Edit("PackedExperts._form_of", "$product == 1", "$product >= 0"),), _MIDDLE,
+    ),
+    Mutant(
+        "scales of x also between the products", "stages/given_scales.py",
+        (Edit("given_scales", "_by_row('a2_scale', $second, $x, $intermediate_size, $form.group)", "_by_row('a2_scale', $first, $x, $intermediate_size, $form.group)"),), _MIDDLE,
+    ),
+    Mutant(
+        "one number for x also between the products", "stages/given_scales.py",
+        (Edit("_static", "$middle = float($second) * $form.max_value", "$middle = float(first) * $form.max_value"),), _MIDDLE,
+    ),
+    Mutant(
+        "large tiles quantise rows again", "experts/triton/packed.py",
+        (Edit("PackedExperts._run_large", "$batch.middle_scale is not None", "False"),), _MIDDLE,
+    ),
+    # New weights for a layer that serves.
+    Mutant(
+        "one checksum for all matrices of a buffer", "weight_updater.py",
+        (Edit("WeightUpdater._sum_copies", "$copy.number", "$copy.number * 0"),), _BUILDER,
+    ),
+    Mutant(
+        "experts of later batches in the slots of the first", "weight_updater.py",
+        (Edit("WeightUpdater._packed_batches", "$slots[$start:$start + $step]", "$slots[:min($step, len($slots) - $start)]"),), _BUILDER,
+    ),
+    Mutant(
+        "a shared expert that is not updated", "weight_updater.py",
+        (Edit("WeightUpdater._write_shared", "layer.shared.experts.put_all([0], $packed)", "pass"),), _BUILDER,
+    ),
+    Mutant(
+        "a router's weight without the scale of its input", "weight_updater.py",
+        (Edit("WeightUpdater._write_dense", "$tensor = $router.weight", "pass"),), _BUILDER,
+    ),
+    Mutant(
+        "an update without some experts accepted", "weight_updater.py",
+        (Edit("WeightUpdater._complete_slots", "parameters.missing(dense=True)", "parameters.missing_shared_parts()"),), _BUILDER,
+    ),
+    # Four-bit weights decoded in registers, every recipe.
+    Mutant(
+        "codes of the first column for both of a pair (registers)", "kernels/w4_decode_bf16.cuh",
+        (Edit("integers_of", "bytes & 0x00F000F0u", "bytes & 0x000F00F0u", text=True),), _W4_RECIPES,
+    ),
+    Mutant(
+        "zero points of the other row of a thread (registers)", "kernels/w4_decode_bf16.cuh",
+        (Edit("decode", "minus_zero_of(codes.scales[h])", "minus_zero_of(codes.scales[1 - h])", text=True),), _W4_RECIPES,
+    ),
+    Mutant(
+        "the first of two scales for both quarters (registers)", "kernels/w4_decode_bf16.cuh",
+        (Edit("factor_of", "pass % 2 ? word & 0xFFFF0000u : word << 16", "word << 16", text=True),), _W4_RECIPES,
+    ),
+    Mutant(
+        "-8 of INT4 as a number of E2M1 (registers)", "kernels/w4_decode_bf16.cuh",
+        (Edit("minus_zero_of", "0xBE00BE00u", "0xBDE0BDE0u", text=True),), _W4_RECIPES,
+    ),
+    Mutant(
+        "E4M3 scales of NVFP4 shifted by one (registers)", "kernels/w4_decode_bf16.cuh",
+        (Edit("scale_pair", "bytes << 4, 0x7B807B80u", "bytes << 4, 0x7B007B00u", text=True),), _W4_RECIPES,
+    ),
+    # Adapters.
+    Mutant(
+        "a change added twice where ranks take several turns", "kernels/low_rank.py",
+        (Edit("add_low_rank", "_load_b($adapters, $current, $expert, $column, $n_out, $start, $PROJECTION, $PROJ, $INTERLEAVED)", "_load_b($adapters, $current, $expert, $column, $n_out, 0, $PROJECTION, $PROJ, $INTERLEAVED)"),), _ADAPTED,
+    ),
+    Mutant(
+        "ranks of the adapter before", "kernels/low_rank.py",
+        (Edit("add_low_rank", "$current, $b, $rank = ($following, $next_b, $next_rank)", "$current, $b = ($following, $next_b)"),), _ADAPTED,
+    ),
+    Mutant(
+        "one of four sums over columns dropped", "kernels/low_rank.py",
+        (Edit("_sum_over_columns", "$sum0 + $sum1 + ($sum2 + $sum3)", "$sum0 + $sum1 + ($sum2 + $sum2)"),), _ADAPTED,
     ),
 )  # fmt: skip
 
