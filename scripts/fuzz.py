@@ -1,8 +1,9 @@
 """Feed the load path broken checkpoints: every input must load or be refused by name, in time and in memory.
 
-One input is one seed: it picks a toy checkpoint (every family, format and storage), damages its files one to three
-times, and takes it the whole way: open, audit, load a layer, run it on two tokens. A fault is anything but success or
-an error of ``collegium.errors``: another exception, more than DEADLINE seconds of CPU time, or memory beyond ROOM.
+One input is one seed: it picks a toy checkpoint (every family, format and storage, a class of transformers without a
+family file, or GGUF with every kind of block), damages its files one to three times, and takes it the whole way: open,
+audit, load a layer, run it on two tokens. A fault is anything but success or an error of ``collegium.errors``: another
+exception, more than DEADLINE seconds of CPU time, or memory beyond ROOM.
 
     python scripts/fuzz.py --seconds 3600 --first 0 --csv benchmarks/results/fuzz.csv
     python scripts/fuzz.py --first 4711 --count 1 --verbose     # one input again
@@ -12,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import csv
+import importlib
+import importlib.util
 import json
 import random
 import resource
@@ -36,6 +39,8 @@ from collegium.errors import CollegiumError
 from collegium.loading import load_layer
 from collegium.models import moe_layers
 from collegium.testing.compare import heavy_tailed
+from fuzz_gguf import GGUF_NAME, damaged_gguf
+from tiny_configs import tiny_config
 from toys import TinySize, combinations, write_checkpoint
 
 __all__ = ["DEADLINE", "ROOM", "Outcome", "Tensor", "damaged", "main", "run_one", "try_folder"]
@@ -47,6 +52,9 @@ Files = dict[str, bytes]
 Json = dict[str, object]
 _SIZE = TinySize(hidden=64, intermediate=32, experts=3, top_k=2, layers=2)
 _INDEX, _CONFIG = "model.safetensors.index.json", "config.json"
+# Model types whose families are derived from classes: one by one and stacked, with groups, shared experts and scales.
+_DERIVED = ("afmoe", "solar_open", "exaone_moe", "granitemoe_swa", "aria_text", "lfm2_moe", "jetmoe")
+_GGUF_SHARE, _DERIVED_SHARE = 0.2, 0.1  # of the inputs
 _NUMBERS = (-1, 0, 1, 2, 3, 7, 31, 32, 33, 64, 65, 127, 128, 1 << 15, 1 << 24, 1 << 31, 1 << 32, 1 << 53, 1 << 62)
 _VALUES: tuple[object, ...] = (
     *_NUMBERS, 1 << 63, 10**30, -(1 << 63), 0.5, -1.5, 1e308, None, True, False, "", "32", "auto", "\0", "x" * 5000,
@@ -140,6 +148,29 @@ def _base(index: int, shards: int) -> tuple[tuple[str, bytes], ...]:
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(folder, family, name, storage, stacked=stacked, size=_SIZE, shards=shards, seed=index)
         return tuple(sorted((p.name, p.read_bytes()) for p in Path(folder).iterdir()))
+
+
+@lru_cache(maxsize=1)
+def _derived_types() -> tuple[str, ...]:
+    """Return those of the types that the installed transformers has; loads it, which takes seconds."""
+    if importlib.util.find_spec("transformers") is None:
+        return ()
+    transformers = importlib.import_module("transformers")
+    return tuple(kind for kind in _DERIVED if kind in transformers.CONFIG_MAPPING)
+
+
+@lru_cache(maxsize=64)
+def _derived_base(kind: str) -> tuple[tuple[str, bytes], ...]:
+    """Return the files of a tiny model of a class, with random weights."""
+    transformers = importlib.import_module("transformers")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.manual_seed(5)
+    model = transformers.AutoModelForCausalLM.from_config(tiny_config(transformers, kind))
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        names = ("config.json", "model.safetensors")
+        return tuple((name, (Path(folder) / name).read_bytes()) for name in names)
 
 
 def _shard(rng: random.Random, files: Files) -> str:
@@ -485,8 +516,15 @@ _DAMAGES = (
 def damaged(seed: int) -> tuple[Files, list[str]]:
     """Return the files of input ``seed`` and the names of what was done to them."""
     rng = random.Random(seed)
-    files = dict(_base(rng.randrange(len(combinations())), rng.choice((1, 1, 2))))
-    done: list[str] = []
+    share = rng.random()
+    if share < _GGUF_SHARE:
+        raw, done = damaged_gguf(rng)
+        return {GGUF_NAME: raw}, done
+    if share < _GGUF_SHARE + _DERIVED_SHARE and _derived_types():
+        files = dict(_derived_base(rng.choice(_derived_types())))
+    else:
+        files = dict(_base(rng.randrange(len(combinations())), rng.choice((1, 1, 2))))
+    done = []
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         damage = rng.choice(_DAMAGES)
         try:

@@ -256,12 +256,22 @@ def test_patterns_match_as_re_does(pattern: str) -> None:
         assert matches_prefix(pattern, text) == (re.match(pattern, text) is not None), text
 
 
-@pytest.mark.parametrize("key", ["num_hidden_layers", "num_experts", "hidden_size"])
+@pytest.mark.parametrize(
+    "key", ["num_hidden_layers", "num_experts", "hidden_size", "block_count", "nextn_predict_layers"]
+)
 @pytest.mark.parametrize("value", [1 << 31, 10**30, -(10**30)])
 def test_absurd_config_sizes_refused(key: str, value: int) -> None:
     with pytest.raises(ConfigError, match=f"{key} is .*[0-9]+") as caught:
         Config({key: value}).integer(key)
     assert len(str(caught.value)) < 100
+
+
+@pytest.mark.parametrize("value", [1 << 24, -(1 << 24)])
+@pytest.mark.parametrize("key", ["n_routed_experts", "block_count", "nextn_predict_layers"])
+def test_counts_have_smaller_limits_than_widths(key: str, value: int) -> None:
+    assert Config({"embedding_length": value}).integer("embedding_length") == value
+    with raises_with(ConfigError, key, value, 1 << 14):
+        Config({key: value}).integer(key)
 
 
 def test_unreadable_file_name_raises_checkpoint_error(tmp_path) -> None:

@@ -408,7 +408,8 @@ class Config:
     def integer(self, *keys: str, default: object = _ABSENT) -> int:
         """Return an integer."""
         value: int = self._value_of_type(int, "an integer", keys, default)
-        maximum = _MAX_COUNT if keys[0].startswith(("num_", "n_")) else _MAX_SIZE
+        is_count = keys[0].startswith(("num_", "n_")) or keys[0].endswith(("_count", "_layers"))
+        maximum = _MAX_COUNT if is_count else _MAX_SIZE
         if abs(value) > maximum:
             # Bounds the loops over layers and experts that run before the tensors can contradict the config.
             size = value if value.bit_length() < 64 else "beyond 2^63"
