@@ -15,7 +15,15 @@ from gguf import GGMLQuantizationType
 from hypothesis import given, settings, strategies as st
 
 from collegium import load_layer
-from collegium.checkpoint import Checkpoint, CheckpointLayer, audit, describe_checkpoint, load_experts, load_router
+from collegium.checkpoint import (
+    Checkpoint,
+    CheckpointLayer,
+    audit,
+    describe_checkpoint,
+    load_experts,
+    load_router,
+    load_shared,
+)
 from collegium.checkpoint.gguf import GGML_TYPES, read_gguf
 from collegium.commands.inspect import inspect_model, plan_model
 from collegium.commands.quantize import quantize_model
@@ -256,7 +264,7 @@ def test_models_load_and_run(tmp_path: Path, arch: str, kinds: tuple[str, str], 
 def test_gate_and_up_of_two_kinds(tmp_path: Path, gate: str, up: str, down: str) -> None:
     """Gate and up become bfloat16 and down stays as it is, or all are encoded from the exact numbers."""
     path = tmp_path / "model.gguf"
-    truth = write_gguf(path, "qwen3moe", (gate, down), up=up)
+    truth = write_gguf(path, "qwen3moe", (gate, down), others={"ffn_up_exps": up})
     gate_up = torch.stack((truth[1, "ffn_gate_exps"], truth[1, "ffn_up_exps"]), dim=1)
     layer = CheckpointLayer.open(Checkpoint.open(path), 1)
     assert layer.spec.formats == ("bf16", "fp16" if down == "F16" else "gguf")
@@ -274,6 +282,33 @@ def test_gate_and_up_of_two_kinds(tmp_path: Path, gate: str, up: str, down: str)
     exact = load_layer(path, 1, device="cpu", dtype="fp32", weight_format="fp32")
     wanted = moe_truth(x, gate_up, truth[1, "ffn_down_exps"], ids, scores, ActivationSpec())
     assert relative_error(exact(x, routing=routing), wanted) < 1e-5
+
+
+@pytest.mark.parametrize(("gate", "up", "down"), [
+    ("Q4_K", "Q6_K", "Q8_0"), ("IQ4_XS", "F16", "IQ4_NL"), ("Q4_0", "IQ4_NL", "BF16"), ("NVFP4", "Q8_0", "NVFP4"),
+])  # fmt: skip
+def test_shared_gate_and_up_of_two_kinds(tmp_path: Path, gate: str, up: str, down: str) -> None:
+    """They become bfloat16 as those of routed experts, whose gate and up have one kind here."""
+    path = tmp_path / "model.gguf"
+    truth = write_gguf(path, "deepseek2", (gate, down), others={"ffn_up_shexp": up})
+    view = CheckpointLayer.open(Checkpoint.open(path), 1)
+    shared: Any = load_shared(view)
+    expert = _shared(truth).experts
+    assert shared.experts.gate_up.name == "bf16"
+    assert torch.equal(shared.experts.gate_up.decode(torch.bfloat16), expert.gate_up.values.bfloat16())
+    assert same_bits(shared.experts.down.decode(), expert.down.values)
+    findings = inspect_model(str(path), device="cpu").report.findings
+    assert any("shared" in finding and f"{gate}, up is {up}" in finding for finding in findings)
+    gate_up = torch.stack((truth[1, "ffn_gate_exps"], truth[1, "ffn_up_exps"]), dim=1)
+    routing = Routing(topk_ids=torch.tensor([[0, 3], [1, -1], [2, 0], [-1, -1]]), topk_weights=torch.rand(4, 2))
+    layer, x = load_layer(path, 1, device="cpu"), torch.randn(4, D).bfloat16()
+    assert layer.spec.shared is not None
+    assert layer.spec.shared_alone().formats[0] == "bf16"
+    ids, weights = routing.topk_ids, routing.topk_weights
+    wanted = moe_truth(x.float(), gate_up, truth[1, "ffn_down_exps"], ids, weights, ActivationSpec())
+    once, one = torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1)
+    wanted += moe_truth(x.float(), expert.gate_up.values, expert.down.values, once, one, ActivationSpec())
+    assert relative_error(layer(x, routing=routing), wanted) < 1e-2
 
 
 def test_kinds_differ_by_layer(tmp_path: Path) -> None:

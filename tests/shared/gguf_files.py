@@ -13,6 +13,7 @@ from collegium.dummy.encoders import write_half
 from collegium.formats.gguf import KINDS
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from torch import Tensor
@@ -81,13 +82,15 @@ def write_gguf(
     wide: int = 256,
     fused: bool = False,
     split: str | None = None,
-    up: str | None = None,
+    others: Mapping[str, str] | None = None,
     router: str = "F32",
 ) -> dict[tuple[int, str], Tensor]:
     """Write a model of two layers (the last is MoE for all); return values of layer 1 by (layer, tensor).
 
-    kinds: of gate and up, and of down, then those of layer 1 if they differ. up: another kind of up.
+    kinds: of gate and up, and of down, then those of layer 1 if they differ. others: the kinds of tensors that have
+    another one, by name.
     """
+    others = others or {}
     writer = GGUFWriter(path, arch, **({} if split is None else {"split_max_tensors": 5}))
     writer.add_block_count(2 + ARCHITECTURES[arch].get("nextn_predict_layers", 0))
     writer.add_embedding_length(D)
@@ -112,7 +115,7 @@ def write_gguf(
         if fused:
             shapes = {"ffn_gate_up_exps": (E, 2 * wide, D), "ffn_down_exps": (E, D, wide)}
         for name, shape in shapes.items():
-            kind = up if up is not None and name == "ffn_up_exps" else pair[name == "ffn_down_exps"]
+            kind = others.get(name, pair[name == "ffn_down_exps"])
             truth[layer, name] = add(writer, f"blk.{layer}.{name}.weight", kind, rng, shape)
         truth[layer, "router"] = add(writer, f"blk.{layer}.ffn_gate_inp.weight", router, rng, (E, D))
         if arch == "gpt-oss":
@@ -124,7 +127,7 @@ def write_gguf(
             add(writer, f"blk.{layer}.exp_probs_b.bias", "F32", rng, (E,))
             for name in ("gate", "up", "down"):
                 shape = (D, wide) if name == "down" else (wide, D)
-                kind = pair[0] if name != "down" else pair[1]
+                kind = others.get(f"ffn_{name}_shexp", pair[name == "down"])
                 truth[layer, f"{name}_shexp"] = add(writer, f"blk.{layer}.ffn_{name}_shexp.weight", kind, rng, shape)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

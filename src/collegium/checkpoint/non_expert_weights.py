@@ -19,6 +19,7 @@ from ..errors import (
     UnknownTensorError,
 )
 from ..formats.payload import Payload
+from ..formats.unquantised import as_stored
 from ..models import declared_format
 from ..models.base import Config
 from ..runtime.devices import probe
@@ -173,6 +174,8 @@ def check_non_expert_weights(
     modules = [*_latent_modules(layer)] if shared is None else [shared, *_latent_modules(layer)]
     for module in modules:
         yield from _check_module(layer, module, findings, deep=deep)
+    if findings is not None and shared is not None and (kinds := _unlike_kinds(layer, shared)) is not None:
+        findings.add(f"{shared.where}: {kinds}; both are decoded to bf16")
     yield from _check_unused(layer, findings)
 
 
@@ -343,7 +346,8 @@ def load_router(layer: CheckpointLayer, *, device: torch.device | str = "cpu") -
 def _stored_formats(layer: CheckpointLayer, module: _Module) -> dict[str, StoredFormat]:
     """Return the stored format of each matrix by module path; down may differ from gate and up.
 
-    Raises MissingTensorError, ConfigError and UnknownTensorError.
+    In a GGUF file gate and up may differ too: quantisers choose the kind of each tensor. Raises MissingTensorError,
+    ConfigError and UnknownTensorError.
     """
     number = layer.number
     missing = [t.format(layer=number) for t in module.templates if not layer.suffixes((t,))]
@@ -353,7 +357,8 @@ def _stored_formats(layer: CheckpointLayer, module: _Module) -> dict[str, Stored
         )
     *upper, lower = module.templates
     formats: dict[str, StoredFormat] = {}
-    for templates in (upper, [lower]) if upper else ([lower],):
+    together = [[template] for template in upper] if layer.checkpoint.is_gguf else [upper] if upper else []
+    for templates in (*together, [lower]):
         dtypes_by_suffix = {k: dtypes for k, dtypes in layer.suffixes(templates).items() if k not in module.others}
         paths = [template.format(layer=number) for template in templates]
         declared = {path: declared_format(layer.checkpoint.config, path) for path in paths}
@@ -369,9 +374,6 @@ def _stored_formats(layer: CheckpointLayer, module: _Module) -> dict[str, Stored
             ):
                 raise
             stored = upper_format  # same declaration: the check of the parts reports the missing one
-        if stored.name == "gguf" and len(dtypes_by_suffix[".weight"]) > 1:
-            kinds = ", ".join(sorted(dtypes_by_suffix[".weight"]))
-            raise ConfigError(f"{module.where}: gate and up differ in format: {kinds}; they are one product")
         unknown = set(dtypes_by_suffix) - {part.suffix for part in stored.layout.parts} - set(ACTIVATION_SCALES)
         if unknown:
             names = [n for path in paths for s in sorted(unknown) if (n := path + s) in layer.checkpoint]
@@ -403,6 +405,13 @@ def load_latent(layer: CheckpointLayer, *, device: torch.device | str = "cpu") -
     return LatentWeights(down=down, up=up, norm=norm, norm_eps=layer.spec.latent_norm_eps or 0.0)
 
 
+def _unlike_kinds(layer: CheckpointLayer, shared: _Module) -> str | None:
+    """Return the kinds of the shared expert's gate and up in a GGUF file if they differ, else None."""
+    names = [f"{source.path}.weight" for source in shared.sources[:-1]] if layer.checkpoint.is_gguf else []
+    kinds = [layer.checkpoint.info(name).dtype for name in names if name in layer.checkpoint]
+    return f"gate is {kinds[0]}, up is {kinds[-1]}" if len(set(kinds)) > 1 else None
+
+
 def shared_sources(layer: CheckpointLayer) -> list[tuple[Source, StoredFormat]]:
     """Return the matrices of the shared expert and their stored formats, gate before up before down; none without one.
 
@@ -420,6 +429,8 @@ def load_shared(
 ) -> SharedWeights[Payload] | None:
     """Read the shared expert of ``layer`` as one expert in its stored format; None if the layer has none.
 
+    Gate and up of different kinds in a GGUF file are decoded to bfloat16, as those of routed experts.
+
     scales: the activation format; the scales of a static format are read too. Raises ConfigError,
     MissingTensorError, TensorMismatchError, BadScaleError, and the InputError of ``input_reach``.
     """
@@ -428,6 +439,8 @@ def load_shared(
     if module is None:
         return None
     *upper, lower = (matrix.to(device) for matrix in _read_matrices(layer, module))
+    if _unlike_kinds(layer, module) is not None:
+        upper = [as_stored(matrix.decode(torch.bfloat16)) for matrix in upper]
     gate_up = upper[0].repeated(len(upper)).repeated(1)
     down = lower.repeated(1)
     for half, matrix in enumerate(upper):

@@ -5,11 +5,11 @@ Rows may be gathered and weighted in the same pass. ``None`` stands for an optio
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from .arguments import CodeRows, InputRows
 from .scales import INFINITY, scaled
-from .tiles import pdl_wait
+from .tiles import pdl_wait, pdl_wait_unless_ready
 
 __all__ = [
     "cast_kernel",
@@ -163,10 +163,7 @@ def e4m3_kernel(
     how many rows are written; None: all. x_ready: 1 where the previous kernel writes nothing that this one reads, which
     then waits for it at the end; always 0 with valid_rows. static_scale, FORMAT: as in ``store_codes``.
     """
-    if PDL:
-        if x_ready == 0:
-            gdc_wait()
-        gdc_launch_dependents()
+    pdl_wait_unless_ready(x_ready, PDL)
     if valid_rows is not None:
         rows = tl.minimum(tl.load(valid_rows), rows)
         if tl.program_id(0) * BLOCK_R >= rows:
@@ -224,10 +221,7 @@ def e4m3_to_slots_kernel(
     ``columns``; scales ``[rows, groups]``; rows of no slot are not written. Other arguments as in ``e4m3_kernel``. A
     program takes BLOCK_C columns of a token; BLOCK_C is whole groups. BLOCK_K: TOP_K, rounded up to a power of two.
     """
-    if PDL:
-        if x_ready == 0:
-            gdc_wait()
-        gdc_launch_dependents()
+    pdl_wait_unless_ready(x_ready, PDL)
     BLOCK_GROUPS: tl.constexpr = BLOCK_C // FORMAT.group
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)

@@ -18,6 +18,7 @@ __all__ = [
     "dot",
     "output_row_at",
     "pdl_wait",
+    "pdl_wait_unless_ready",
     "split_gate_up",
     "store_rows",
     "tile_list_kernel",
@@ -43,6 +44,18 @@ def pdl_wait(PDL: tl.constexpr):
     """Wait for the previous kernel, and let the next one start, which waits in turn."""
     if PDL:
         gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def pdl_wait_unless_ready(x_ready, PDL: tl.constexpr):
+    """Wait for the previous kernel where ``x_ready`` is 0, and let the next one start, which waits in turn.
+
+    Otherwise the caller waits when it needs what the previous kernel wrote, at its end at the latest.
+    """
+    if PDL:
+        if x_ready == 0:
+            gdc_wait()
         gdc_launch_dependents()
 
 
