@@ -37,7 +37,8 @@ from collegium.parallel import Local
 from collegium.parallel.placement import linear
 from collegium.pipelines.batched import run_batched
 from collegium.pipelines.quantized import run_quantized
-from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
+from collegium.testing.compare import heavy_tailed, random_experts, relative_error
+from fp8_tokens import quantised, routing_with_absent_experts
 from raising import raises_with
 from truth import moe_truth
 
@@ -67,9 +68,7 @@ def raw(name: str) -> tuple[dict[str, Any], Any]:
 
 
 def routing_of(experts: int = E, tokens: int = T) -> tuple[torch.Tensor, torch.Tensor]:
-    ids = uneven_ids(tokens, K, experts, seed=3)
-    ids[::4, 0] = -1
-    return ids, heavy_tailed(tokens, K, seed=4, channels=False).abs()
+    return routing_with_absent_experts(tokens, experts, K)
 
 
 def truth_of(x: torch.Tensor, made: Any, ids: torch.Tensor, weights: torch.Tensor, activation: Any = SWIGLU) -> Any:
@@ -227,14 +226,6 @@ def test_input_weights_out_and_clamp() -> None:
     options = MoEOptions(out=out, out_dtype=torch.bfloat16)
     assert moe(x, first, second, ids, weights, options=options) is out
     assert torch.equal(out, plain.bfloat16())
-
-
-def quantised(form_name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the codes and scales of ``x``, and the tokens that they stand for."""
-    form = activation_format(form_name)
-    rows = form.quantize(x)
-    assert rows.scales is not None
-    return rows.codes, rows.scales, form.dequantize(rows)
 
 
 @pytest.mark.parametrize("name", ["fp8_channel", "fp8_block"])

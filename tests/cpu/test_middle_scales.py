@@ -31,7 +31,8 @@ from collegium.ops.quantize import activation_format
 from collegium.parallel import Local
 from collegium.pipelines.quantized import run_quantized
 from collegium.runtime.machine import Machine
-from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
+from collegium.testing.compare import heavy_tailed, random_experts, relative_error
+from fp8_tokens import routing_with_absent_experts
 from raising import raises_with
 
 if TYPE_CHECKING:
@@ -48,9 +49,7 @@ def experts_of(name: str) -> Any:
 
 
 def routing_of(tokens: int = T) -> tuple[Tensor, Tensor]:
-    ids = uneven_ids(tokens, K, E, seed=3)
-    ids[::4, 0] = -1
-    return ids, heavy_tailed(tokens, K, seed=4, channels=False).abs()
+    return routing_with_absent_experts(tokens, E, K)
 
 
 def middle_of(x: Tensor, made: Any, expert: int) -> Tensor:

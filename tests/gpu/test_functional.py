@@ -9,40 +9,20 @@ import torch
 
 from collegium import (
     ActivationSpec,
-    Limits,
-    MoELayer,
     MoEOptions,
-    MoESpec,
     Overrides,
-    Problem,
     Routing,
-    RoutingSpec,
     encode_experts,
     moe,
     moe_batched,
-    plan,
-    probe,
 )
-from collegium.ops.quantize import activation_format
-from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
+from collegium.testing.compare import heavy_tailed, random_experts, relative_error
+from fp8_tokens import layer_on_gpu, quantised, routing_with_absent_experts
 from truth import moe_truth
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 E, H, INNER, K = 8, 512, 256, 3
-
-
-def routing_of(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    ids = uneven_ids(tokens, K, E, seed=3)
-    ids[::4, 0] = -1
-    return ids, heavy_tailed(tokens, K, seed=4, channels=False).abs()
-
-
-def quantised(form_name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    form = activation_format(form_name)
-    rows = form.quantize(x)
-    assert rows.scales is not None
-    return rows.codes, rows.scales, form.dequantize(rows)
 
 
 def on_gpu(made: Any) -> Any:
@@ -58,7 +38,7 @@ def truth_of(x: torch.Tensor, made: Any, ids: torch.Tensor, weights: torch.Tenso
 @pytest.mark.parametrize("tokens", [1, 9, 300])
 def test_quantised_tokens(name: str, form: str, tokens: int) -> None:
     made = encode_experts(random_experts(E, 2, INNER, H, seed=1), name)
-    ids, weights = routing_of(tokens)
+    ids, weights = routing_with_absent_experts(tokens, E, K)
     x = heavy_tailed(tokens, H, seed=5).bfloat16()
     codes, scale, dequantised = quantised(form, x)
     gate_up, down = on_gpu(made)
@@ -78,16 +58,8 @@ def test_quantised_tokens(name: str, form: str, tokens: int) -> None:
 @pytest.mark.parametrize("form", ["fp8_token", "fp8_group128"])
 def test_rows_packed_by_expert_in_fp8(form: str) -> None:
     made = encode_experts(random_experts(E, 2, INNER, H, seed=1), "fp8_block")
-    spec = MoESpec(
-        hidden_size=H,
-        intermediate_size=INNER,
-        num_experts=E,
-        routing=RoutingSpec(top_k=K),
-        weight_format="fp8_block",
-    )
-    problem = Problem(spec=spec, device=probe("cuda"), limits=Limits(max_tokens=64))
     gate_up, down = on_gpu(made)
-    layer = MoELayer(type(made)(gate_up=gate_up, down=down), plan(problem, Overrides(activation_format=form)))
+    layer = layer_on_gpu(made, 64, K, activation_format=form)
     room = 40
     counts = torch.tensor([0, 7, room, 3, 0, 1, 12, 2])
     rows = heavy_tailed(E * room, H, seed=2).bfloat16()
@@ -114,17 +86,12 @@ def test_rows_packed_by_expert_in_fp8(form: str) -> None:
 @pytest.mark.parametrize("tokens", [1, 9, 300])
 def test_the_output_has_its_own_dtype(name: str, tokens: int) -> None:
     made = encode_experts(random_experts(E, 2, INNER, H, seed=1), name)
-    spec = MoESpec(
-        hidden_size=H, intermediate_size=INNER, num_experts=E, routing=RoutingSpec(top_k=K), weight_format=name
-    )
-    ids, weights = routing_of(tokens)
+    ids, weights = routing_with_absent_experts(tokens, E, K)
     x = heavy_tailed(tokens, H, seed=5).bfloat16()
-    gate_up, down = on_gpu(made)
     routing = Routing(topk_ids=ids.cuda(), topk_weights=weights.cuda())
     outputs = []
     for out_dtype in (None, "fp32"):
-        problem = Problem(spec=spec, device=probe("cuda"), limits=Limits(max_tokens=64), out_dtype=out_dtype)  # type: ignore[arg-type]
-        layer = MoELayer(type(made)(gate_up=gate_up, down=down), plan(problem))
+        layer = layer_on_gpu(made, 64, K, out_dtype=out_dtype)
         outputs.append([layer(x.cuda(), routing=routing) for _ in range(3)][-1])
     assert torch.equal(outputs[1].bfloat16(), outputs[0])
     assert relative_error(outputs[1].cpu(), truth_of(x, made, ids, weights)) < 0.01

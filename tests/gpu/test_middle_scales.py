@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from collegium import (
-    Limits,
-    MoELayer,
     MoEOptions,
-    MoESpec,
-    Overrides,
-    Problem,
     Routing,
-    RoutingSpec,
     encode_experts,
     moe,
-    plan,
-    probe,
 )
 from collegium.ops.quantize import activation_format
-from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
+from collegium.testing.compare import heavy_tailed, random_experts, relative_error
+from fp8_tokens import layer_on_gpu, quantised, routing_with_absent_experts
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -31,23 +23,19 @@ E, H, INNER, K = 8, 512, 256, 3
 
 
 def case(name: str, form_name: str, tokens: int) -> tuple[Any, Any, Any, Any, torch.Tensor]:
-    """Return experts and their numbers, the routing, quantised tokens, and scales that fit the rows in between."""
+    """Return experts, their routing, tokens as codes and scales, their numbers, and scales of the rows in between."""
     made = encode_experts(random_experts(E, 2, INNER, H, seed=1), name)
-    ids = uneven_ids(tokens, K, E, seed=3)
-    ids[::4, 0] = -1
-    weights = heavy_tailed(tokens, K, seed=4, channels=False).abs()
-    form = activation_format(form_name)
-    rows = form.quantize(heavy_tailed(tokens, H, seed=5).bfloat16())
-    decoded = form.dequantize(rows)
+    ids, weights = routing_with_absent_experts(tokens, E, K)
+    codes, code_scale, decoded = quantised(form_name, heavy_tailed(tokens, H, seed=5).bfloat16())
     largest = torch.zeros(tokens, INNER)
     for expert in range(E):
         gate, up = made.gate_up[expert].decode()
         middle = torch.nn.functional.silu(decoded @ gate.T) * (decoded @ up.T)
         largest = torch.where((ids == expert).any(1, keepdim=True), torch.maximum(largest, middle.abs()), largest)
-    width = 128 if form.group else INNER
+    width = 128 if activation_format(form_name).group else INNER
     scale = torch.stack([part.amax(1) for part in largest.split(width, dim=1)], dim=1).clamp(min=1e-4) / 448
     scale[2] /= 32  # saturates
-    return made, (ids, weights), rows, decoded, scale
+    return made, (ids, weights), (codes.cuda(), code_scale.cuda()), decoded, scale
 
 
 def truth_of(made: Any, routing: Any, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -65,29 +53,16 @@ def truth_of(made: Any, routing: Any, x: torch.Tensor, scale: torch.Tensor) -> t
     return out
 
 
-def layer_of(made: Any, form_name: str, tokens: int, **overrides: Any) -> MoELayer:
-    spec = MoESpec(
-        hidden_size=H,
-        intermediate_size=INNER,
-        num_experts=E,
-        routing=RoutingSpec(top_k=K),
-        weight_format=made.gate_up.name,
-    )
-    problem = Problem(spec=spec, device=probe("cuda"), limits=Limits(max_tokens=tokens), activation_format=form_name)
-    weights = replace(made, gate_up=made.gate_up.to("cuda"), down=made.down.to("cuda"))
-    return MoELayer(weights, plan(problem, Overrides(**overrides)))
-
-
 @pytest.mark.parametrize("form", ["fp8_token", "fp8_group128"])
 @pytest.mark.parametrize("name", ["fp8_block", "fp8_channel", "mxfp4", "nvfp4"])
 def test_tiles_quantise_with_given_scales(name: str, form: str) -> None:
     tokens = 2048
-    made, (ids, weights), rows, decoded, scale = case(name, form, tokens)
+    made, (ids, weights), (codes, code_scale), decoded, scale = case(name, form, tokens)
     routing = Routing(topk_ids=ids.cuda(), topk_weights=weights.cuda())
     outs: list[torch.Tensor] = []
     for tiles in ("small", None):
-        layer = layer_of(made, form, tokens, tiles=tiles)
-        out = layer.run_quantized(rows.codes.cuda(), rows.scales.cuda(), routing, middle_scale=scale.cuda())
+        layer = layer_on_gpu(made, tokens, K, activation_format=form, tiles=tiles)
+        out = layer.run_quantized(codes, code_scale, routing, middle_scale=scale.cuda())
         outs.append(out.cpu())
     assert torch.equal(*outs)
     wanted = truth_of(made, (ids, weights), decoded, scale)
@@ -100,11 +75,9 @@ def test_tiles_quantise_with_given_scales(name: str, form: str) -> None:
 def test_functional_entry(kind: str, tokens: int) -> None:
     form = "fp8_group128" if kind == "group" else "fp8_token"
     tokens = max(tokens, 3)
-    made, (ids, weights), rows, decoded, scale = case("fp8_block", form, tokens)
+    made, (ids, weights), (codes, code_scale), decoded, scale = case("fp8_block", form, tokens)
     given: Any = float(scale.max()) if kind == "one" else scale.cuda()
-    options = MoEOptions(a1_scale=rows.scales.cuda(), a2_scale=given)
-    out = moe(
-        rows.codes.cuda(), made.gate_up.to("cuda"), made.down.to("cuda"), ids.cuda(), weights.cuda(), options=options
-    )
+    options = MoEOptions(a1_scale=code_scale, a2_scale=given)
+    out = moe(codes, made.gate_up.to("cuda"), made.down.to("cuda"), ids.cuda(), weights.cuda(), options=options)
     used = torch.full_like(scale[:, :1], given) if kind == "one" else scale
     assert relative_error(out.cpu(), truth_of(made, (ids, weights), decoded, used)) < 0.02
