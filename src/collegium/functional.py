@@ -212,7 +212,7 @@ def _check(caller: str, x: Tensor, dimensions: int) -> None:
 def _check_routing(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
     for name, tensor in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
         if tensor.dim() != 2 or tensor.shape[0] != x.shape[0] or tensor.shape[1] < 1:
-            raise InputError(f"moe: {name} is {tuple(tensor.shape)}; allowed: [{x.shape[0]}, K], as many rows as x")
+            raise InputError(f"moe: {name} is {tuple(tensor.shape)}; allowed: [{x.shape[0]}, K], one row for each of x")
     refuse_gradient(topk_weights=topk_weights)
 
 

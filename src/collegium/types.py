@@ -430,7 +430,7 @@ class ContiguousBatch:
     a kernel that reads only x may overlap the sort. remote: where ``run`` writes the rows; it then returns
     ``remote.rows``. Only for experts with an ``output_spec``. adapters: those of the layer, and which one each token
     has; None: none has one. middle_scale: ``[T, G]`` float32, given scales of the rows between the products, by token,
-    for activation formats that have them; None: as the format says. slots: ``[T, top-k]`` int64, contiguous, the
+    for activation formats that have them; None: as in the format. slots: ``[T, top-k]`` int64, contiguous, the
     row of each assignment, negative where it was dropped; None: unknown, allowed for tokens that are not codes.
     """
 

@@ -159,7 +159,7 @@ class WeightUpdater:
         """Write what was loaded into the layer's memory, on the current stream, and return what it was.
 
         Nothing is written before everything was checked. No other thread may be in the layer, and other streams must
-        wait for this one. Ranks update on their own; call the layer when all of them have finished. Afterwards the
+        wait for this one. Ranks update independently; call the layer when all of them have finished. Afterwards the
         updater takes the next update, also after an error.
 
         Raises MissingTensorError, after which more tensors may be loaded; BadScaleError and InputError, after which the

@@ -120,7 +120,7 @@ class _Changes:
     def _exchange(
         self, leaving: NDArray[np.float64], arriving: NDArray[np.float64], allowed: NDArray[np.bool_]
     ) -> NDArray[np.float64]:
-        """Evaluate load that leaves the busiest rank and arrives at the target, whose expert comes back."""
+        """Evaluate load that leaves the busiest rank and arrives at the target, whose expert returns."""
         returning = self.replica_load(self.target_expert)
         rank_load = self.rank_load()
         busy_load = rank_load[self.busy] - leaving[:, None] + returning

@@ -58,7 +58,7 @@ class ExecutionContext:
 def build_context(
     plan: Plan, experts: PackedWeights, device: torch.device, after_expert: Callable[[Tensor], Tensor] | None
 ) -> ExecutionContext:
-    """Build what runs ``experts`` as ``plan`` says; all ranks that share the experts call it together."""
+    """Build what runs ``experts`` according to ``plan``; all ranks that share the experts call it together."""
     problem, tiling = plan.routed_problem, experts.tiling
     kind = wrapped_for(dispatcher_named(plan.dispatcher), problem)
     # The last row serves empty batches, and batches that packing finds to be faster sorted.

@@ -67,7 +67,7 @@ class PlannedModule(PackedModule):
     _input_check: InputCheck | None
 
     def _build(self, plan: Plan) -> None:
-        """Build what runs ``self.experts`` as ``plan`` says; all ranks that share the experts call it together."""
+        """Build what runs ``self.experts`` according to ``plan``; all ranks that share the experts call it together."""
         plan = plan.with_caller_modules(self.caller_modules)
         compare_with_ranks(plan, self._compared_parts(), checked=self.checked)
         context = build_context(plan, self.experts, self._device, self.after_expert)

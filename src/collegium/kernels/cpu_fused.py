@@ -10,7 +10,7 @@ numbers in rows as they are published, ``[N, K]``, and are turned where others a
 
 Four panels are a task. They are decoded whole into bfloat16 pairs ``[K / 2, 16]`` that stay in the second-level cache,
 then multiplied by all rows of x of their expert, sixteen at a time with AMX or a few at a time with products of pairs
-or fused multiply-adds. Either way a sum runs over k in order and sees no other row, so a row's bits are its own.
+or fused multiply-adds. Either way a sum runs over k in order and reads no other row, so the bits of a row do not depend on the batch.
 
 Tasks are shared out by a counter to threads of the OpenMP runtime that torch itself uses: a second pool would wait for
 torch's threads, which spin for a while after each of its operations. Where that runtime is not found, threads of
@@ -150,7 +150,7 @@ def _call(builder, name, result, *arguments):
 
 
 def _fetch(builder, address):
-    """Have the second-level cache fetch what is at ``address``, if anything is there.
+    """Prefetch ``address`` into the second-level cache; an invalid address is ignored.
 
     Rows that are a power of two apart have few places in the first-level cache.
     """
@@ -249,7 +249,7 @@ def _look_up(builder, table, code):
 
 
 def _numbers(builder, place, bits, floats, table):
-    """Return both halves of 32 codes as float32: up to six bits as ``table`` says, eight as they are."""
+    """Return both halves of 32 codes as float32: up to six bits by ``table``, eight bits directly."""
     if bits == 8:
         both = [_load(builder, builder.add(place, _number(at)), _BYTES) for at in (0, LANES)]
         if not floats:

@@ -195,7 +195,7 @@ __device__ __forceinline__ void multiply_stage(float (&d)[64], const u8* x, cons
     for (int k = 0; k < 4; k++) multiply(d, x, w, k, added || k > 0);
 }
 
-// The factors of a thread's two rows, for its columns of both operands; where groups have some, columns have their own.
+// The factors of a thread's two rows, for its columns of both operands; with a factor for each group, columns have separate ones.
 struct Factors { float low[2], high[2]; };
 
 __device__ __forceinline__ Factors factors_of(const float* token, const float* weight) {

@@ -349,7 +349,7 @@ def nvfp4_decoded_kernel(
     """Write what ``nvfp4_kernel`` quantises, decoded but for the global scale: bfloat16 ``[rows, columns]``, exactly.
 
     expert_scales ``[experts]``: global scales of the rows of each expert, which end at ``expert_offsets[e + 1]`` int64;
-    None: as ``static_scale`` says. Other arguments as there. Scales of groups are rounded to E4M3 by integer
+    None: by ``static_scale``. Other arguments as there. Scales of groups are rounded to E4M3 by integer
     arithmetic, since sm_80 has no conversion.
     """
     pdl_wait(PDL)

@@ -188,7 +188,7 @@ class ActivationFormat:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Cast(ActivationFormat):
-    """A plain floating dtype: rounded to nearest even; float16 overflows to infinity as IEEE says."""
+    """A plain floating dtype: rounded to nearest even; float16 overflows to infinity, as in IEEE 754."""
 
     capability: ClassVar[tuple[int, int]] = (8, 0)
 

@@ -38,7 +38,7 @@ def check_weights(weights: ExpertWeights[Payload], problem: ExpertsProblem) -> N
                 f"(E={experts}, P={parts}, I={intermediate}, H={hidden})"
             )
         if payload.name != format_name:
-            raise InputError(f"{name}: the payload is {payload.name}, the spec says {format_name}")
+            raise InputError(f"{name}: the payload is {payload.name}, the spec has {format_name}")
     form, _ = formats_within(problem.activation_format, weights.input_reach)  # refuses a static format without scales
     require_expert_reach(weights, form)
     bias_shapes = {"gate_up_bias": (experts, parts, intermediate), "down_bias": (experts, hidden)}

@@ -25,7 +25,7 @@ class GivenScales(NamedTuple):
     """How a layer for one call quantises, and its input.
 
     activation_format: of the plan; None: the default. codes, scale: x as ``run_quantized`` takes it; None: x is passed
-    as it is. middle_scale: of the rows between the products, by token; None: they are quantised as the plan says.
+    as it is. middle_scale: of the rows between the products, by token; None: they are quantised as planned.
     reach: as in ``ExpertWeights``, for static formats.
     """
 

@@ -73,7 +73,7 @@ class Router:
         """Raise InputError where the layer has no router, or where the router needs a ``router_input``."""
         if router_input is None and self.spec.routing.input_norm_eps is not None:
             raise InputError(
-                "forward: this router normalises its own input, which is not x (Gemma-4: the residual before the "
+                "forward: this router normalises a separate input, which is not x (Gemma-4: the residual before the "
                 "experts' norm); pass router_input, router_logits or a routing"
             )
         if self.weights is None and self.module is None and self.choose is None:
@@ -113,7 +113,7 @@ class Router:
         )
 
     def _logits(self, call: Call, memory: Memory | None) -> Tensor:
-        """Return ``[T, E]``: the logits of the layer's router, in float32 or rounded as the spec says.
+        """Return ``[T, E]``: the logits of the layer's router, in float32 or rounded as in the spec.
 
         The caller's module returns them in a dtype of its choice.
         """

@@ -171,7 +171,7 @@ def _four_bit_launch(layout: Words) -> _Launch:
 
 
 def operand_format(packed: PackedMatrix, x_scale: int) -> OperandFormat:
-    """Return the kernels' description of the weights, and of rows that are scaled as ``x_scale`` says."""
+    """Return the kernels' description of the weights, and of rows with the scales ``x_scale``."""
     layout = packed.layout
     return OperandFormat(
         weight=layout.weight,

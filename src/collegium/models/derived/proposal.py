@@ -83,7 +83,7 @@ def propose(model: ClassModel, layer: ClassLayer) -> Proposal:
 
 
 def _check_experts(layer: ClassLayer, spec: MoESpec) -> None:
-    """Raise SpecError unless the class's experts compute what ``spec`` says for random tokens, ids and weights."""
+    """Raise SpecError unless the class's experts compute what ``spec`` defines for random tokens, ids and weights."""
     run = run_experts(layer, spec.routing.top_k)
     output = _routed(spec, run, interleaved=not layer.experts.is_concatenated)
     difference = float((output - run.output).abs().max() / run.output.abs().max())
@@ -163,7 +163,7 @@ def _find_routing(
             logits = logits + tensors[bias]
         for rule in _rules(spec, numbers, correction is not None, scale is not None):
             difference, factor = _compare(
-                rule, logits, run, wanted, tensors.get(correction or ""), tensors.get(scale or "")
+                rule, logits, wanted, bias=tensors.get(correction or ""), scale=tensors.get(scale or "")
             )
             if difference > _TOLERANCE:
                 best = min(best, difference)
@@ -197,7 +197,7 @@ def _rules(spec: MoESpec, numbers: Mapping[str, float], correction: bool, scale:
 
 
 def _compare(
-    rule: RoutingSpec, logits: Tensor, run: BlockRun, wanted: Tensor, bias: Tensor | None, scale: Tensor | None
+    rule: RoutingSpec, logits: Tensor, wanted: Tensor, *, bias: Tensor | None, scale: Tensor | None
 ) -> tuple[float, float]:
     """Return the largest relative difference of a weight, and the factor between the class's weights and the rule's."""
     try:
