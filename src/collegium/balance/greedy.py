@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -118,21 +119,12 @@ def _pack(loads: NDArray[np.float64], part: _Part, sizes: Sequence[int], packed:
                 put(expert, min(candidates, key=lambda rank: (rank_load[rank], rank)))
                 continue
             # Only ranks that hold it are free: another expert moves there, or this replica is given up.
-            swaps = [
-                (
-                    max(
-                        rank_load[to] + replica_load[other],
-                        rank_load[rank] - replica_load[other] + replica_load[expert],
-                    ),
-                    other,
-                    rank,
-                    to,
-                )
-                for rank in ranks
-                if expert not in packed[rank]
-                for to in free
-                for other in packed[rank] - packed[to]
-            ]
+            swaps: list[tuple[float, int, int, int]] = []
+            for rank, to in product((rank for rank in ranks if expert not in packed[rank]), free):
+                for other in packed[rank] - packed[to]:
+                    load_there = rank_load[to] + replica_load[other]
+                    load_here = rank_load[rank] - replica_load[other] + replica_load[expert]
+                    swaps.append((max(load_there, load_here), other, rank, to))
             if swaps:
                 _, other, rank, to = min(swaps)
                 packed[rank].remove(other)

@@ -357,8 +357,8 @@ def _stored_formats(layer: CheckpointLayer, module: _Module) -> dict[str, Stored
         )
     *upper, lower = module.templates
     formats: dict[str, StoredFormat] = {}
-    together = [[template] for template in upper] if layer.checkpoint.is_gguf else [upper] if upper else []
-    for templates in (*together, [lower]):
+    together = [[template] for template in upper] if layer.checkpoint.is_gguf else [upper]
+    for templates in (*filter(None, together), [lower]):
         dtypes_by_suffix = {k: dtypes for k, dtypes in layer.suffixes(templates).items() if k not in module.others}
         paths = [template.format(layer=number) for template in templates]
         declared = {path: declared_format(layer.checkpoint.config, path) for path in paths}
@@ -412,6 +412,13 @@ def _unlike_kinds(layer: CheckpointLayer, shared: _Module) -> str | None:
     return f"gate is {kinds[0]}, up is {kinds[-1]}" if len(set(kinds)) > 1 else None
 
 
+def _in_one_format(layer: CheckpointLayer, shared: _Module, upper: list[Payload]) -> list[Payload]:
+    """Return the shared expert's gate and up, decoded to bfloat16 if a GGUF file has them in different kinds."""
+    if _unlike_kinds(layer, shared) is None:
+        return upper
+    return [as_stored(matrix.decode(torch.bfloat16)) for matrix in upper]
+
+
 def shared_sources(layer: CheckpointLayer) -> list[tuple[Source, StoredFormat]]:
     """Return the matrices of the shared expert and their stored formats, gate before up before down; none without one.
 
@@ -439,8 +446,7 @@ def load_shared(
     if module is None:
         return None
     *upper, lower = (matrix.to(device) for matrix in _read_matrices(layer, module))
-    if _unlike_kinds(layer, module) is not None:
-        upper = [as_stored(matrix.decode(torch.bfloat16)) for matrix in upper]
+    upper = _in_one_format(layer, module, upper)
     gate_up = upper[0].repeated(len(upper)).repeated(1)
     down = lower.repeated(1)
     for half, matrix in enumerate(upper):

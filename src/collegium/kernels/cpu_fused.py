@@ -10,7 +10,8 @@ numbers in rows as they are published, ``[N, K]``, and are turned where others a
 
 Four panels are a task. They are decoded whole into bfloat16 pairs ``[K / 2, 16]`` that stay in the second-level cache,
 then multiplied by all rows of x of their expert, sixteen at a time with AMX or a few at a time with products of pairs
-or fused multiply-adds. Either way a sum runs over k in order and reads no other row, so the bits of a row do not depend on the batch.
+or fused multiply-adds. Either way a sum runs over k in order and reads no other row, so the bits of a row do not depend
+on the batch.
 
 Tasks are shared out by a counter to threads of the OpenMP runtime that torch itself uses: a second pool would wait for
 torch's threads, which spin for a while after each of its operations. Where that runtime is not found, threads of
@@ -374,19 +375,29 @@ def _store_tiles(builder, out, out_stride):
 
 def _products(builder, words, places, rooms):
     """Add the products of ``words``, sixteen pairs of columns, with the two at each of ``places``, to ``rooms``."""
-    name, kind, at, steps = "llvm.x86.avx512bf16.dpbf16ps.512", _PAIRS, 0, [words]
+    steps = [words]
     if PAIR_BYTES == 8:
-        change = (builder.shl, _word(16)), (builder.and_, _word(0xFFFF0000))
-        name, kind, at, steps = "llvm.fma.v16f32", _FLOATS, 2, [[do(word, by) for word in words] for do, by in change]
+        first = [builder.shl(word, _word(16)) for word in words]
+        second = [builder.and_(word, _word(0xFFFF0000)) for word in words]
+        steps = [first, second]
     for column, halves in enumerate(steps):
         for place, row_sums in zip(places, rooms, strict=True):
             one = _load(builder, builder.add(place, _number(4 * column)), _I32)
             one = builder.insert_element(ir.Constant(_WORDS, None), one, ir.Constant(_I32, 0))
             one = builder.shuffle_vector(one, one, _word(0))
             for half, room in zip(halves, row_sums, strict=True):
-                operands = [builder.bitcast(operand, kind) for operand in (one, half)]
-                operands.insert(at, builder.load(room))
-                builder.store(_call(builder, name, _FLOATS, *operands), room)
+                _add_product(builder, one, half, room)
+
+
+def _add_product(builder, one, half, room):
+    """Add ``one`` times ``half`` to the sums in ``room``: numbers in float32, or pairs in bfloat16."""
+    if PAIR_BYTES == 8:
+        numbers = [builder.bitcast(operand, _FLOATS) for operand in (one, half)]
+        total = _call(builder, "llvm.fma.v16f32", _FLOATS, *numbers, builder.load(room))
+    else:
+        pairs = [builder.bitcast(operand, _PAIRS) for operand in (one, half)]
+        total = _call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _FLOATS, builder.load(room), *pairs)
+    builder.store(total, room)
 
 
 @_instruction
@@ -428,10 +439,14 @@ def _finish(builder, out, factors, bias):
 @register_jitable(inline="always")
 def _decode_piece(job, expert, block, begin, end, panel, ahead, scratch):
     """Decode columns ``begin`` to ``end`` of a task's panels into ``scratch``, ``panel`` bytes a panel."""
-    pairs, group, groups, blocks = _field(job, PAIRS), _field(job, GROUP), _field(job, GROUPS), _field(job, BLOCKS)
-    kind, bits, shift, line = _field(job, KIND), _field(job, BITS), _field(job, SHIFT), _field(job, LINE)
-    floats, values = _field(job, FLOATS), _field(job, VALUES) + expert * 4 * LANES
-    spans, super_line = (pairs + _SPAN - 1) // _SPAN, 4 * LANES if shift else 2 * LANES
+    pairs, blocks = _field(job, PAIRS), _field(job, BLOCKS)
+    group, groups = _field(job, GROUP), _field(job, GROUPS)
+    kind, bits = _field(job, KIND), _field(job, BITS)
+    shift, line = _field(job, SHIFT), _field(job, LINE)
+    floats = _field(job, FLOATS)
+    values = _field(job, VALUES) + expert * 4 * LANES
+    spans = (pairs + _SPAN - 1) // _SPAN
+    super_line = 4 * LANES if shift else 2 * LANES
     for panel_index in range(PANELS):
         number = (expert * blocks + block) * PANELS + panel_index
         codes = _field(job, CODES) + number * pairs * 4 * bits
@@ -442,11 +457,13 @@ def _decode_piece(job, expert, block, begin, end, panel, ahead, scratch):
         done, group_index = begin, begin // group
         while done < end:
             count = min((group_index + 1) * group, end) - done
-            start, room = codes + done * 4 * bits, decoded + (done - begin) * 4 * LANES
+            start = codes + done * 4 * bits
+            room = decoded + (done - begin) * 4 * LANES
             scales = _field(job, SCALES_AT) + (number * groups + group_index) * line
             supers = _field(job, SUPERS) + (number * spans + done // _SPAN) * super_line
             _decode(kind, bits, floats, shift, start, count, ahead, values, scales, supers, room)
-            done, group_index = done + count, group_index + 1
+            done += count
+            group_index += 1
 
 
 @register_jitable(inline="always")
@@ -465,7 +482,8 @@ def _finish_rows(job, expert, column, first, stop):
 
 def _work(job):
     """Run tasks of ``job`` until none is left; in each thread."""
-    pairs, blocks, bits, tiles = _field(job, PAIRS), _field(job, BLOCKS), _field(job, BITS), _field(job, TILES)
+    pairs, blocks = _field(job, PAIRS), _field(job, BLOCKS)
+    bits, tiles = _field(job, BITS), _field(job, TILES)
     scratch = _field(job, SCRATCH) + _next(job + 8 * THREAD) * pairs * PANELS * LANES * 4
     x_stride, out_stride = pairs * PAIR_BYTES, blocks * PANELS * LANES * 4
     configured = 0

@@ -175,7 +175,7 @@ def _load_tokens(pointers, valid, left, FORMAT: tl.constexpr, TILE: tl.constexpr
 
 @triton.jit
 def _add_block(acc, unit, block, FORMAT: tl.constexpr, TILE: tl.constexpr, PROJECTION: tl.constexpr, ASM: tl.constexpr):
-    """Return ``acc [BLOCK_N, BLOCK_T]`` plus the product of a K block, scaled according to FORMAT, and the unit of the sum.
+    """Return ``acc [BLOCK_N, BLOCK_T]`` plus the product of a K block, scaled by FORMAT, and the unit of the sum.
 
     block: ``_Block``. unit: what 1 in ``acc`` stands for, ``[BLOCK_N, 1]``, where the sum has a running scale
     (``has_running_scale``). PROJECTION: 1 for up if gate has another accumulator, otherwise 0.

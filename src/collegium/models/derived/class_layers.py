@@ -117,7 +117,8 @@ def has_identity_experts(module: object) -> bool:
 def _mark_as_experts(module: Any, config: Any) -> None:
     """Give an experts module that cannot be exchanged the attributes of those that can; gate rows come first."""
     module.config = config
-    module.is_concatenated, module.is_transposed, module.has_bias, module.has_gate = True, False, False, True
+    module.is_concatenated, module.has_gate = True, True
+    module.is_transposed, module.has_bias = False, False
     activation = module.act_fn
 
     def apply_gate(gate_up: torch.Tensor) -> torch.Tensor:

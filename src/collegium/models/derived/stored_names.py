@@ -167,8 +167,9 @@ def _sort_expert_tensor(
     found: StoredNames, mark: _Mark, name: str, numbers: Tensor, singles: dict[str, dict[int, str]], experts: Any
 ) -> None:
     """Record which projection, experts, rows and orientation a file tensor of experts has; raises ValueError."""
-    rows = _COLUMNS if mark.which == "down" else _ROWS
-    columns = 1 if mark.bias else (_ROWS if mark.which == "down" else _COLUMNS)
+    rows, columns = (_COLUMNS, _ROWS) if mark.which == "down" else (_ROWS, _COLUMNS)
+    if mark.bias:
+        columns = 1
     positions = numbers.long()
     if not mark.bias and positions.dim() == 2 and positions.shape[0] > rows:  # experts follow each other
         positions = positions.view(_EXPERTS, -1, positions.shape[1])
