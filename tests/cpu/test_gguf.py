@@ -287,7 +287,7 @@ def test_gate_and_up_of_two_kinds(tmp_path: Path, gate: str, up: str, down: str)
 @pytest.mark.parametrize(("gate", "up", "down"), [
     ("Q4_K", "Q6_K", "Q8_0"), ("IQ4_XS", "F16", "IQ4_NL"), ("Q4_0", "IQ4_NL", "BF16"), ("NVFP4", "Q8_0", "NVFP4"),
 ])  # fmt: skip
-def test_shared_gate_and_up_of_two_kinds(tmp_path: Path, gate: str, up: str, down: str) -> None:
+def test_shared_gate_up_of_two_kinds(tmp_path: Path, gate: str, up: str, down: str) -> None:
     """They become bfloat16 as those of routed experts, whose gate and up have one kind here."""
     path = tmp_path / "model.gguf"
     truth = write_gguf(path, "deepseek2", (gate, down), others={"ffn_up_shexp": up})
