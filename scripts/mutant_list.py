@@ -562,7 +562,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a tile of 160 tokens with group scales", "experts/triton/tiles/choice.py",
-        (Edit("prefill_tile", "FOUR_BIT_TOKENS_SCALED if problem.promoted else FOUR_BIT_TOKENS", "FOUR_BIT_TOKENS"),),
+        (Edit("prefill_tile", "FOUR_BIT_TOKENS_SCALED if problem.promoted and problem.k_in > problem.block_k else FOUR_BIT_TOKENS", "FOUR_BIT_TOKENS"),),
         ("tests/cpu/test_w4_prefill.py::test_which_batches_are_large",),
     ),
     Mutant(
@@ -2131,6 +2131,7 @@ _ON_GPU: dict[str, tuple[str, ...]] = {
     "kernels/grouped_gemm.py": _GPU,
     "kernels/activation.py": ("tests/gpu/test_experts.py::test_every_activation",),
     "kernels/w4a8.py": _GPU_FOUR,
+    "kernels/low_rank.py": ("tests/gpu/test_low_rank.py",),
     "kernels/tiles.py": _GPU_CLOSE,
     "kernels/weighted_sum.py": (*_GPU_CLOSE, *_GPU_SMALL),
     "kernels/route.py": _GPU_SMALL,
@@ -2150,7 +2151,14 @@ _ON_GPU: dict[str, tuple[str, ...]] = {
     "experts/triton/packing/plain.py": (*_GPU, "tests/gpu/test_verify.py"),
     "experts/triton/packing/units.py": (*_GPU, "tests/gpu/test_verify.py"),
     "experts/triton/pack_experts.py": ("tests/gpu/test_static_scales.py", *_GPU_SMALL, *_GPU),
-    "experts/triton/packed.py": ("tests/gpu/test_static_scales.py", _GPU_NVFP4, *_GPU_SMALL, *_GPU),
+    "experts/triton/packed.py": (
+        "tests/gpu/test_middle_scales.py",
+        "tests/gpu/test_low_rank.py",
+        "tests/gpu/test_static_scales.py",
+        _GPU_NVFP4,
+        *_GPU_SMALL,
+        *_GPU,
+    ),
     "experts/triton/packing/w4a8.py": _GPU_FOUR,
 }
 GPU_MUTANTS: tuple[Mutant, ...] = (

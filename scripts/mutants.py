@@ -7,6 +7,7 @@ a missing test. What killed what is in docs/developer/mutants.md.
     python scripts/mutants.py                 run all (about a quarter of an hour on one core), write the table
     python scripts/mutants.py --only clamp    those whose name or file holds the text
     python scripts/mutants.py --gpu --jobs 12     those of the kernels; on a machine with a GPU
+    python scripts/mutants.py --gpu --new --jobs 12 --seconds 40     as many without a result as start in 40 seconds
     python scripts/mutants.py --dry           apply and parse each, report all that fail
     python scripts/mutants.py --page          write docs/developer/mutants.md anew from the committed results
 """
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from mutant_edits import edited
@@ -69,7 +70,10 @@ def _dry_errors(mutants: Sequence[Mutant]) -> list[str]:
     return errors
 
 
-def _tried(mutant: Mutant) -> tuple[Mutant, str, float]:
+def _tried(mutant: Mutant, stop_at: float = float("inf")) -> tuple[Mutant, str, float] | None:
+    """Return which test killed the mutant and after how many seconds, None if the time to start is over."""
+    if time.monotonic() > stop_at:
+        return None
     with tempfile.TemporaryDirectory() as room:
         begun = time.monotonic()
         return mutant, _killed_by(mutant, Path(room)), time.monotonic() - begun
@@ -161,6 +165,7 @@ def main() -> int:
     parser.add_argument("--new", action="store_true", help="those alone that have no result yet")
     parser.add_argument("--dry", action="store_true", help="apply each and parse what it gives, and stop")
     parser.add_argument("--jobs", type=int, default=1, help="how many run side by side")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no mutant after this time")
     parser.add_argument("--page", action="store_true", help="write docs/developer/mutants.md and stop")
     asked = parser.parse_args()
     chosen = [m for m in (GPU_MUTANTS if asked.gpu else MUTANTS) if asked.only in f"{m.name} {m.file}"]
@@ -173,9 +178,15 @@ def main() -> int:
         print(f"{len(chosen) - len(errors)} of {len(chosen)} mutants apply")
         return bool(errors)
     found: list[tuple[Mutant, str, float]] = []
+    stop_at = time.monotonic() + asked.seconds
     with ThreadPoolExecutor(asked.jobs) as pool:
-        for mutant, test, seconds in pool.map(_tried, [] if asked.page else chosen):
-            found.append((mutant, test, seconds))
+        runs = [pool.submit(_tried, mutant, stop_at) for mutant in ([] if asked.page else chosen)]
+        for run in as_completed(runs):
+            result = run.result()
+            if result is None:
+                continue
+            mutant, test, seconds = result
+            found.append(result)
             print(f"{seconds:4.0f} s  {mutant.name} ({mutant.file}): {test or 'SURVIVED'}", flush=True)
             _save(found)
     PAGE.write_text(page(), encoding="utf-8")
