@@ -38,6 +38,11 @@ Q4_K, Q5_K = ({"WEIGHT": weight, "SCALE": 8, "WORDS": 3, "X_SCALE": 2, "HALF": T
 Q3_K, Q6_K = ({"WEIGHT": weight, "SCALE": 8, "WORDS": 2, "BLOCK_K": 64} for weight in (4, 5))
 IQ3_S = {"WEIGHT": 5, "SCALE": 4, "WORDS": 4}
 IQ2_XS = IQ3_S | {"BLOCK_K": 64}
+# Two and three bits, with steps and minima, steps and shifts, signed steps, and without steps.
+Q2_K, IQ1_S = ({"WEIGHT": 13, "SCALE": scale, "WORDS": 5, "BLOCK_K": 256} for scale in (10, 11))
+Q3_LANES = {"WEIGHT": 14, "SCALE": 12, "WORDS": 5, "BLOCK_K": 256}
+TQ2_0 = {"WEIGHT": 13, "SCALE": 9, "BLOCK_K": 256}
+EIGHT_WARPS = {"BLOCK_N": 128, "warps": 8}
 LOOKED_UP = {"WEIGHT": 12, "SCALE": 4, "WORDS": 2}  # numbers of bitsandbytes
 MXFP8 = {"WEIGHT": 1, "SCALE": 2, "ROW_SCALE": True}
 W8A16 = {"WEIGHT": 1, "SCALE": 1}
@@ -154,6 +159,27 @@ CASES: tuple[tuple[int, str, dict[str, Any], str, int, int], ...] = (
     (90, "i16", Q8_0 | INTERLEAVED | HIGH, "HGMMA", 255, 84),
     (90, "i16", INT8 | FOUR | DOWN | HIGH | HALF, "HGMMA", 255, 88),
     (90, "i16", Q6_K | INTERLEAVED | HIGH | {"STAGES": 4}, "HGMMA", 255, 94),
+    (90, "i16", Q2_K | INTERLEAVED | {"BLOCK_N": 64}, "HGMMA", 168, 50),
+    (90, "i16", Q2_K | INTERLEAVED | EIGHT_WARPS, "HGMMA", 128, 68),
+    (
+        90,
+        "i16",
+        Q2_K | DOWN | EIGHT_WARPS | {"BLOCK_T": 32, "REGISTERS": 128, "STAGES": 3, "STACK": 64},
+        "HGMMA",
+        128,
+        90,
+    ),
+    (90, "i16", Q2_K | INTERLEAVED | EIGHT_WARPS | NARROW | {"STAGES": 3}, "HGMMA", 255, 120),
+    (90, "i16", Q2_K | DIRECT | INTERLEAVED | {"BLOCK_N": 64}, "HGMMA", 168, 58),
+    (90, "i16", IQ1_S | INTERLEAVED | {"BLOCK_N": 64}, "HGMMA", 168, 50),
+    (90, "i16", IQ1_S | DOWN | EIGHT_WARPS, "HGMMA", 128, 68),
+    (90, "i16", IQ1_S | INTERLEAVED | EIGHT_WARPS | NARROW | {"STAGES": 3}, "HGMMA", 255, 120),
+    (90, "i16", Q3_LANES | INTERLEAVED | {"BLOCK_N": 64}, "HGMMA", 168, 56),
+    (90, "i16", Q3_LANES | DIRECT | {"PROJECTIONS": 1, "ACTIVATION": -1}, "HGMMA", 184, 56),
+    (90, "i16", Q3_LANES | INTERLEAVED | EIGHT_WARPS, "HGMMA", 128, 78),
+    (90, "i16", Q3_LANES | DOWN | EIGHT_WARPS | NARROW | {"STAGES": 3}, "HGMMA", 255, 128),
+    (90, "i16", TQ2_0 | INTERLEAVED | EIGHT_WARPS, "HGMMA", 128, 68),
+    (90, "i16", TQ2_0 | DIRECT | INTERLEAVED | {"BLOCK_N": 64}, "HGMMA", 168, 50),
     (90, "i16", LOOKED_UP, "HGMMA", 184, 80),
     (90, "i16", LOOKED_UP | DIRECT | HALF, "HGMMA", 184, 80),
     (90, "i16", LOOKED_UP | FOUR | INTERLEAVED, "HGMMA", 200, 115),
@@ -167,6 +193,9 @@ CASES: tuple[tuple[int, str, dict[str, Any], str, int, int], ...] = (
     (80, "i16", INT4 | ALONE | INTERLEAVED | QUARTERED, "HMMA", 192, 60),
     (80, "i16", Q8_0 | ALONE | DOWN | QUARTERED, "HMMA", 200, 90),
     (80, "i16", LOOKED_UP | ALONE | INTERLEAVED | {"warps": 8}, "HMMA", 200, 90),
+    (80, "i16", Q2_K | ALONE | INTERLEAVED | {"STAGES": 3}, "HMMA", 232, 50),
+    (80, "i16", IQ1_S | ALONE | DOWN | EIGHT_WARPS | {"BLOCK_T": 32, "STAGES": 2}, "HMMA", 208, 50),
+    (80, "i16", Q3_LANES | ALONE | {"STAGES": 2}, "HMMA", 255, 60),
     (80, "bf16", PLAIN | ALONE | INTERLEAVED, "HMMA", 128, 74),
     (80, "i16", MXFP4 | ALONE, "HMMA", 168, 50),
     (80, "i16", MXFP4 | ALONE | INTERLEAVED | HALF, "HMMA", 168, 50),
@@ -186,6 +215,8 @@ CASES: tuple[tuple[int, str, dict[str, Any], str, int, int], ...] = (
     (100, "i16", Q5_K, "UTC", 192, 110),
     (100, "i16", Q6_K, "UTC", 168, 90),
     (100, "i16", Q8_0, "UTC", 168, 110),
+    (100, "i16", Q2_K | INTERLEAVED, "UTC", 208, 90),
+    (100, "i16", Q3_LANES | INTERLEAVED | EIGHT_WARPS, "UTC", 208, 110),
     (100, "i16", LOOKED_UP | INTERLEAVED | {"warps": 8}, "UTC", 200, 110),
 )
 

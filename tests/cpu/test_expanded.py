@@ -60,7 +60,7 @@ def test_integers_are_never_dequantised(bits: int, group: int) -> None:
     assert not replace(made.layout, half=True).runs_large
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q6_K", "Q4_1", "Q4_K", "Q5_K"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q6_K", "Q4_1", "Q4_K", "Q5_K", "Q2_K", "Q3_K"])
 def test_blocks_stay_with_the_small_tiles(kind: str) -> None:
     made = pack_gguf(random_blocks(kind, 2, 1, 24, 512), None).layout
     assert (made.runs_large, made.dequantized_bytes) == (False, 0)

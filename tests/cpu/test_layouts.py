@@ -30,6 +30,8 @@ BITS = {
     "Q2_K": 10, "Q3_K": 5, "IQ4_NL": 8.5, "IQ4_XS": 9, "IQ3_XXS": 9, "IQ3_S": 9, "IQ2_XXS": 9,
     "IQ2_XS": 10, "IQ2_S": 10, "IQ1_S": 9, "IQ1_M": 10, "TQ1_0": 4.5, "TQ2_0": 4.5,
 }  # fmt: skip
+# With BF16 tokens.
+LOW_BITS = {"Q2_K": 2.625, "Q3_K": 3.625, "IQ1_S": 2.625, "IQ1_M": 2.625, "TQ1_0": 2.125, "TQ2_0": 2.125}
 ROWS = ("fp8_group128", "fp8_group128_pow2", "fp8_token")
 CASES = [
     *(("triton_bf16", dtype, dtype) for dtype in ("bf16", "fp16")),
@@ -145,13 +147,16 @@ def test_small_int4_groups_have_separate_layout(name: str, act: str) -> None:
 @pytest.mark.parametrize("half", [True, False])
 @pytest.mark.parametrize(("kind", "bits"), BITS.items())
 def test_gguf_packed_size_matches_layout(kind: str, bits: float, half: bool) -> None:
+    if not half:
+        bits = LOW_BITS.get(kind, bits)
     made = pack_gguf(random_blocks(kind, 2, 2, 40, 320), None, half=half)
     check_sizes(made)
     assert made.layout.bits == bits
     assert made.report == f"{kind} in {made.layout.bits:g} bits a weight"
     # Gate and up may be of another kind than down, and what is shown says so.
     kernel: Any = next(kernel for kernel in KERNELS if kernel.name == "triton_w4a16")
-    given = Given(weight_format="gguf", activation_format="bf16", dtype="bf16", parts=2)
+    act = "fp16" if half else "bf16"
+    given = Given(weight_format="gguf", activation_format=act, dtype=act, parts=2)
     weights = ExpertWeights(gate_up=random_blocks(kind, 2, 2, 40, 320), down=random_blocks("Q6_K", 2, 320, 40))
     found = kernel.pack(weights, question(given).routed)
     assert str(found.report) == f"gate_up {kind} in {bits:g} bits a weight, down Q6_K in 9 bits a weight"
@@ -171,10 +176,11 @@ def test_no_two_formats_share_a_number() -> None:
     others = ("X_", "FAULT_", "HEAD_", "PHASE_", "MAX_PEERS")
     numbers: dict[str, int] = {n: getattr(enums, n) for n in enums.__all__ if not n.startswith(others)}
     scales = [value for name, value in numbers.items() if name.endswith("_SCALE")]
-    assert sorted(scales) == list(range(9))
-    endings = ("SCALE", "CODES", "ACTIVATION", "ROWS", "NOWHERE", "MATH")
+    scales += [value for name, value in numbers.items() if name.endswith("_STEPS")]
+    assert sorted(scales) == list(range(13))
+    endings = ("SCALE", "CODES", "ACTIVATION", "ROWS", "NOWHERE", "MATH", "STEPS")
     weights = [value for name, value in numbers.items() if not name.endswith(endings)]
-    assert len(set(weights)) == len(weights) == 13
+    assert len(set(weights)) == len(weights) == 15
 
 
 def test_score_function_numbers_match_routing_kernel() -> None:

@@ -36,6 +36,7 @@ __all__ = [
     "INT4_PAIRS",
     "INT8_LANES",
     "MAX_PEERS",
+    "MINIMUM_STEPS",
     "NOWHERE",
     "NO_ACTIVATION",
     "NO_SCALE",
@@ -46,8 +47,13 @@ __all__ = [
     "PLAIN",
     "POWER_CODES",
     "ROWS",
+    "SHIFTED_STEPS",
+    "SIGNED_STEPS",
     "STEP_SCALE",
     "TABLE_LANES",
+    "TERNARY_SCALE",
+    "THREE_BIT_LANES",
+    "TWO_BIT_LANES",
     "X_BLOCK_SCALE",
     "X_BLOCK_SCALE_TRANSPOSED",
     "X_ROW_SCALE",
@@ -75,6 +81,10 @@ INT4_FLOATS = 11  # four float32 scales
 # Lanes as those of INT4, whose codes look numbers up; in grouped_gemm.py.
 TABLE_LANES = 12
 
+# Lanes of codes of two and of three bits, each with a multiplier of 16 columns; in low_bits.py.
+TWO_BIT_LANES = 13
+THREE_BIT_LANES = 14
+
 # OperandFormat.scale: which one is applied inside the K loop. Each is loaded as 32-bit words: smaller loads are not
 # prefetched.
 NO_SCALE = 0
@@ -87,6 +97,12 @@ ZERO_SCALE = 6  # GROUP_SCALE whose low byte, which such a float32 does not need
 HALF_SCALE = 7  # float16 for each row and quarter, two a word; with four words each has a minimum above it
 STEP_SCALE = 8  # a word of one or two float16, a word of a signed byte a quarter that multiplies the first, and with
 # three words such bytes, without a sign, for the second, a minimum; codes with minima are taken as they are
+# Scales of the lanes of low_bits.py: a word with the float16 of 256 columns and, but for TERNARY_SCALE, four words of a
+# byte for each 16 columns.
+TERNARY_SCALE = 9  # no byte: codes stand for -1, 0 and 1
+MINIMUM_STEPS = 10  # a step and the step of a minimum, four bits each; above the float16, in bfloat16, their ratio
+SHIFTED_STEPS = 11  # a step of four bits, then a bit for each eight columns: subtract 9/8 instead of 7/8 steps
+SIGNED_STEPS = 12  # a step plus 32
 
 # OperandFormat.x_scale: how the rows of activations are scaled, each with float32 numbers.
 X_UNSCALED = 0

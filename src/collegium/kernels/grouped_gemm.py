@@ -39,6 +39,7 @@ from .decode import (
     rescale_sum,
     wait_for_products,
 )
+from .low_bits import block_factor, decode_half, has_low_bits, load_factors, position_columns
 from .low_rank import adapter_at, add_low_rank, first_ranks
 from .tiles import dot, split_gate_up, store_rows, tile_prologue, token_at
 
@@ -48,6 +49,8 @@ E4M3_LANES = tl.constexpr(enums.E4M3_LANES)
 E2M1_LANES = tl.constexpr(enums.E2M1_LANES)
 INT8_LANES = tl.constexpr(enums.INT8_LANES)
 TABLE_LANES = tl.constexpr(enums.TABLE_LANES)
+TWO_BIT_LANES = tl.constexpr(enums.TWO_BIT_LANES)
+THREE_BIT_LANES = tl.constexpr(enums.THREE_BIT_LANES)
 
 BLOCK_SCALE = tl.constexpr(enums.BLOCK_SCALE)
 X_BLOCK_SCALE = tl.constexpr(enums.X_BLOCK_SCALE)
@@ -65,7 +68,7 @@ class _WeightRows(NamedTuple):
 
 
 class _Pointers(NamedTuple):
-    """Where a step of the K loop reads: tokens, their scales and sums, and weights with their scales.
+    """Where a step of the K loop reads: tokens, their scales and sums, and weights with their scales and steps.
 
     Products with one accumulator (one projection, or interleaved ones) read ``up`` alone.
     """
@@ -75,23 +78,28 @@ class _Pointers(NamedTuple):
     sums: Any
     gate: Any
     gate_scale: Any
+    gate_steps: Any
     up: Any
     up_scale: Any
+    up_steps: Any
 
 
 class _Block(NamedTuple):
     """One K block of both operands.
 
-    w: ``[BLOCK_N, .]``, codes or numbers. w1: the second halves of lanes of two codes, otherwise ``w``. scale: pointers
-    to the first words of the weights' scales, and scale_stride the elements between words. x: a tuple of
-    ``[., BLOCK_T]``, one for each operand of weights. x_scale: of the tokens. sums: ``[32, BLOCK_T]``, of the tokens'
-    columns, for weights with minima. tables: of ``load_tables``, for codes that index a table.
+    w: ``[BLOCK_N, .]``, codes or numbers. w1, w2: the second halves of lanes of two codes, or further lanes of codes of
+    two and three bits, otherwise ``w``. scale: pointers to the first words of the weights' scales, and scale_stride the
+    elements between words. steps: ``[BLOCK_N, 4]``, pointers to words of steps, for codes of two and three bits. x: a
+    tuple of ``[., BLOCK_T]``, one for each operand of weights. x_scale: of the tokens. sums: ``[32, BLOCK_T]``, of the
+    tokens' columns, for weights with minima. tables: of ``load_tables``, for codes that index a table.
     """
 
     w: Any
     w1: Any
+    w2: Any
     scale: Any
     scale_stride: Any
+    steps: Any
     x: Any
     x_scale: Any
     sums: Any
@@ -122,12 +130,16 @@ def _is_fused(FUSE, WEIGHT, SCALE, WORDS):
 @triton.constexpr_function
 def _x_columns(FUSED, WEIGHT, BLOCK_K):
     """Return the columns of tokens that one operand of weights multiplies."""
+    if has_low_bits(WEIGHT):
+        return BLOCK_K // 2
     return BLOCK_K if FUSED or WEIGHT in (enums.PLAIN, enums.E4M3_E4M3) else BLOCK_K // 4
 
 
 @triton.constexpr_function
 def _w_columns(WEIGHT, BLOCK_K):
-    """Return the columns of ``Weights.packed`` that a K block is read from: lanes of four codes, or numbers."""
+    """Return the columns of ``Weights.packed`` that a K block is read from at a time: lanes, or numbers."""
+    if has_low_bits(WEIGHT):
+        return BLOCK_K // 16
     return BLOCK_K if WEIGHT in (enums.PLAIN, enums.E4M3_E4M3) else BLOCK_K // 4
 
 
@@ -150,14 +162,25 @@ def _load_rows(pointers, valid, inside, EVEN: tl.constexpr):
 
 @triton.jit
 def _load_weights(pointers, left, FORMAT: tl.constexpr):
-    """Return a K block of weights, and the second halves of lanes of two codes (otherwise the same again)."""
+    """Return a K block of weights, and its second and third lanes where there are any (otherwise the first again)."""
     COLUMNS: tl.constexpr = _w_columns(FORMAT.weight, FORMAT.block_k)
     k = tl.arange(0, COLUMNS)[None, :]
     w = _load(pointers, k < left, FORMAT.even_k or _is_decoded(FORMAT.weight))
-    if (FORMAT.weight == E4M3_LANES) or (FORMAT.weight == INT8_LANES):
-        return w, tl.load(pointers + COLUMNS)
+    if (FORMAT.weight == E4M3_LANES) or (FORMAT.weight == INT8_LANES) or (FORMAT.weight == TWO_BIT_LANES):
+        return w, tl.load(pointers + COLUMNS), w
+    elif FORMAT.weight == THREE_BIT_LANES:
+        return w, tl.load(pointers + COLUMNS), tl.load(pointers + 2 * COLUMNS)
     else:
-        return w, w
+        return w, w, w
+
+
+@triton.jit
+def _token_columns(COLUMNS: tl.constexpr, WEIGHT: tl.constexpr):
+    """Return the columns of a K block that the first operand of weights multiplies, in its order."""
+    if has_low_bits(WEIGHT):
+        return position_columns(COLUMNS)
+    else:
+        return tl.arange(0, COLUMNS)
 
 
 @triton.jit
@@ -165,10 +188,11 @@ def _load_tokens(pointers, valid, left, FORMAT: tl.constexpr, TILE: tl.constexpr
     """Return a K block of tokens as a tuple, one tensor for each operand of weights."""
     FUSED: tl.constexpr = _is_fused(TILE.fuse_k_block, FORMAT.weight, FORMAT.scale, FORMAT.words)
     COLUMNS: tl.constexpr = _x_columns(FUSED, FORMAT.weight, FORMAT.block_k)
-    k = tl.arange(0, COLUMNS)[:, None]
+    STRIDE: tl.constexpr = 8 if has_low_bits(FORMAT.weight) else COLUMNS
+    k = _token_columns(COLUMNS, FORMAT.weight)[:, None]
     x = ()
     for chunk in tl.static_range(FORMAT.block_k // COLUMNS):
-        first = chunk * COLUMNS
+        first = chunk * STRIDE
         x += (_load_rows(pointers + first, valid, k < left - first, FORMAT.even_k),)
     return x
 
@@ -191,6 +215,17 @@ def _add_decoded(
     acc, unit, block, FORMAT: tl.constexpr, TILE: tl.constexpr, PROJECTION: tl.constexpr, ASM: tl.constexpr
 ):
     """Add a K block of weights that are decoded; see ``_add_block``."""
+    if has_low_bits(FORMAT.weight):
+        return _add_low_bits(acc, block, FORMAT, ASM), unit
+    else:
+        return _add_quarters(acc, unit, block, FORMAT, TILE, PROJECTION, ASM)
+
+
+@triton.jit
+def _add_quarters(
+    acc, unit, block, FORMAT: tl.constexpr, TILE: tl.constexpr, PROJECTION: tl.constexpr, ASM: tl.constexpr
+):
+    """Add a K block of weights in four quarters; see ``_add_block``."""
     HALF: tl.constexpr = block.x[0].dtype == tl.float16
     quarters, factors, minima = decode_block(
         block.w, block.w1, block.scale, block.scale_stride, FORMAT.weight, FORMAT.scale, FORMAT.words, HALF, ASM
@@ -207,6 +242,18 @@ def _add_decoded(
             acc = dot(quarters[quarter], block.x[quarter], rescale_sum(acc, unit, factors[quarter], ASM), ASM)
             unit = factors[quarter]
         return wait_for_products(acc, ASM), unit
+
+
+@triton.jit
+def _add_low_bits(acc, block, FORMAT: tl.constexpr, ASM: tl.constexpr):
+    """Add a K block of codes of two or three bits."""
+    words = tl.load(block.scale)
+    multipliers, offsets, offsets1 = load_factors(words, block.steps, FORMAT.scale, ASM)
+    first = decode_half(block.w, block.w1, block.w2, multipliers, offsets, FORMAT.weight, 0, ASM)
+    product = dot(first, block.x[0], tl.zeros_like(acc), ASM)
+    second = decode_half(block.w, block.w1, block.w2, multipliers, offsets1, FORMAT.weight, 1, ASM)
+    product = dot(second, block.x[1], product, ASM)
+    return acc + product * block_factor(words)
 
 
 @triton.jit
@@ -327,7 +374,14 @@ def _first_pointers(
         scale_ptr = weights.scale + rows.matrix * scale_matrix + n_first + rows.column
     if TILE.interleave_gate_up:
         scale_ptr += rows.projection * scale_matrix
-    x_ptr = tokens.x + token[None, :] * tokens.stride + tl.arange(0, X_COLUMNS)[:, None]
+    steps_ptr = scale_ptr
+    if has_low_bits(FORMAT.weight):
+        # Four words of a row follow each other, behind the first words of all rows.
+        row = n_out + (n_first + rows.column) * 4
+        steps_ptr = (weights.scale + rows.matrix * scale_matrix + row)[:, None] + tl.arange(0, 4)[None, :]
+        if TILE.interleave_gate_up:
+            steps_ptr += (rows.projection * scale_matrix)[:, None]
+    x_ptr = tokens.x + token[None, :] * tokens.stride + _token_columns(X_COLUMNS, FORMAT.weight)[:, None]
     x_scale_ptr = tokens.scale
     if FORMAT.x_scale == X_BLOCK_SCALE:
         x_scale_ptr = tokens.scale + token * FORMAT.k_blocks
@@ -340,8 +394,10 @@ def _first_pointers(
         sums=sums_ptr,
         gate=w_ptr,
         gate_scale=scale_ptr,
+        gate_steps=steps_ptr,
         up=w_ptr + (ACCUMULATORS - 1) * strides.matrix,
         up_scale=scale_ptr + (ACCUMULATORS - 1) * scale_matrix,
+        up_steps=steps_ptr + (ACCUMULATORS - 1) * scale_matrix,
     )
 
 
@@ -382,11 +438,12 @@ def _sum_in_steps_of_depth(
             left = k_in - (step * DEPTH + index) * FORMAT.block_k
             x = _load_tokens(x_ptr + index * FORMAT.block_k, valid, left, FORMAT, TILE)
             x_scale = tl.load(x_scale_ptr + step * DEPTH + index) if FORMAT.x_scale == X_BLOCK_SCALE else 0.0
-            w, _ = _load_weights(w_ptr + index * strides.k_block, left, FORMAT)
+            w, _, _ = _load_weights(w_ptr + index * strides.k_block, left, FORMAT)
             operands += ((x, x_scale, w),)
         for index in tl.static_range(DEPTH):
             x, x_scale, w = operands[index]
-            block = _Block(w, w, scale_ptr + index * scale_step, n_out, x, x_scale, pointers.sums, pointers.sums)
+            scale = scale_ptr + index * scale_step
+            block = _Block(w, w, w, scale, n_out, scale, x, x_scale, pointers.sums, pointers.sums)
             acc, unit = _add_block(acc, unit, block, FORMAT, TILE, 0, ASM)
         w_ptr += DEPTH * strides.k_block
         scale_ptr += DEPTH * scale_step
@@ -419,6 +476,7 @@ def _sum_over_k(
     x_ptr, x_scale_ptr, sums_ptr = pointers.x, pointers.x_scale, pointers.sums
     gate_ptr, gate_scale_ptr = pointers.gate, pointers.gate_scale
     up_ptr, up_scale_ptr = pointers.up, pointers.up_scale
+    gate_steps, up_steps = pointers.gate_steps, pointers.up_steps
     gate_unit = unit
     up_unit = unit
     up = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
@@ -433,20 +491,22 @@ def _sum_over_k(
         if has_minima(FORMAT.scale, FORMAT.words):
             sums = _load_rows(sums_ptr + k_block * 32, valid, valid, True)
         if ACCUMULATORS == 2:
-            gate_w, gate_w1 = _load_weights(gate_ptr, left, FORMAT)
+            gate_w, gate_w1, gate_w2 = _load_weights(gate_ptr, left, FORMAT)
             if FUSED:
                 # Read before gate is multiplied, and decoded while the tensor core is busy.
-                up_w, up_w1 = _load_weights(up_ptr, left, FORMAT)
-            block = _Block(gate_w, gate_w1, gate_scale_ptr, n_out, x, x_scale, sums, tables)
+                up_w, up_w1, up_w2 = _load_weights(up_ptr, left, FORMAT)
+            block = _Block(gate_w, gate_w1, gate_w2, gate_scale_ptr, n_out, gate_steps, x, x_scale, sums, tables)
             gate, gate_unit = _add_block(gate, gate_unit, block, FORMAT, TILE, 0, ASM)
             gate_ptr += strides.k_block
             gate_scale_ptr += scale_step
+            gate_steps += scale_step
         if ACCUMULATORS == 1 or not FUSED:
-            up_w, up_w1 = _load_weights(up_ptr, left, FORMAT)
-        block = _Block(up_w, up_w1, up_scale_ptr, n_out, x, x_scale, sums, tables)
+            up_w, up_w1, up_w2 = _load_weights(up_ptr, left, FORMAT)
+        block = _Block(up_w, up_w1, up_w2, up_scale_ptr, n_out, up_steps, x, x_scale, sums, tables)
         up, up_unit = _add_block(up, up_unit, block, FORMAT, TILE, ACCUMULATORS - 1, ASM)
         up_ptr += strides.k_block
         up_scale_ptr += scale_step
+        up_steps += scale_step
         x_ptr += FORMAT.block_k
     return gate, gate_unit, up, up_unit
 

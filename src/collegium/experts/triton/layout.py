@@ -89,6 +89,11 @@ class Layout:
         return self.weight in (enums.INT4_LANES, enums.INT8_LANES)
 
     @property
+    def low_bits(self) -> bool:
+        """Whether codes have two or three bits and a multiplier for each 16 columns."""
+        return self.weight in (enums.TWO_BIT_LANES, enums.THREE_BIT_LANES)
+
+    @property
     def bits(self) -> float:
         """Stored bits of a weight, scales of groups included."""
         return self.code_bits + 32 * self.words / self.block_k
@@ -137,7 +142,7 @@ class Layout:
         """Whether products of large batches may run: on weights as they are, or decoded in registers or to memory."""
         if self.in_registers:
             return True
-        if self.running:
+        if self.running or self.low_bits:
             return False
         rows = self.dequantized
         return rows.scale_kind != enums.GROUP_SCALE or rows.block_k * rows.operands == _LARGE_GROUP
@@ -330,6 +335,8 @@ LANES = {
     "nvfp4_rows": replace(_NVFP4_LANES, scaled_rows=True),
     "int4": Lanes(weight=enums.INT4_LANES, code_bits=4, scale_kind=enums.GROUP_SCALE, words=1),
     "int8": Lanes(weight=enums.INT8_LANES, code_bits=8, scale_kind=enums.GROUP_SCALE, words=1),
+    "two_bits": Lanes(weight=enums.TWO_BIT_LANES, code_bits=2, block_k=256, promoted=True),
+    "three_bits": Lanes(weight=enums.THREE_BIT_LANES, code_bits=3, block_k=256, promoted=True),
     "table": Lanes(
         weight=enums.TABLE_LANES,
         code_bits=4,

@@ -17,6 +17,7 @@ from ..layout import LANES, Lanes, Layout
 from ..matrix import PackedMatrix
 from .common import Unpacked, from_scale_words
 from .interleave import EIGHT_BITS, INT4, deinterleave, interleave
+from .low_bits import LOW_BIT_KINDS, pack_low_bits, unpack_low_bits
 from .mx import pack_mx, unpack_mx
 from .units import flush_codes, flush_scales
 
@@ -31,10 +32,13 @@ def pack_gguf(payload: Gguf, bias: Tensor | None, *, half: bool = False) -> Pack
 
     Without a second half, codes lose their zero; with one they stay as they are. MXFP4 is packed by ``pack_mx``. Codes
     that name numbers of a table become these numbers, with a float32 scale for each run of columns if they have steps.
-    Q2_K becomes the nearest multiples of a float32 scale for each 16 columns (``_nearest_multiples``).
+    With bfloat16 tokens, kinds of two and three bits without a grid keep their bits (``pack_low_bits``). With float16
+    tokens Q2_K becomes the nearest multiples of a float32 scale for each 16 columns (``_nearest_multiples``).
     """
     kind, shape = payload.kind, payload.shape
     experts, parts, n_out, _ = shape
+    if not half and kind.title in LOW_BIT_KINDS:
+        return pack_low_bits(payload, bias)
     if not kind.terms:
         packed = pack_mx(MxFp4.from_parts({".weight": payload.blocks}, storage="gguf", shape=shape), bias, half=half)
         return replace(packed, report=_report(kind.title, packed.layout))
@@ -61,6 +65,8 @@ def unpack_gguf(packed: PackedMatrix, *, half: bool = False) -> Unpacked:
     assert words is not None
     if layout.scale_kind == enums.E8M0_SCALE:
         return unpack_mx(packed, half=half)
+    if layout.low_bits:
+        return unpack_low_bits(packed)
     codes = deinterleave(packed.values, layout, EIGHT_BITS if layout.code_bits == 8 else INT4)
     if layout.scale_kind == enums.STEP_SCALE:
         # One word of two halves, the second one negative, then a word of four steps for each half.

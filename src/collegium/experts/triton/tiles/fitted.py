@@ -131,7 +131,8 @@ class DecodedTile:
 class DecodedTiles:
     """Tiles of one kind of weight that is decoded to 16 bits, by tokens.
 
-    max_block_t: most tokens on GPUs without Hopper's products. block_n_64: 16 tokens also run with 64 weight rows.
+    max_block_t: most tokens on GPUs without Hopper's products. block_n_64: 16 tokens also run with 64 weight rows, in
+    four warps.
     fuse_64x16: such a tile fuses the quarters of a K block. fuse_at_64, fuse_at_64_interleaved: tiles of 64 tokens
     fuse them, with one operand per part and with gate and up interleaved; separate quarters leave room for one program
     more where scales of NVFP4 or zero points take many registers.
@@ -210,6 +211,17 @@ _QUARTERS_INT8 = DecodedTiles(
 )
 
 
+# Four warps of 128 rows take so many registers that as many warps run, in half of the programs, as with eight.
+_LOW_BITS = DecodedTiles(
+    tiles={
+        16: DecodedTile(slowdown=0.7, warps=8),
+        32: DecodedTile(slowdown=0.8, warps=8, registers=128),
+        64: DecodedTile(slowdown=0.9, warps=8),
+    },
+    max_block_t=32,
+)
+
+
 def decoded_tiles(problem: TileProblem) -> DecodedTiles:
     """Return the tiles of weights that are decoded to 16 bits."""
     eight_bits = problem.weight_bits > EIGHT_BITS
@@ -219,6 +231,8 @@ def decoded_tiles(problem: TileProblem) -> DecodedTiles:
         return _QUARTERS_INT8 if eight_bits else _QUARTERS_INT4
     if problem.x_bits > 16:
         return _MINIMA
+    if problem.low_bits:
+        return _LOW_BITS
     if problem.block_k < 128:
         return _NVFP4
     if eight_bits:

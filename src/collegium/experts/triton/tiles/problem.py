@@ -43,6 +43,11 @@ class TileProblem:
     in_registers: bool = False
 
     @property
+    def low_bits(self) -> bool:
+        """Whether codes have two or three bits, whose K blocks are those of GGUF."""
+        return self.block_k > 128
+
+    @property
     def kind(self) -> Operands:
         """Where the operands come from."""
         if not self.decoded:
