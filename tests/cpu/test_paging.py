@@ -11,7 +11,7 @@ import torch
 from by_kernel import by_kernel
 from collegium import InputError
 from collegium.experts.paging.table import POLICIES
-from collegium.ops.paging import CHUNK_BYTES, copy_experts, decide, new_tables, round_count, segments_of
+from collegium.ops.paging import CHUNK_BYTES, copy_experts, decide, new_tables, schedule, segments_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,7 +76,8 @@ def test_kernel_follows_the_policy(policy: Policy, steps: int) -> None:
         for _ in range(50):
             ids = routing(rng, rng.randint(1, 2), rng.randint(1, 4), experts)
             valid = (ids >= 0) & (ids < experts)
-            slot_ids = decide_on_device(ids, tables, policy.update)
+            rounds = schedule(ids.numel(), experts, slots, serial=True)
+            slot_ids = decide_on_device(ids, tables, policy.update, rounds)
             misses += model.step(set(ids[valid].tolist()))
             assert tables.slot_expert.tolist() == model.slots
             (only,) = slot_ids
@@ -86,43 +87,49 @@ def test_kernel_follows_the_policy(policy: Policy, steps: int) -> None:
         assert tables.counters[1] == misses > 0
 
 
-def held_by_round(tables: Any, before: Tensor, rounds: int) -> list[Tensor]:
-    """Return the experts in the slots during each round, from the list of copies."""
-    contents, held = [], before.clone()
-    for turn in range(rounds):
+def check_rounds(tables: Any, before: Tensor, ids: Tensor, slot_ids: Tensor, first_miss: int) -> None:
+    """Assert that each round's experts are in their slots, with the copies of the next round made or not."""
+    contents = before.clone()
+    for turn, local in enumerate(slot_ids):
+        used = local[local >= 0].long().unique()
         first, stop = tables.round_start[turn : turn + 2].tolist()
         targets = tables.copy_slot[first:stop].long()
         assert targets.unique().numel() == targets.numel()
-        held[targets] = tables.copy_expert[first:stop]
-        contents.append(held.clone())
-    return contents
+        assert turn >= first_miss or first == stop
+        contents[targets] = tables.copy_expert[first:stop]
+        there = local >= 0
+        assert torch.equal(contents[local[there].long()].long(), ids[there])
+        following = []
+        if turn + 1 < len(slot_ids):
+            start, end = tables.round_start[turn + 1 : turn + 3].tolist()
+            following = tables.copy_slot[start:end].tolist()
+        # What is copied while this round runs leaves its slots alone.
+        assert first_miss == 0 or not set(following) & set(used.tolist())
+    assert torch.equal(contents, tables.slot_expert)
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 60, 400])
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
 def test_rounds_serve_any_batch(policy: Policy, tokens: int) -> None:
     rng = random.Random(tokens)
-    for _ in range(12):
-        experts, slots = rng.randint(2, 60), rng.randint(1, 20)
-        by_kernels, by_torch = (new_tables(experts, min(slots, experts), CPU) for _ in range(2))
+    for turn in range(12):
+        experts = rng.randint(2, 60)
+        slots = min(rng.randint(1, 20), experts)
+        by_kernels, by_torch = (new_tables(experts, slots, CPU) for _ in range(2))
+        rounds = schedule(tokens * 3, experts, slots, serial=turn % 2 == 0)
         for _ in range(4):
             ids, before = routing(rng, tokens, 3, experts), by_kernels.slot_expert.clone()
             hits = set(before.tolist()) & set(ids.flatten().tolist())
-            slot_ids = decide_on_device(ids, by_kernels, policy.update)
-            assert torch.equal(slot_ids, decide(ids, by_torch, policy.update))
-            misses = int(by_kernels.round_start[slot_ids.shape[0]])
+            slot_ids = decide_on_device(ids, by_kernels, policy.update, rounds)
+            assert torch.equal(slot_ids, decide(ids, by_torch, policy.update, rounds))
             for name, table, other in zip(by_kernels._fields, by_kernels, by_torch, strict=True):
-                if name not in ("keys", "order"):
+                if name not in ("keys", "order", "rank"):
                     assert torch.equal(table, other), name
-            contents = held_by_round(by_kernels, before, len(slot_ids))
-            assert torch.equal(contents[-1], by_kernels.slot_expert)
-            rounds = (slot_ids >= 0).int()
-            assert torch.equal(rounds.sum(0).bool(), (ids >= 0) & (ids < experts))
-            assert int(rounds.sum(0).max()) <= 1
-            for local, held in zip(slot_ids, contents, strict=True):
-                there = local >= 0
-                assert torch.equal(held[local[there].long()].long(), ids[there])
-            assert misses == len(set(ids[(ids >= 0) & (ids < experts)].tolist()) - hits)
+            check_rounds(by_kernels, before, ids, slot_ids, rounds.first_miss)
+            valid = (ids >= 0) & (ids < experts)
+            assert torch.equal((slot_ids >= 0).int().sum(0), valid.int())
+            misses = int(by_kernels.round_start[rounds.rounds])
+            assert misses == len(set(ids[valid].tolist()) - hits)
             slot_of = by_kernels.expert_slot
             resident = slot_of >= 0
             assert torch.equal(by_kernels.slot_expert[slot_of[resident].long()].long(), resident.nonzero().flatten())
@@ -154,7 +161,7 @@ def test_wrong_tensors_are_refused() -> None:
     tables = new_tables(4, 2, CPU)
     for ids in (torch.zeros(3, dtype=torch.int64), torch.zeros(1, 2)):
         with pytest.raises(InputError, match="topk_ids"):
-            decide(ids, tables, POLICIES[0].update)
+            decide(ids, tables, POLICIES[0].update, schedule(2, 4, 2))
     experts = torch.zeros(4, 6)
     for source, target in ((experts[:, :3], experts[:2, :3]), (experts, experts[:2, :5]), (experts, experts.int())):
         with pytest.raises(InputError):
@@ -162,8 +169,11 @@ def test_wrong_tensors_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("assignments", "experts", "slots", "rounds"), [(8, 64, 8, 1), (9, 64, 8, 2), (900, 64, 10, 7)]
+    ("assignments", "experts", "slots", "rounds"),
+    [(4, 64, 8, 2), (5, 64, 8, 4), (8, 64, 8, 4), (9, 64, 8, 5), (900, 64, 10, 15), (2, 3, 1, 6), (0, 64, 8, 2)],
 )
 def test_rounds_follow_from_sizes(assignments: int, experts: int, slots: int, rounds: int) -> None:
-    assert round_count(assignments, experts, slots) == rounds
-    assert round_count(0, experts, slots) == 1
+    found = schedule(assignments, experts, slots)
+    assert found.rounds == rounds
+    assert found.half == slots - slots // 2
+    assert schedule(assignments, experts, slots, serial=True).rounds == (1 if assignments <= slots else rounds)

@@ -225,8 +225,9 @@ class PagingTables(NamedTuple):
     of all passes that had a slot, and that had none.
 
     Of the last pass: place: ``[E]``, round times S plus slot of the experts it needed, -1 for the others. copy_expert,
-    copy_slot: ``[E]``, the copies in their order. round_start: ``[E + 1]``, the first copy of each round, then all
-    others. keys: float32 ``[S]``, order: ``[S]``, scratch.
+    copy_slot: ``[E]``, the copies in their order. round_start: ``[2 * E + 4]``, the first copy of each round, then all
+    others. order: ``[S]``, the slots as they are given up; rank: ``[S]``, the place of each slot in it. keys: float32
+    ``[S]``, scratch.
     """
 
     expert_slot: Any
@@ -240,6 +241,7 @@ class PagingTables(NamedTuple):
     round_start: Any
     keys: Any
     order: Any
+    rank: Any
 
 
 class PermutationFormat(NamedTuple):

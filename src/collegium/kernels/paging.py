@@ -1,14 +1,16 @@
 """Experts in host memory: which slots of the GPU hold which of them, and the copies that change it.
 
-A pass needs some experts. Those in a slot are hits, the others are misses, and each miss gets the slot of an expert
-that the pass does not need. Where the needed experts outnumber the slots, the pass runs in rounds: the first one has
-the hits and as many misses as there are other slots, each later one fills all slots again. Misses are numbered in the
-order of experts, slots in the order in which they are given up.
+A pass needs some experts. Those in a slot are hits, the others are misses, and each miss gets a slot: first those of
+experts that the pass does not need, in the order of their scores, then those of hits. Misses are numbered in the order
+of experts.
+
+A pass runs in rounds, so that copies overlap products. The slots are two groups, by the order in which they are given
+up. The first rounds have the hits, one group after the other, the next ones the misses, which fill one group while the
+experts of the other one are multiplied. A pass that cannot need more experts than half of the slots has one round for
+hits, all in the second group; one of few tokens has a single round, behind its copies.
 
 Shape letters: T tokens, K experts per token, E experts, S slots.
 """
-
-from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -18,14 +20,6 @@ from .tiles import pdl_wait
 __all__ = ["copy_kernel", "decide_kernel", "mark_kernel", "place_kernel"]
 
 _CHUNK = tl.constexpr(16384)  # bytes of a work item of copy_kernel; CHUNK_BYTES of ops/paging.py
-
-
-class _Counts(NamedTuple):
-    """How many of the needed experts are in a slot, how many are not, and how many slots the pass does not need."""
-
-    hits: Any
-    misses: Any
-    free: Any
 
 
 @triton.jit
@@ -51,7 +45,7 @@ def mark_kernel(ids, needed, count, experts, BLOCK: tl.constexpr, PDL: tl.conste
 def _rank_slots(tables, slot_count, BLOCK_S: tl.constexpr):
     """Return slot numbers ``[BLOCK_S]`` and in which order they are given up, which is also written to ``order``.
 
-    Empty slots come first, then those of experts with low scores, then those of needed experts.
+    Empty slots come first, then those of experts with low scores, then those of needed experts. Also written: ``rank``.
     """
     CHUNK: tl.constexpr = 16
     slot = tl.arange(0, BLOCK_S)
@@ -72,11 +66,12 @@ def _rank_slots(tables, slot_count, BLOCK_S: tl.constexpr):
         )
         rank += tl.sum((earlier & (other[None, :] < slot_count)).to(tl.int32), 1)
     tl.store(tables.order + rank, slot, mask=inside)
+    tl.store(tables.rank + slot, rank, mask=inside)
     return slot, rank
 
 
 @triton.jit
-def _fill_slots(tables, expert, missing, counts, slot_count, BLOCK_S: tl.constexpr):
+def _fill_slots(tables, expert, missing, misses, slot_count, half, FIRST_MISS: tl.constexpr, BLOCK_S: tl.constexpr):
     """Give every missing expert a slot, list its copy, and write who is in the slots after the pass.
 
     Returns round times S plus slot ``[BLOCK_E]`` of the missing experts.
@@ -85,17 +80,13 @@ def _fill_slots(tables, expert, missing, counts, slot_count, BLOCK_S: tl.constex
     number = tl.cumsum(missing.to(tl.int32), 0) - 1
     tl.store(tables.copy_expert + number, expert, mask=missing)
     tl.debug_barrier()
-    later = number - counts.free
-    turn = tl.where(later < 0, 0, 1 + later // slot_count)
-    position = tl.where(later < 0, number, later % slot_count)
+    position = number % slot_count
+    turn = FIRST_MISS + number // slot_count * 2 + (position >= half).to(tl.int32)
     target = tl.load(tables.order + position, mask=missing, other=0)
     tl.store(tables.copy_slot + number, target, mask=missing)
     # The last copy to each slot decides who stays.
-    inside = slot < slot_count
-    extra = tl.maximum(counts.misses - counts.free, 0)
-    last = counts.free + rank + (extra - 1 - rank) // slot_count * slot_count
-    last = tl.where(rank < extra, last, tl.where(rank < tl.minimum(counts.free, counts.misses), rank, -1))
-    changed = inside & (last >= 0)
+    changed = (slot < slot_count) & (rank < misses)
+    last = rank + (misses - 1 - rank) // slot_count * slot_count
     evicted = tl.load(tables.slot_expert + slot, mask=changed, other=-1)
     tl.store(tables.expert_slot + evicted, -1, mask=changed & (evicted >= 0))
     tl.debug_barrier()
@@ -106,11 +97,14 @@ def _fill_slots(tables, expert, missing, counts, slot_count, BLOCK_S: tl.constex
 
 
 @triton.jit
-def _write_rounds(tables, counts, slot_count, ROUNDS: tl.constexpr):
+def _write_rounds(tables, misses, slot_count, half, ROUNDS: tl.constexpr, FIRST_MISS: tl.constexpr):
     """Write the number of the first copy of each round, and of all copies behind them."""
-    tl.store(tables.round_start, 0)
-    for turn in tl.static_range(ROUNDS):
-        tl.store(tables.round_start + turn + 1, tl.minimum(counts.misses, counts.free + turn * slot_count))
+    for turn in tl.static_range(ROUNDS + 1):
+        if turn <= FIRST_MISS:
+            tl.store(tables.round_start + turn, 0)
+        else:
+            start = (turn - FIRST_MISS) // 2 * slot_count + (turn - FIRST_MISS) % 2 * half
+            tl.store(tables.round_start + turn, tl.minimum(misses, start))
 
 
 @triton.jit
@@ -132,18 +126,21 @@ def decide_kernel(
     update,
     experts,
     slot_count,
+    half,
     count,
     BLOCK: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_S: tl.constexpr,
     ROUNDS: tl.constexpr,
+    FIRST_MISS: tl.constexpr,
     MARKED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Decide, in one program, where the experts of a pass are.
 
     tables: ``PagingTables``. update: ``ScoreUpdate``. ids: integers ``[T * K]``, count of them. slot_ids: int32
-    ``[ROUNDS, T * K]``. MARKED: ``mark_kernel`` has written ``needed``, and ``place_kernel`` will write ``slot_ids``.
+    ``[ROUNDS, T * K]``. half: slots of the first group. FIRST_MISS: the first round with misses. MARKED:
+    ``mark_kernel`` has written ``needed``, and ``place_kernel`` will write ``slot_ids``.
     """
     pdl_wait(PDL)
     if not MARKED:
@@ -164,17 +161,21 @@ def decide_kernel(
     )
     tl.store(tables.scores + expert, score, mask=exists)
     missing = needed & (slot < 0)
-    misses, all_needed = tl.sum(missing.to(tl.int32), 0), tl.sum(needed.to(tl.int32), 0)
-    counts = _Counts(hits=all_needed - misses, misses=misses, free=slot_count - all_needed + misses)
-    place = tl.where(needed, slot, -1)
+    misses = tl.sum(missing.to(tl.int32), 0)
+    hits = tl.sum(needed.to(tl.int32), 0) - misses
+    LAST_HIT: tl.constexpr = FIRST_MISS - 1 if FIRST_MISS > 0 else 0
+    place = tl.where(needed, LAST_HIT * slot_count + slot, -1)
     tl.debug_barrier()
     if misses > 0:
-        filled = _fill_slots(tables, expert, missing, counts, slot_count, BLOCK_S)
+        filled = _fill_slots(tables, expert, missing, misses, slot_count, half, FIRST_MISS, BLOCK_S)
+        if LAST_HIT > 0:
+            rank = tl.load(tables.rank + slot, mask=needed & (slot >= 0), other=0)
+            place = tl.where(needed & (rank < half), slot, place)
         place = tl.where(missing, filled, place)
     tl.store(tables.place + expert, place, mask=exists)
     tl.store(tables.needed + expert, 0, mask=exists)
-    _write_rounds(tables, counts, slot_count, ROUNDS)
-    tl.store(tables.counters, tl.load(tables.counters) + counts.hits)
+    _write_rounds(tables, misses, slot_count, half, ROUNDS, FIRST_MISS)
+    tl.store(tables.counters, tl.load(tables.counters) + hits)
     tl.store(tables.counters + 1, tl.load(tables.counters + 1) + misses)
     if not MARKED:
         tl.debug_barrier()

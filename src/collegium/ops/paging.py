@@ -18,25 +18,49 @@ from .checks import require_input
 
 __all__ = [
     "CHUNK_BYTES",
+    "Schedule",
     "Segments",
     "copy_experts",
     "decide",
     "decide_regions",
     "new_tables",
-    "round_count",
+    "schedule",
     "segments_of",
 ]
 
 CHUNK_BYTES = 16384  # of a work item of the copy
 _ALONE = 1024  # assignments up to which one program does everything
 _BLOCK = 1024
-_PROGRAMS = 64  # of the copy: a few multiprocessors saturate the link
+_PROGRAMS = 16  # of the copy: more would take multiprocessors from the products, and the link is full
 _COLUMNS = 4  # of a segment
 
 
-def round_count(assignments: int, experts: int, slots: int) -> int:
-    """Return N, in how many rounds a pass of any routing runs: each has experts for all slots at most."""
-    return max(1, -(-min(assignments, experts) // slots))
+class Schedule(NamedTuple):
+    """The rounds of a pass, which follow from sizes.
+
+    rounds: N. first_miss: the first one with experts that are copied; those before have the experts in slots. half:
+    slots of the first of two groups, in turns of which copied experts arrive; S: there is one group.
+    """
+
+    rounds: int
+    first_miss: int
+    half: int
+
+
+def schedule(assignments: int, experts: int, slots: int, *, serial: bool = False) -> Schedule:
+    """Return the rounds of a pass with any routing of ``assignments`` assignments.
+
+    Round r may run while the copies of round r + 1 are made, and those once round r - 1 has ended. serial: one round
+    behind its copies, for a pass that needs at most as many experts as there are slots.
+    """
+    needed = min(assignments, experts)
+    if serial and needed <= slots:
+        return Schedule(1, 0, slots)
+    half = slots - slots // 2
+    if needed <= slots // 2:
+        return Schedule(2, 1, half)
+    whole, rest = divmod(needed, slots)
+    return Schedule(2 + 2 * whole + (rest > 0) + (rest > half), 2, half)
 
 
 def new_tables(experts: int, slots: int, device: torch.device, scores: Tensor | None = None) -> PagingTables:
@@ -58,37 +82,40 @@ def new_tables(experts: int, slots: int, device: torch.device, scores: Tensor | 
             place=filled(experts),
             copy_expert=filled(experts),
             copy_slot=filled(experts),
-            round_start=filled(experts + 1, 0),
+            round_start=filled(2 * experts + 4, 0),
             keys=filled(slots, 0, torch.float32),
             order=filled(slots, 0),
+            rank=filled(slots, 0),
         )
 
 
 def decide_regions(assignments: int, experts: int, slots: int) -> Regions:
     """Return the most bytes that ``decide`` takes for any count of assignments up to ``assignments``."""
-    return sizes(_buffers(assignments, experts, slots))
+    return sizes(_buffers(schedule(assignments, experts, slots).rounds, assignments))
 
 
-def decide(topk_ids: Tensor, tables: PagingTables, update: ScoreUpdate, memory: Memory | None = None) -> Tensor:
+def decide(
+    topk_ids: Tensor, tables: PagingTables, update: ScoreUpdate, rounds: Schedule, memory: Memory | None = None
+) -> Tensor:
     """Return ``[N, T, K]`` int32, the slot of each assignment in its round and -1 in the others; change ``tables``.
 
-    topk_ids: ``[T, K]`` integers; ids outside ``0..E-1`` have no slot. Every round's experts are in their slots once
-    ``copy_experts`` has run for it and all rounds before. memory: where kernels take "slot_ids". Raises InputError for
-    wrong shapes and dtypes.
+    topk_ids: ``[T, K]`` integers; ids outside ``0..E-1`` have no slot. rounds: of ``schedule``. The experts of a round
+    are in their slots once ``copy_experts`` has run for it and all rounds before. memory: where kernels take
+    "slot_ids". Raises InputError for wrong shapes and dtypes.
     """
     whole = not topk_ids.is_floating_point() and topk_ids.dtype != torch.bool
     require_input(whole and topk_ids.dim() == 2, "topk_ids", topk_ids, "[T, K] integers")
     experts, slots, count = tables.expert_slot.numel(), tables.slot_expert.numel(), topk_ids.numel()
     ids = topk_ids.contiguous()
-    slot_ids = allocate(memory, _buffers(count, experts, slots), ids.device)["slot_ids"]
-    slot_ids = slot_ids.view(-1, *ids.shape)
+    slot_ids = allocate(memory, _buffers(rounds.rounds, count), ids.device)["slot_ids"]
+    slot_ids = slot_ids.view(rounds.rounds, *ids.shape)
     if not on_device(ids):
-        _decide_reference(ids, slot_ids, tables, update)
+        _decide_reference(ids, slot_ids, tables, update, rounds)
         return slot_ids
     # Imported here: Triton exists for Linux only, and everything except launches works without it.
     from ..kernels import paging as kernels
 
-    pdl, marked, rounds = overlaps(ids), count > _ALONE, slot_ids.shape[0]
+    pdl, marked = overlaps(ids), count > _ALONE
     grid = (-(-count // _BLOCK),)
     if marked:
         launch(kernels.mark_kernel, grid, (ids, tables.needed, count, experts), {"BLOCK": _BLOCK, "PDL": pdl})
@@ -96,16 +123,17 @@ def decide(topk_ids: Tensor, tables: PagingTables, update: ScoreUpdate, memory: 
         "BLOCK": min(_BLOCK, power_at_least(count, 32)),
         "BLOCK_E": power_at_least(experts, 32),
         "BLOCK_S": power_at_least(slots, 32),
-        "ROUNDS": rounds,
+        "ROUNDS": rounds.rounds,
+        "FIRST_MISS": rounds.first_miss,
         "MARKED": marked,
         "PDL": pdl,
     }
-    args = (ids, slot_ids, tables, update, experts, slots, count)
+    args = (ids, slot_ids, tables, update, experts, slots, rounds.half, count)
     # Without fused multiply-adds, scores have the bits of the reference.
     launch(kernels.decide_kernel, (1,), args, constants, num_warps=8, enable_fp_fusion=False)
     if marked:
         args = (ids, slot_ids, tables.place, experts, slots, count)
-        launch(kernels.place_kernel, grid, args, {"BLOCK": _BLOCK, "ROUNDS": rounds, "PDL": pdl})
+        launch(kernels.place_kernel, grid, args, {"BLOCK": _BLOCK, "ROUNDS": rounds.rounds, "PDL": pdl})
     return slot_ids
 
 
@@ -169,11 +197,13 @@ def copy_experts(segments: Segments, tables: PagingTables, turn: int) -> None:
     launch(copy_kernel, (_PROGRAMS,), args, constants, num_warps=4)
 
 
-def _buffers(assignments: int, experts: int, slots: int) -> Buffers:
-    return {"slot_ids": ((round_count(assignments, experts, slots) * assignments,), torch.int32)}
+def _buffers(rounds: int, assignments: int) -> Buffers:
+    return {"slot_ids": ((rounds * assignments,), torch.int32)}
 
 
-def _decide_reference(ids: Tensor, slot_ids: Tensor, tables: PagingTables, update: ScoreUpdate) -> None:
+def _decide_reference(
+    ids: Tensor, slot_ids: Tensor, tables: PagingTables, update: ScoreUpdate, rounds: Schedule
+) -> None:
     """Do what the kernels do, in torch and on the host."""
     experts, slots = tables.expert_slot.numel(), tables.slot_expert.numel()
     valid = (ids >= 0) & (ids < experts)
@@ -182,32 +212,36 @@ def _decide_reference(ids: Tensor, slot_ids: Tensor, tables: PagingTables, updat
     scores = tables.scores.cpu()
     met = scores * update.needed_factor + update.needed_step
     tables.scores.copy_(torch.where(needed, met, scores * update.other_factor + update.other_step))
-    score, slot_of, held = (t.tolist() for t in (tables.scores, tables.expert_slot, tables.slot_expert))
+    score, slot_of, contents = (t.tolist() for t in (tables.scores, tables.expert_slot, tables.slot_expert))
     wanted = needed.nonzero().flatten().tolist()
-    place = [-1] * experts
-    for expert in wanted:
-        place[expert] = slot_of[expert]
     missing = [expert for expert in wanted if slot_of[expert] < 0]
 
-    def rank(slot: int) -> tuple[float, int]:
-        expert = held[slot]
+    def key(slot: int) -> tuple[float, int]:
+        expert = contents[slot]
         if expert < 0:
             return float("-inf"), slot
         return (float("inf") if needed[expert] else score[expert]), slot
 
-    order = sorted(range(slots), key=rank)
-    free = slots - len(wanted) + len(missing)
+    order = sorted(range(slots), key=key)
+    rank = {slot: position for position, slot in enumerate(order)}
+    place = [-1] * experts
+    last_hit = max(0, rounds.first_miss - 1)
+    for expert in set(wanted).difference(missing):
+        early = missing and last_hit and rank[slot_of[expert]] < rounds.half
+        place[expert] = (0 if early else last_hit) * slots + slot_of[expert]
     for number, expert in enumerate(missing):
-        turn, position = (0, number) if number < free else (1 + (number - free) // slots, (number - free) % slots)
+        position = number % slots
         slot = order[position]
+        turn = rounds.first_miss + 2 * (number // slots) + (position >= rounds.half)
         place[expert] = turn * slots + slot
         tables.copy_expert[number], tables.copy_slot[number] = expert, slot
-        if held[slot] >= 0:
-            slot_of[held[slot]] = -1
-        held[slot], slot_of[expert] = expert, slot
-    for turn in range(slot_ids.shape[0]):
-        tables.round_start[turn + 1] = min(len(missing), free + turn * slots)
-    for table, values in ((tables.place, place), (tables.expert_slot, slot_of), (tables.slot_expert, held)):
+        if contents[slot] >= 0:
+            slot_of[contents[slot]] = -1
+        contents[slot], slot_of[expert] = expert, slot
+    for turn in range(rounds.rounds + 1):
+        later = max(0, turn - rounds.first_miss)
+        tables.round_start[turn] = min(len(missing), later // 2 * slots + later % 2 * rounds.half)
+    for table, values in ((tables.place, place), (tables.expert_slot, slot_of), (tables.slot_expert, contents)):
         table.copy_(torch.tensor(values))
     tables.counters.add_(torch.tensor([len(wanted) - len(missing), len(missing)], device=ids.device))
     where = tables.place[ids.masked_fill(~valid, 0).long()].masked_fill(~valid, -1)

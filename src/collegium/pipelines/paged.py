@@ -13,16 +13,20 @@ from torch import Tensor
 from ..adapters import TokenAdapters
 from ..experts import Tiling
 from ..experts.paging.paged import PagedExperts
-from ..ops.paging import copy_experts, decide, decide_regions, round_count
+from ..ops.paging import Schedule, copy_experts, decide, decide_regions, schedule
 from ..ops.permute import Owners, permute_regions
 from ..ops.weighted_sum import weighted_sum, weighted_sum_regions
 from ..parallel.local import Local
+from ..runtime.launch import noted
 from ..runtime.memory import Memory, Regions, alloc, part, with_prefix
+from ..runtime.side_stream import ForkedStream
 from ..types import Routing
 from .base import Pipeline, PipelineKind, PipelineParts, PipelineQuery
 from .steps import listed_tiles
 
 __all__ = ["Paged", "PagedKind"]
+
+_REPLAYED = 1024  # assignments up to which the host's time matters more than that of copies next to products
 
 
 class _RoundMemory:
@@ -80,53 +84,73 @@ class Paged:
     ) -> Tensor:
         """Return the weighted sums ``[T, H]``; see ``Pipeline``."""
         assert adapters is None, "the layer refuses adapters for paged experts"
-        paged, experts = self.experts, self.experts.tables.expert_slot.numel()
+        paged, rounds = self.experts, self._schedule(*routing.topk_ids.shape)
         ids = routing.topk_ids.contiguous()
         weights = routing.topk_weights.contiguous()
-        slot_ids = decide(ids, paged.tables, paged.policy.update, part(memory, "paging"))
-        if self._unsorted(slot_ids):
+        slot_ids = decide(ids, paged.tables, paged.policy.update, rounds, part(memory, "paging"))
+        if rounds.rounds == 1:
             copy_experts(paged.segments, paged.tables, 0)
             rows = paged.resident.run_unsorted(x, slot_ids[0], part(memory, "experts"))
         else:
-            rows = self._run_rounds(x, slot_ids, weights, memory)
+            rows = self._run_rounds(x, slot_ids, weights, rounds, memory)
         if self.parts.after_expert is not None:
             rows = self.parts.after_expert(rows)
         shared_rows = None if shared is None else shared()
         factors = None if self.weight_on_input else weights
+        experts = paged.tables.expert_slot.numel()
         return weighted_sum(rows, ids, factors, dtype, shared=shared_rows, out=out, experts=experts, memory=memory)
 
-    def _unsorted(self, slot_ids: Tensor) -> bool:
-        """Return whether the kernel runs slots ``[N, T, K]`` faster without sorting them."""
-        rounds, tokens, top_k = slot_ids.shape
-        most = self.experts.tiling.unsorted_tokens(top_k)
-        return rounds == 1 and not self.weight_on_input and 0 < tokens <= most
+    def _schedule(self, tokens: int, top_k: int) -> Schedule:
+        """Return the rounds of a batch: one for as many tokens as the kernel runs faster without sorting them."""
+        tables, most = self.experts.tables, self.experts.tiling.unsorted_tokens(top_k)
+        serial = 0 < tokens <= most and not self.weight_on_input
+        return schedule(tokens * top_k, tables.expert_slot.numel(), tables.slot_expert.numel(), serial=serial)
 
-    def _run_rounds(self, x: Tensor, slot_ids: Tensor, weights: Tensor, memory: Memory | None) -> Tensor:
-        """Return the rows ``[T * K, H]`` in the order of assignments; those without an expert are uninitialised."""
-        paged, (rounds, tokens, top_k) = self.experts, slot_ids.shape
+    def _run_rounds(
+        self, x: Tensor, slot_ids: Tensor, weights: Tensor, rounds: Schedule, memory: Memory | None
+    ) -> Tensor:
+        """Return the rows ``[T * K, H]`` in the order of assignments; those without an expert are uninitialised.
+
+        Copies run on a second stream, each while the products of the round before run.
+        """
+        paged, count = self.experts, slot_ids[0].numel()
         output = paged.resident.output_spec(x.dtype)
         assert output is not None, "the plan pages only kernels that store rows at other places"
         width, row_dtype = output
-        rows = alloc(part(memory, "experts"), "rows", (tokens * top_k, width), row_dtype, x.device)
-        shared_memory = None if memory is None else _RoundMemory(memory)
-        expected = -(-tokens * top_k // rounds)
+        rows = alloc(part(memory, "experts"), "rows", (count, width), row_dtype, x.device)
+        if count == 0:
+            return rows
+        if count > _REPLAYED:
+            noted(None)  # replayed launches have one stream
+        round_memory = None if memory is None else _RoundMemory(memory)
+        expected = _expected_rows(rounds, count)
         block_t = listed_tiles(paged.resident, expected, x)
+        copies = ForkedStream(x.device)
         for turn, local_ids in enumerate(slot_ids):
-            copy_experts(paged.segments, paged.tables, turn)
+            if turn >= rounds.first_miss:
+                copies.join()
+            if rounds.first_miss <= turn + 1 < rounds.rounds:
+                copies.catch_up()
+                with copies():
+                    copy_experts(paged.segments, paged.tables, turn + 1)
             routing = Routing(topk_ids=local_ids, topk_weights=weights)
             owners = Owners(rows, self.origin)
-            batch, _ = self.local.dispatch(x, routing, shared_memory, block_t=block_t, owners=owners)
-            paged.resident.run(replace(batch, rows=expected), part(shared_memory, "experts"))
+            batch, _ = self.local.dispatch(x, routing, round_memory, block_t=block_t, owners=owners)
+            paged.resident.run(replace(batch, rows=expected), part(round_memory, "experts"))
         return rows
 
     def variants(self, tokens: int) -> frozenset[Hashable]:
-        """Return the variants of the experts' kernel, and the number of rounds, which the decision is compiled for."""
-        top_k, tables = self.parts.top_k, self.experts.tables
-        rows = tokens * top_k
-        rounds = round_count(rows, tables.expert_slot.numel(), tables.slot_expert.numel())
-        unsorted = rounds == 1 and not self.weight_on_input and tokens <= self.experts.tiling.unsorted_tokens(top_k)
-        tiles = self.experts.tiling.variants(rows if unsorted else -(-rows // rounds), unsorted=unsorted)
-        return frozenset({(rounds, unsorted, variant) for variant in tiles})
+        """Return the variants of the experts' kernel, and the rounds, which the decision is compiled for."""
+        count = tokens * self.parts.top_k
+        rounds = self._schedule(tokens, self.parts.top_k)
+        rows = _expected_rows(rounds, count)
+        tiles = self.experts.tiling.variants(rows, unsorted=rounds.rounds == 1)
+        return frozenset((rounds.rounds, rounds.first_miss, variant) for variant in tiles)
+
+
+def _expected_rows(rounds: Schedule, count: int) -> int:
+    """Return the likely rows of a round of a batch with ``count`` assignments: with two, most experts are hits."""
+    return -(-count // max(1, rounds.rounds - 1))
 
 
 class PagedKind(PipelineKind):
@@ -140,8 +164,8 @@ class PagedKind(PipelineKind):
         return None if query.problem.gpu_slots is not None else "all experts are on the device"
 
     def family(self, tiling: Tiling, rows: int) -> str:
-        """Return the name of the tiles of a batch that runs in one round."""
-        return tiling.family(rows)
+        """Return nothing: each round has the tiles for its rows."""
+        return ""
 
     def regions(self, query: PipelineQuery) -> Regions:
         """Return the regions of the decision, of sorting, of the experts' kernel and of the sum."""
