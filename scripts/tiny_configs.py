@@ -22,7 +22,7 @@ _TOWER: dict[str, Any] = {
     "encoder_ffn_dim": 16, "out_hidden_size": 32, "text_hidden_size": 32, "output_dim": 32, "image_size": 28,
     "patch_size": 14, "num_position_embeddings": 16, "deepstack_visual_indexes": [0], "head_dim": 8, "n_layers": 1,
     "depths": [1], "patch_sizes": [14], "hidden_sizes": [16], "per_layer_config": {}, "output_channels": 16,
-    "adapter_in_dim": 16, "adapter_input_size": 16,
+    "adapter_in_dim": 16, "adapter_input_size": 16, "adapter_out_dim": 32, "adapter_output_size": 32,
 }  # fmt: skip
 _SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 _EXTRA: dict[str, dict[str, Any]] = {
