@@ -470,7 +470,11 @@ def test_unknown_routing_is_refused() -> None:
         describe(_config("mamba", **keys))
     known = {name.removeprefix("gguf:") for family in FAMILIES for name in family.model_types if "gguf:" in name}
     # Files of the others are in test_gguf_architectures.py.
-    assert known == {*ARCHITECTURES, "qwen2moe", "ernie4_5-moe", "hunyuan-moe", "bailingmoe2", "minimax-m2"}
+    others = (
+        "qwen2moe ernie4_5-moe hunyuan-moe bailingmoe2 minimax-m2 lfm2moe kimi-linear qwen3next qwen35moe llama4 "
+        "nemotron_h_moe"
+    )
+    assert known == {*ARCHITECTURES, *others.split()}
 
 
 def test_broken_models(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ class Case(NamedTuple):
     """A file: metadata of the architecture, and what its routing means.
 
     kinds: of gate and up, down, and the shared expert. shared: width of the shared expert, 0 for none. layers: those
-    with experts.
+    with experts. on_input: weights multiply the experts' input. gated: experts have a gate, else a squared ReLU.
     """
 
     arch: str
@@ -43,6 +43,8 @@ class Case(NamedTuple):
     groups: tuple[int, int] = (1, 1)
     scale: float = 1.0
     layers: tuple[int, ...] = (0, 1)
+    on_input: bool = False
+    gated: bool = True
 
 
 WIDTH = {"expert_feed_forward_length": N}
@@ -79,6 +81,39 @@ CASES = {
     "MiniMax": Case(
         "minimax-m2", {**WIDTH, "expert_gating_func": 2}, ("IQ2_XXS", "Q2_K", "Q8_0"), sigmoid=True, bias=True
     ),
+    "LFM2": Case(
+        "lfm2moe", {**WIDTH, "expert_gating_func": 2, "leading_dense_block_count": 1}, ("Q4_0", "Q6_K", "Q8_0"),
+        sigmoid=True, bias=True, layers=(1,),
+    ),
+    "Kimi": Case(
+        "kimi-linear",
+        {
+            **WIDTH, "expert_gating_func": 2, "leading_dense_block_count": 1, "expert_shared_count": 2,
+            "expert_weights_scale": 2.446,
+        },
+        shared=2 * N, sigmoid=True, bias=True, scale=2.446, layers=(1,),
+    ),
+    "Qwen3-Next": Case(
+        "qwen3next", {**WIDTH, "expert_shared_feed_forward_length": 512}, ("IQ4_XS", "Q5_K", "Q8_0"), shared=512
+    ),
+    "Qwen3-Next, no widths": Case("qwen3next", {"feed_forward_length": K * N}, shared=K * N),
+    "Qwen3.5": Case(
+        "qwen35moe", {**WIDTH, "expert_shared_feed_forward_length": N, "nextn_predict_layers": 1}, shared=N
+    ),
+    "Llama-4": Case(
+        "llama4", {**WIDTH, "interleave_moe_layer_step": 2}, ("Q3_K", "Q4_K", "Q8_0"), shared=N, sigmoid=True,
+        norm=False, on_input=True, layers=(1,),
+    ),
+    "Nemotron": Case(
+        "nemotron_h_moe",
+        {
+            **WIDTH, "feed_forward_length": [0, N], "expert_shared_count": 1, "expert_shared_feed_forward_length": 512,
+            "expert_weights_norm": True, "expert_weights_scale": 2.5, "expert_group_count": 4,
+            "expert_group_used_count": 2,
+        },
+        ("Q5_K", "Q4_K", "Q8_0"), shared=512, sigmoid=True, bias=True, scale=2.5, groups=(4, 2), gated=False,
+        layers=(1,),
+    ),
 }  # fmt: skip
 
 
@@ -96,7 +131,9 @@ def write(
     writer.add_expert_count(E)
     writer.add_expert_used_count(K)
     for key, value in case.entries.items():
-        method = {bool: writer.add_bool, float: writer.add_float32}.get(type(value), writer.add_uint32)
+        method = {bool: writer.add_bool, float: writer.add_float32, list: writer.add_array}.get(
+            type(value), writer.add_uint32
+        )
         method(f"{case.arch}.{key}", value)
     rng = np.random.default_rng(7)
     upper, lower, shared = case.kinds
@@ -109,8 +146,10 @@ def write(
         tensors["ffn_gate_shexp.weight"] = shared, (case.shared, H)
         tensors["ffn_up_shexp.weight"] = shared, (case.shared, H)
         tensors["ffn_down_shexp.weight"] = shared, (H, case.shared)
+    if not case.gated:
+        tensors = {name: entry for name, entry in tensors.items() if "ffn_gate" not in name}
     plain: dict[str, tuple[float, tuple[int, ...]]] = {"ffn_gate_inp.weight": (0.05, (E, H))}
-    if case.arch == "qwen2moe":
+    if case.arch in ("qwen2moe", "qwen3next", "qwen35moe"):
         plain["ffn_gate_inp_shexp.weight"] = 0.05, (H,)
     if case.bias:
         plain["exp_probs_b.bias"] = 0.5, (E,)
@@ -136,7 +175,9 @@ def write(
     return truth
 
 
-def mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+def mlp(x: Tensor, gate: Tensor | None, up: Tensor, down: Tensor) -> Tensor:
+    if gate is None:
+        return torch.relu(x @ up.T) ** 2 @ down.T
     hidden = x @ gate.T
     return (hidden * torch.sigmoid(hidden) * (x @ up.T)) @ down.T
 
@@ -158,10 +199,16 @@ def layer_truth(case: Case, tensors: dict[str, Tensor], x: Tensor) -> Tensor:
     weights = scores.gather(-1, ids)
     weights = case.scale * (weights / weights.sum(-1, keepdim=True) if case.norm else weights)
     dense = torch.zeros_like(scores).scatter_(1, ids, weights)
-    experts = [mlp(x, *(w[f"ffn_{n}_exps"][e] for n in ("gate", "up", "down"))) for e in range(E)]
+    gates = w["ffn_gate_exps"] if case.gated else [None] * E
+    stacks = [(gates[e], w["ffn_up_exps"][e], w["ffn_down_exps"][e]) for e in range(E)]
+    if case.on_input:
+        experts = [mlp(x * dense[:, e, None], *stack) for e, stack in enumerate(stacks)]
+        dense = (dense > 0).double()
+    else:
+        experts = [mlp(x, *stack) for stack in stacks]
     y = torch.einsum("te,eth->th", dense, torch.stack(experts))
     if case.shared:
-        extra = mlp(x, *(w[f"ffn_{n}_shexp"] for n in ("gate", "up", "down")))
+        extra = mlp(x, w.get("ffn_gate_shexp"), w["ffn_up_shexp"], w["ffn_down_shexp"])
         gate = w.get("ffn_gate_inp_shexp")
         y = y + (extra if gate is None else extra * torch.sigmoid(x @ gate.reshape(-1, 1)))
     return y
@@ -214,6 +261,9 @@ def test_required_tensor_is_missed(tmp_path: Path, name: str, missing: str) -> N
     ("ERNIE", "ffn_gate_inp_shexp.weight", (H,)),
     ("Ling", "ffn_gate_inp.bias", (E,)),
     ("MiniMax", "ffn_up_shexp.weight", (N, H)),
+    ("Llama-4", "exp_probs_b.bias", (E,)),
+    ("LFM2", "ffn_up_shexp.weight", (N, H)),
+    ("Nemotron", "ffn_gate_shexp.weight", (512, H)),
 ])  # fmt: skip
 def test_unused_tensor_is_named(tmp_path: Path, name: str, tensor: str, shape: tuple[int, ...]) -> None:
     path = tmp_path / "model.gguf"
@@ -225,10 +275,20 @@ def test_unused_tensor_is_named(tmp_path: Path, name: str, tensor: str, shape: t
 
 @pytest.mark.parametrize(("name", "key"), [
     ("Ling", "expert_gating_func"), ("MiniMax", "expert_gating_func"), ("Hunyuan", "expert_shared_feed_forward_length"),
+    ("LFM2", "expert_gating_func"), ("Kimi", "expert_gating_func"), ("Llama-4", "interleave_moe_layer_step"),
+    ("Nemotron", "feed_forward_length"),
 ])  # fmt: skip
 def test_required_metadata_is_missed(tmp_path: Path, name: str, key: str) -> None:
     case = CASES[name]
     path = tmp_path / "model.gguf"
     write(path, case._replace(entries={k: v for k, v in case.entries.items() if k != key}))
     with raises_with(ConfigError, key):
+        load_layer(path, 1, device="cpu")
+
+
+def test_latent_experts_are_refused(tmp_path: Path) -> None:
+    case = CASES["Nemotron"]
+    path = tmp_path / "model.gguf"
+    write(path, case._replace(entries={**case.entries, "moe_latent_size": 64}))
+    with raises_with(ConfigError, "moe_latent_size"):
         load_layer(path, 1, device="cpu")

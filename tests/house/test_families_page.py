@@ -17,6 +17,8 @@ BY_HAND = {
     "qwen3_moe": "class; Qwen3-Omni by arithmetic",
     "gguf": "files",
     "gguf_gpt_oss": "files",
+    "gguf_llama4": "files",
+    "gguf_nemotron_h": "files",
     "gguf_qwen2moe": "files",
 }
 HEAD = ["family", "`model_type`", "experts", "router", "shared expert", "layer", "whole model", "GPU"]
@@ -78,6 +80,9 @@ def test_the_page_lists_the_model_types() -> None:
     text = (ROOT / "docs" / "families.md").read_text(encoding="utf-8").partition("## ")[0]
     listed, _, not_whole = text.partition("except ")
     assert [name for family in FAMILIES for name in family.model_types if f"`{name}`" not in listed] == []
-    architectures = "deepseek2 glm4moe ernie4_5-moe hunyuan-moe bailingmoe2 minimax-m2"
+    architectures = (
+        "deepseek2 glm4moe ernie4_5-moe hunyuan-moe bailingmoe2 minimax-m2 lfm2moe kimi-linear qwen3next qwen35moe "
+        "llama4 nemotron_h_moe"
+    )
     layers_only = {f"gguf:{name}" for name in architectures.split()}
     assert set(re.findall(r"`(\w[\w:-]*)`", not_whole)) == {*NOT_WHOLE, *layers_only}

@@ -66,6 +66,9 @@ _MAX_NAME = 4096
 _MAX_TEXT = 1 << 16  # longer texts (chat templates) are skipped
 _MAX_ENTRIES = 1 << 20
 _MAX_DEPTH = 4
+_MAX_LAYERS = 1 << 10
+# Entries that converters write as an array if layers differ.
+_PER_LAYER = (".feed_forward_length", ".attention.head_count_kv")
 _EXPERTS = re.compile(r"(blk\.\d{1,6}\.ffn_)(gate|up|down|gate_up)_exps\.(\w+)")
 _SHARED_GATE = re.compile(r"blk\.\d{1,6}\.ffn_gate_inp_shexp\.weight")
 _CORRECTION_BIAS = re.compile(r"blk\.\d{1,6}\.exp_probs_b\.bias")
@@ -116,7 +119,11 @@ class _Cursor:
             self.fail(f"{what} is not UTF-8")
 
     def value(self, kind: int, key: str, depth: int = 0) -> object:
-        """Read one metadata value; arrays and long texts are skipped and replaced by a text with their length."""
+        """Read one metadata value.
+
+        Long texts and arrays are skipped and replaced by a text with their length, except numbers with one for each
+        layer.
+        """
         if kind in _SCALARS:
             return self.number(_SCALARS[kind], key)
         if kind == _STRING:
@@ -129,6 +136,8 @@ class _Cursor:
             self.fail(f"{key} has value type {kind} at depth {depth}, known are 0 to 12, {_MAX_DEPTH} deep")
         inner = self.number("I", key)
         count = self.number("Q", f"the length of {key}")
+        if inner in _SCALARS and count <= _MAX_LAYERS and key.endswith(_PER_LAYER):
+            return [self.number(_SCALARS[inner], key) for _ in range(count)]
         if inner in _SCALARS:
             self.skip(count * struct.calcsize(f"<{_SCALARS[inner]}"), key)
             return f"an array of {count}"

@@ -19,6 +19,8 @@ from . import (  # isort: skip
     gemma4,
     gguf,
     gguf_gpt_oss,
+    gguf_llama4,
+    gguf_nemotron_h,
     gguf_qwen2moe,
     glm4_moe,
     gpt_oss,
@@ -114,6 +116,8 @@ FAMILIES: tuple[Family, ...] = (
     step3p7.FAMILY,
     gguf.FAMILY,
     gguf_gpt_oss.FAMILY,
+    gguf_llama4.FAMILY,
+    gguf_nemotron_h.FAMILY,
     gguf_qwen2moe.FAMILY,
 )
 

@@ -2,8 +2,10 @@
 
 Routing follows llama.cpp where the metadata do not state it (``load_arch_hparams`` of each architecture and
 ``build_moe_ffn``): a bias ``exp_probs_b`` affects the choice of experts wherever a file has one, whatever the score
-function, and never their weights. gpt-oss, the one architecture with expert biases, is in ``gguf_gpt_oss``, and
-Qwen2-MoE, whose shared expert has a gate, in ``gguf_qwen2moe``.
+function, and never their weights. llama.cpp divides by a sum of chosen weights of at least 2^-14, which no published
+router comes near; here it is divided as the model's own code does. Architectures with another kind of expert are in
+files of their names: ``gguf_gpt_oss`` (biases), ``gguf_llama4``, ``gguf_nemotron_h`` and ``gguf_qwen2moe`` (a gate of
+the shared expert).
 """
 
 from collections.abc import Mapping
@@ -46,7 +48,15 @@ _ARCHITECTURES: Mapping[str, _Architecture] = {
     "gguf:hunyuan-moe": _Architecture(1, True, shared=True),
     "gguf:bailingmoe2": _Architecture(None, False, "if present"),
     "gguf:minimax-m2": _Architecture(None, True, "always"),
+    "gguf:lfm2moe": _Architecture(None, True, "always"),
+    "gguf:kimi-linear": _Architecture(None, True, "always"),
+    "gguf:qwen3next": _Architecture(1, True, shared=True),
+    "gguf:qwen35moe": _Architecture(1, True, shared=True),
+    "gguf:llama4": _Architecture(_SIGMOID, False, shared=True),
+    "gguf:nemotron_h_moe": _Architecture(_SIGMOID, False, "always"),
 }
+# Architectures whose files may lack the width of an expert, and of the shared expert.
+_OPTIONAL_WIDTHS = ("gguf:qwen2moe", "gguf:qwen3next", "gguf:qwen35moe")
 # GLM-4.7-Flash has the architecture of DeepSeek-V2 and files without a gating function: llama.cpp identifies them by
 # these sizes.
 _FLASH_LAYERS = (47, 48)
@@ -100,8 +110,8 @@ def _expert_width(config: Config) -> int:
     if config.value("expert_feed_forward_length", default=None) is not None:
         return config.integer("expert_feed_forward_length")
     width = config.integer("feed_forward_length")
-    # Files of Qwen2-MoE without the entry have the width of all chosen experts.
-    return width // config.integer("expert_used_count") if config.kind == "gguf:qwen2moe" else width
+    # Files of Qwen without the entry have the width of all chosen experts.
+    return width // config.integer("expert_used_count") if config.kind in _OPTIONAL_WIDTHS else width
 
 
 def _shared_width(config: Config, architecture: _Architecture, width: int) -> int:
@@ -109,8 +119,11 @@ def _shared_width(config: Config, architecture: _Architecture, width: int) -> in
     shared = config.integer("expert_shared_count", default=0)
     if not architecture.shared:
         return config.integer("expert_shared_feed_forward_length", default=shared * width) if shared else 0
-    if config.kind == "gguf:qwen2moe" and config.value("expert_shared_feed_forward_length", default=None) is None:
+    missing = config.value("expert_shared_feed_forward_length", default=None) is None
+    if missing and config.kind in _OPTIONAL_WIDTHS:
         return config.integer("feed_forward_length")
+    if missing and config.kind == "gguf:llama4":
+        return width
     return config.integer("expert_shared_feed_forward_length")
 
 
@@ -140,15 +153,26 @@ def _gating_function(config: Config, architecture: _Architecture, *, bias: bool)
 
 
 def gguf_layers(config: Config) -> tuple[int, ...]:
-    """Return the layers between the leading dense ones and those for multi-token prediction, by ERNIE's step."""
+    """Return the layers between the leading dense ones and those for multi-token prediction, by a step if stated."""
     ahead = config.integer("nextn_predict_layers", default=0)
     first = config.integer("leading_dense_block_count", default=0)
-    step = config.integer("interleave_moe_layer_step", default=1) if config.kind == "gguf:ernie4_5-moe" else 1
+    step = 1
+    if config.kind == "gguf:ernie4_5-moe":
+        step = config.integer("interleave_moe_layer_step", default=1)
+    elif config.kind == "gguf:llama4":
+        step = config.integer("interleave_moe_layer_step")
     if step < 1:
         raise config.wrong("interleave_moe_layer_step", step, "1 or more")
     return tuple(i for i in range(first, config.integer("block_count") - ahead) if (i + 1) % step == 0)
 
 
-_IN_OTHER_FILES = ("gguf:gpt-oss", "gguf:qwen2moe")
+_IN_OTHER_FILES = (
+    "gguf:gpt-oss",
+    "gguf:llama4",
+    "gguf:nemotron_h_moe",
+    "gguf:qwen2moe",
+    "gguf:qwen35moe",
+    "gguf:qwen3next",
+)
 _TYPES = tuple(name for name in _ARCHITECTURES if name not in _IN_OTHER_FILES)
 FAMILY = Family("gguf", _TYPES, NAMES, gguf_spec, gguf_layers)

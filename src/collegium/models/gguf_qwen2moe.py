@@ -1,4 +1,7 @@
-"""Qwen2-MoE in GGUF files: a shared expert with a sigmoid gate, whose row is stored without its first dimension."""
+"""Qwen2-MoE, Qwen3-Next and Qwen3.5-MoE in GGUF files: a shared expert with a sigmoid gate.
+
+The gate's row is stored without its first dimension.
+"""
 
 from dataclasses import replace
 
@@ -16,4 +19,5 @@ def _spec(config: Config, layer: int) -> MoESpec:
 
 
 _NAMES = replace(NAMES, shared_gate="blk.{layer}.ffn_gate_inp_shexp.weight")
-FAMILY = Family("gguf_qwen2moe", ("gguf:qwen2moe",), _NAMES, _spec, gguf_layers)
+_TYPES = ("gguf:qwen2moe", "gguf:qwen3next", "gguf:qwen35moe")
+FAMILY = Family("gguf_qwen2moe", _TYPES, _NAMES, _spec, gguf_layers)
