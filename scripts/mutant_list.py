@@ -980,7 +980,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the first K block's scale for the second of a step", "kernels/grouped_gemm.py",
-        (Edit("_sum_in_steps_of_depth", "_Block($w, $w, $scale_ptr + $index * $scale_step, $n_out, $x, $x_scale, $pointers.sums, $pointers.sums)", "_Block($w, $w, $scale_ptr, $n_out, $x, $x_scale, $pointers.sums, $pointers.sums)"),), _MEGA,
+        (Edit("_sum_in_steps_of_depth", "$scale = $scale_ptr + $index * $scale_step", "$scale = $scale_ptr"),), _MEGA,
     ),
     Mutant(
         "tokens' scales of the first K block for the second of a step", "kernels/grouped_gemm.py",
@@ -1372,7 +1372,7 @@ MUTANTS: tuple[Mutant, ...] = (
     # Sums in units of the group that is added last.
     Mutant(
         "the unit of a sum forgotten", "kernels/grouped_gemm.py",
-        (Edit("_add_decoded", "$unit = $factors[$quarter]", ""),), ("tests/cpu/test_grouped_gemm.py",),
+        (Edit("_add_quarters", "$unit = $factors[$quarter]", ""),), ("tests/cpu/test_grouped_gemm.py",),
     ),
     Mutant(
         "a sum left in its unit", "kernels/grouped_gemm.py",
@@ -1393,7 +1393,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "minima in the unit of codes", "kernels/grouped_gemm.py",
         (Edit(
-            "_add_decoded",
+            "_add_quarters",
             "(dot($operand, $block.sums, rescale_sum($acc, $unit, $factor, $ASM), $ASM), $factor)",
             "(dot($operand, $block.sums, rescale_sum($acc, $unit, $factor, $ASM), $ASM), $unit)",
         ),), ("tests/cpu/test_grouped_gemm.py",),
@@ -1476,8 +1476,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "gate read again for up ahead of its product", "kernels/grouped_gemm.py",
         (Edit(
             "_sum_over_k",
-            "up_w, up_w1 = _load_weights(up_ptr, left, FORMAT)\n            block = _Block(gate_w",
-            "up_w, up_w1 = gate_w, gate_w1\n            block = _Block(gate_w",
+            "up_w, up_w1, up_w2 = _load_weights(up_ptr, left, FORMAT)\n            block = _Block(gate_w",
+            "up_w, up_w1, up_w2 = gate_w, gate_w1, gate_w2\n            block = _Block(gate_w",
             text=True,
         ),), ("tests/cpu/test_grouped_gemm.py::test_experts_against_the_reference",),
     ),

@@ -64,6 +64,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "intermediate_size": 24, "num_local_experts": 8, "num_experts_per_tok": 3, "max_position_embeddings": 64,
         },
     ),
+    # Gate and up rows alternate, and experts have biases.
+    "openai_privacy_filter": (
+        "OpenAIPrivacyFilter",
+        {**BASE, "intermediate_size": 24, "num_local_experts": 8, "num_experts_per_tok": 3, "num_labels": 5},
+    ),
     "kolibri1": ("Kolibri1", {**BASE, **WIDE, **CHOSEN, "shared_expert_intermediate_size": 24}),
 }  # fmt: skip
 # Types whose router no rule of Collegium describes: whole models only.
@@ -74,7 +79,8 @@ def build(name: str, path: Path, *, original: bool = True, **changed: Any) -> nn
     """Return a tiny model of the class with numbers for which every rule counts, saved below ``path``."""
     transformers = pytest.importorskip("transformers")
     stem, entries = CASES[name]
-    cls = getattr(transformers, f"{stem}ForCausalLM", None)
+    heads = ("ForCausalLM", "ForTokenClassification")
+    cls: Any = next((cls for head in heads if (cls := getattr(transformers, stem + head, None)) is not None), None)
     if cls is None:
         pytest.skip(f"transformers {transformers.__version__} has no {stem}ForCausalLM")
     torch.manual_seed(6)
