@@ -561,9 +561,25 @@ MUTANTS: tuple[Mutant, ...] = (
         (Edit("decode", "row ? codes.high_scales : codes.low_scales", "codes.low_scales"),), _W4_PREFILL,
     ),
     Mutant(
-        "a tile of 160 tokens with group scales", "experts/triton/tiles/choice.py",
-        (Edit("prefill_tile", "FOUR_BIT_TOKENS_SCALED if problem.promoted and problem.k_in > problem.block_k else FOUR_BIT_TOKENS", "FOUR_BIT_TOKENS"),),
-        ("tests/cpu/test_w4_prefill.py::test_which_batches_are_large",),
+        "a tile of 160 tokens with group scales (NVFP4)", "experts/triton/tiles/choice.py",
+        (Edit("prefill_tile", "scaled and problem.operands > 1", "False"),),
+        ("tests/cpu/test_w4_prefill_recipes.py::test_which_batches_are_large",),
+    ),
+    Mutant(
+        "tokens of the first piece for all", "kernels/w4_pipeline.cuh",
+        (Edit("multiply_piece", "stage + FIRST * 128", "stage"),), _W4_PREFILL,
+    ),
+    Mutant(
+        "token scales of the first piece for all", "kernels/w4_pipeline.cuh",
+        (Edit("add_scaled", "FIRST / 8 + j", "j"),), _W4_PREFILL,
+    ),
+    Mutant(
+        "a piece added before its product is complete", "kernels/w4_pipeline.cuh",
+        (Edit("add_pieces", "await_products<(NEXT < N)>();", ""),), ("tests/cpu/test_w4_prefill_compile.py",),
+    ),
+    Mutant(
+        "a turn that is not passed", "kernels/w4_pipeline.cuh",
+        (Edit("add_pieces", "if (TURNS == 1 && LAST) pass_turn(group);", ""),), _W4_PREFILL,
     ),
     Mutant(
         "tokens of an expert in all of its four-bit tiles", "kernels/w4_pipeline.cuh",

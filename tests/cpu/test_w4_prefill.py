@@ -40,7 +40,6 @@ from products import grouped_gemm_reference
 from raising import raises_with
 
 TILE = TileChoice(block_n=256, block_t=160, warps=8, stages=5, group_t=2, programs=2)  # of one cluster
-SCALED = replace(TILE, block_t=128)  # where K blocks of tokens have scales
 COUNTS = (0, 330, 3, 0, 65)  # tiles of 112 and 16 tokens, an expert with a single tile of 80, two without rows
 ROWS, OWNED = 400, 398
 OFFSETS = torch.tensor([0, *COUNTS]).cumsum(0)
@@ -68,8 +67,7 @@ def rows_of(k_in: int, name: str = "fp8_token") -> tuple[torch.Tensor, torch.Ten
 
 def run(x: torch.Tensor, packed: Any, dtype: torch.dtype, offsets: torch.Tensor = OFFSETS, **more: Any) -> torch.Tensor:
     out = torch.full((ROWS, packed.layout.shape[2]), 7.0, dtype=dtype)
-    tile = SCALED if more["x_scale"].shape[1] > 1 else TILE
-    return w4_prefill_gemm(x, packed, offsets, tile_list(offsets, ROWS, tile), out, **more)
+    return w4_prefill_gemm(x, packed, offsets, tile_list(offsets, ROWS, TILE), out, **more)
 
 
 @pytest.mark.parametrize("form", ["fp8_token", "fp8_group128"])
@@ -91,6 +89,23 @@ def test_truth_and_results_of_16_bits(parts: int, n_out: int, k_in: int, form: s
     assert bool((floats[OWNED:] == 7.0).all())
     for dtype in (torch.bfloat16, torch.float16):
         assert torch.equal(run(x, packed, dtype, x_scale=x_scale, activation=activation), floats.to(dtype))
+
+
+def test_scaled_tiles_in_pieces() -> None:
+    """Tiles of every width that is multiplied in pieces: an odd number of them, with an odd number of K blocks."""
+    widths = (96, 112, 128, 144, 160)
+    offsets = torch.tensor([0, *widths]).cumsum(0)
+    values = torch.stack([heavy_tailed(64, 384, seed=5 + e).view(1, 64, 384) for e in range(5)])
+    payload = MxFp4.encode(values)
+    rows = activation_format("fp8_group128").quantize(heavy_tailed(640, 384, seed=3).bfloat16())
+    assert rows.scales is not None
+    meant = rows.codes.float() * rows.scales.repeat_interleave(128, 1)
+    out = torch.empty(640, 64)
+    x_scale = transpose_scales(rows.scales, None)
+    packed = pack_w4a8(payload, None)
+    codes = reorder_codes(rows.codes, REORDERED)
+    w4_prefill_gemm(codes, packed, offsets, tile_list(offsets, 640, TILE), out, x_scale=x_scale)
+    assert relative_error(out, grouped_gemm_reference(meant, payload.decode(), offsets)) < 2e-6
 
 
 @pytest.mark.parametrize("kind", mainly(ACTIVATION_KINDS, ("swiglu_oai", "relu2")))
@@ -190,8 +205,9 @@ def test_tiles_of_another_width_refused() -> None:
     packed, _ = weights_of(1, 64, 256)
     x, x_scale, _ = rows_of(256, "fp8_group128")
     out = torch.empty(ROWS, 64)
+    tiles = tile_list(OFFSETS, ROWS, replace(TILE, block_t=128))
     with raises_with(InputError, 128, 160):
-        w4_prefill_gemm(x, packed, OFFSETS, tile_list(OFFSETS, ROWS, TILE), out, x_scale=x_scale)
+        w4_prefill_gemm(x, packed, OFFSETS, tiles, out, x_scale=x_scale)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -215,10 +231,8 @@ def test_layers_of_large_batches(weighted: bool, dtype: Any, kind: Any, form: An
     x = heavy_tailed(90, 176, seed=3).to(torch.bfloat16 if dtype == "bf16" else torch.float16)
     ids = uneven_ids(90, 2, 5, seed=2)
     ids[0, 0] = -1
-    block_t = large.tiling.block_t(180)
-    # The second product has one K block.
-    assert block_t == ((160,) if form == "fp8_token" else (128, 160))
-    batch = Local(num_experts=5).dispatch(x, Routing(topk_ids=ids, topk_weights=torch.rand(90, 2)), block_t=block_t)[0]
+    batch = Local(num_experts=5).dispatch(x, Routing(topk_ids=ids, topk_weights=torch.rand(90, 2)), block_t=(160,))[0]
+    assert large.tiling.block_t(180) == (160,)
     if weighted:
         batch = replace(batch, input_weights=torch.rand(180) + 0.5)
     stop = int(batch.expert_offsets[-1])
@@ -290,7 +304,7 @@ def test_which_batches_are_large() -> None:
     assert tile(256 * LARGE.four_bits - 1) is None
     scaled = tile(256 * LARGE.four_bits, groups=True)
     assert scaled is not None
-    assert scaled.block_t == 128
+    assert scaled.block_t == 160
     assert tile(256 * LARGE.four_bits, machine=machine_of((9, 0), 132, nvrtc=False)) is None
     assert tile(256 * LARGE.four_bits, machine=machine_of((10, 0), 132)) is None
     problem = replace(first.layout, shape=(256, *first.layout.shape[1:])).problem(8, 8, False)

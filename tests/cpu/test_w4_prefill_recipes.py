@@ -34,6 +34,7 @@ from products import grouped_gemm_reference
 from w4_recipes import RECIPES, Rows
 
 TILE = TileChoice(block_n=256, block_t=160, warps=8, stages=5, group_t=2, programs=2)  # of one cluster
+SPLIT_SCALED = replace(TILE, block_t=112)  # NVFP4 where K blocks of tokens have scales
 COUNTS = (0, 190, 3, 0, 65)  # tiles of 96 and 16 tokens, an expert with a single tile of 80, two without rows
 ROWS, OWNED = 260, 258
 OFFSETS = torch.tensor([0, *COUNTS]).cumsum(0)
@@ -45,7 +46,7 @@ def run(packed: Any, rows: Any, offsets: torch.Tensor, dtype: torch.dtype, **mor
     count = rows.x.shape[0]
     out = torch.full((count, packed.layout.shape[2]), 7.0, dtype=dtype)
     scaled = rows.scale is not None and rows.scale.shape[1] > 1
-    tiles = tile_list(offsets, count, replace(TILE, block_t=128) if scaled else TILE)
+    tiles = tile_list(offsets, count, SPLIT_SCALED if scaled else TILE)
     return w4_prefill_gemm(rows.x, packed, offsets, tiles, out, x_scale=rows.scale, **more)
 
 
@@ -193,6 +194,10 @@ def test_which_batches_are_large() -> None:
         if bits == 16:
             assert not row.layout.of(shape, half=True).in_registers, "float16 tokens"
             assert not row.layout.of((256, 2, 512, 1028)).in_registers, "rows of tokens that are not aligned"
+    split = next(row for row in TABLE["triton_w4a8"] if row.weights == "nvfp4").layout.of(shape)
+    tile = prefill_tile(split.problem(256 * LARGE.four_bits, 8, True), hopper)
+    assert tile is not None
+    assert tile.block_t == 112, "registers for both operands of a weight, and for products of pieces"
     for name in ("bnb4", "gguf"):
         row = next(row for row in TABLE["triton_w4a16"] if row.weights == name)
         assert not row.layout.of(shape).in_registers

@@ -71,6 +71,25 @@ static void meet(Group& group, int members) {
 
 static int own_lane() { return threadIdx.x % 32; }
 static void meet_group(int group) { meet(groups[blockIdx.x][group], 128); }
+
+// Two groups take turns: half of a barrier's threads wait, and the other half arrives.
+struct Turn { int waiting = 0, arrived = 0; u64 round = 0; };
+static Turn turns[BLOCKS][2];
+static void look(Turn& turn) {
+    if (turn.arrived > 128) std::fprintf(stderr, "a turn was passed twice\n"), std::abort();
+    if (turn.waiting == 128 && turn.arrived == 128) turn.waiting = turn.arrived = 0, turn.round++, events++;
+}
+static void wait_turn(int group) {
+    Turn& turn = turns[blockIdx.x][group];
+    u64 round = turn.round;
+    turn.waiting++, look(turn);
+    while (turn.round == round) pause_thread();
+}
+static void pass_turn(int group) {
+    Turn& turn = turns[blockIdx.x][1 - group];
+    turn.arrived++, look(turn);
+}
+
 static bool elected() { return own_lane() == 0; }
 static void __syncwarp() { meet(warps[blockIdx.x][threadIdx.x / 32], 32); }
 
@@ -380,4 +399,7 @@ static void run_cluster(std::function<void()> body) {
         if (idle > 2) std::fprintf(stderr, "all threads wait\n"), std::abort();
     }
     for (u8* each : memory) std::free(each);
+    for (auto& block : turns)
+        for (Turn& turn : block)
+            if (turn.arrived) std::fprintf(stderr, "a turn was not taken\n"), std::abort();
 }

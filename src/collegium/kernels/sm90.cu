@@ -103,6 +103,10 @@ __device__ __forceinline__ void meet_group(int group) {
     asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
 }
 
+// Two groups take turns: each waits until the other one has passed the turn to it, which all of its threads do.
+__device__ __forceinline__ void wait_turn(int group) { asm volatile("bar.sync %0, 256;" ::"r"(group + 3) : "memory"); }
+__device__ __forceinline__ void pass_turn(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(4 - group) : "memory"); }
+
 __device__ __forceinline__ void arrive_at(u32 rank, Barrier* b) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(in(rank, b)) : "memory");
 }

@@ -12,6 +12,7 @@
 // PROJECTIONS, k_blocks, WORDS, n_out] words, both as (within eight rows, part, eight rows) for gate and up to
 // alternate.
 
+constexpr bool SPLIT = false;                // no weight is the sum of two operands
 constexpr bool INTEGERS = WEIGHT == 4;        // INT4_LANES of kernels/enums.py, otherwise E2M1_LANES
 constexpr bool E4M3_SCALES = SCALE == 3;      // of NVFP4's groups of 16
 constexpr bool SCALE_PAIRS = SCALE == 5;      // two bfloat16 in a word

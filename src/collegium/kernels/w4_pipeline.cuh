@@ -5,10 +5,14 @@ constexpr int WARPS = 4 * GROUPS;
 constexpr int ROW_TILES = 2;        // of a group: 64 weight rows each, with separate operands and sums
 constexpr int BLOCK_TILES = GROUPS * ROW_TILES;
 constexpr int BLOCK_ROWS = BLOCK_TILES * ROW_TILE;
-constexpr int MAX_TOKENS = X_GROUPS ? 128 : 160;  // of a tile
+#ifndef TURNS
+#define TURNS 1
+#endif
+constexpr int MAX_TOKENS = X_GROUPS && SPLIT ? 112 : 160;  // of a tile
 constexpr int MAX_TOKENS_OF_TWO = 80;  // of a tile whose products of two row tiles fit in registers next to the sums
 constexpr int TOKEN_STEP = 16;      // widths of tiles are its multiples
 constexpr int WIDTHS = MAX_TOKENS / TOKEN_STEP;
+constexpr int OF_LANE = (MAX_TOKENS + 31) / 32;  // tokens of a tile, of a lane that loads their scales
 constexpr int BOX_COLUMNS = OPERAND ? 64 : 128;  // of tokens, 128 bytes
 constexpr int BOXES = K_BLOCK / BOX_COLUMNS;     // of tokens in a stage, one after the other
 constexpr int BOX_BYTES = MAX_TOKENS * 128;
@@ -41,11 +45,11 @@ __device__ __forceinline__ int width_of(const Tile& t) { return t.count_and_widt
 
 // What the epilogue multiplies and adds: of each weight row of the block and of each token, where they have it.
 constexpr bool X_SCALED = OPERAND == 0;
-struct Factors { float row_scale[BLOCK_ROWS], bias[BLOCK_ROWS], x_scale[MAX_TOKENS]; };
+struct Factors { float row_scale[BLOCK_ROWS], bias[BLOCK_ROWS], x_scale[32 * OF_LANE]; };
 
 struct Shared {
     u8 stage[STAGES][STAGE_BYTES];
-    alignas(16) float x_scale[X_GROUPS ? STAGES : 1][X_GROUPS ? MAX_TOKENS : 4];
+    alignas(16) float x_scale[X_GROUPS ? STAGES : 1][X_GROUPS ? 32 * OF_LANE : 4];
     alignas(16) u8 out[GROUPS][OUT_TOKENS * OUT_PITCH];
     alignas(16) Factors factors[2];
     Tile tile[RING];
@@ -167,7 +171,7 @@ __device__ __forceinline__ void load_factors(Shared& s, u32 rank, const Paramete
         if (tokens_of(t) == 0) break;
         Factors& f = s.factors[side];
         int first = (2 * t.column + rank) * BLOCK_ROWS;
-        float scale[BLOCK_ROWS / 32], of_token[MAX_TOKENS / 32];
+        float scale[BLOCK_ROWS / 32], of_token[OF_LANE];
         if (!RUNNING_UNIT) {
 #pragma unroll
             for (int i = 0; i < BLOCK_ROWS / 32; i++)
@@ -175,7 +179,7 @@ __device__ __forceinline__ void load_factors(Shared& s, u32 rank, const Paramete
         }
         if (X_SCALED) {
 #pragma unroll
-            for (int i = 0; i < MAX_TOKENS / 32; i++)
+            for (int i = 0; i < OF_LANE; i++)
                 of_token[i] = X_GROUPS ? 1.0f : __ldg(p.x_scale + t.row + min(32 * i + lane, tokens_of(t) - 1));
         }
         wait_at_most(&s.factors_empty[side], turn / 2 % 2 ^ 1);
@@ -185,7 +189,7 @@ __device__ __forceinline__ void load_factors(Shared& s, u32 rank, const Paramete
         }
         if (X_SCALED) {
 #pragma unroll
-            for (int i = 0; i < MAX_TOKENS / 32; i++) f.x_scale[32 * i + lane] = of_token[i];
+            for (int i = 0; i < OF_LANE; i++) f.x_scale[32 * i + lane] = of_token[i];
         }
         if (BIAS) {
 #pragma unroll 2
@@ -207,7 +211,7 @@ __device__ __forceinline__ int scale_place(int token) {
 
 // Loads the scales of tokens of each K block of tile after tile, some blocks ahead. One warp.
 __device__ __forceinline__ void load_token_scales(Shared& s, const Parameters& p, const Sizes& z) {
-    constexpr int AHEAD = 2, OF_LANE = MAX_TOKENS / 32;
+    constexpr int AHEAD = 2;
     int lane = threadIdx.x % 32;
     Cursor c{0, 0};
 #pragma unroll 1
@@ -283,57 +287,100 @@ template <int N> __device__ __forceinline__ void multiply_pass(
     commit_products();
 }
 
-// d = the product of a row tile and N tokens of one K block.
-template <int N> __device__ __forceinline__ void multiply_block(
-    float (&d)[N / 2], u32 (&a)[4 * PRODUCTS], const u8* stage, const Reader& r, int row_tile
+// acc += d, each token with its scale, for W tokens from FIRST on; scales: of this thread's tokens, as scale_place orders
+// them.
+template <int FIRST, int N, int W> __device__ __forceinline__ void add_scaled(
+    float (&acc)[N / 2], const float (&d)[W / 2], const float* scales
 ) {
+    float of_token[W / 8][2];
 #pragma unroll
-    for (int pass = 0; pass < PASSES; pass++) {
-        Codes codes = load_codes(stage, r, row_tile + ROW_TILES * pass);
-        if (pass) await_products<0>();
-        decode(codes, pass, r.selector, r.sixteen, a);
-        multiply_pass<N>(d, a, stage, pass, pass > 0);
-    }
-}
-
-// acc += d, each token with its scale. scales: of this thread's tokens, as scale_place orders them.
-template <int N> __device__ __forceinline__ void add_scaled(float (&acc)[N / 2], const float (&d)[N / 2], const float* scales) {
-#pragma unroll
-    for (int j = 0; j < N / 16; j++) {
-        float4 scale = *(const float4*)(scales + 16 * j);
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            acc[8 * j + 2 * h] = fmaf(d[8 * j + 2 * h], scale.x, acc[8 * j + 2 * h]);
-            acc[8 * j + 2 * h + 1] = fmaf(d[8 * j + 2 * h + 1], scale.y, acc[8 * j + 2 * h + 1]);
-            acc[8 * j + 4 + 2 * h] = fmaf(d[8 * j + 4 + 2 * h], scale.z, acc[8 * j + 4 + 2 * h]);
-            acc[8 * j + 5 + 2 * h] = fmaf(d[8 * j + 5 + 2 * h], scale.w, acc[8 * j + 5 + 2 * h]);
+    for (int j = 0; j < W / 8; j++) {
+        const int eights = FIRST / 8 + j, second = eights % 2;
+        if (second == 0 && j + 1 < W / 8) {  // four tokens at once
+            float4 four = *(const float4*)(scales + 8 * eights);
+            of_token[j][0] = four.x, of_token[j][1] = four.y, of_token[j + 1][0] = four.z, of_token[j + 1][1] = four.w;
+        } else if (second == 0 || j == 0) {
+            float2 two = *(const float2*)(scales + 8 * eights - 6 * second);
+            of_token[j][0] = two.x, of_token[j][1] = two.y;
         }
     }
+#pragma unroll
+    for (int i = 0; i < W / 2; i++) acc[FIRST / 2 + i] = fmaf(d[i], of_token[i / 4][i % 2], acc[FIRST / 2 + i]);
 }
 
-// One K block where tokens have a scale for each: its products are added to the sums when they are complete. Registers of
-// wide tiles hold one product and one operand, so a group decodes and adds while the other one multiplies.
+// One K block where tokens have a scale for each, with few tokens: registers have room for the operands and the products
+// of both row tiles, and one is decoded while the other is multiplied.
 template <int N> __device__ __forceinline__ void add_scaled_block(
     const u8* stage, const float* scales, const Reader& r, float (&acc)[ROW_TILES][N / 2]
 ) {
-    u32 a[4 * PRODUCTS];
-    float d[N / 2];
-    multiply_block<N>(d, a, stage, r, 0);
-    if constexpr (N <= MAX_TOKENS_OF_TWO) {
-        u32 b[4 * PRODUCTS];
-        float e[N / 2];
-        multiply_block<N>(e, b, stage, r, 1);
-        await_products<1>();
-        add_scaled<N>(acc[0], d, scales);
-        await_products<0>();
-        add_scaled<N>(acc[1], e, scales);
-    } else {
-        await_products<0>();
-        add_scaled<N>(acc[0], d, scales);
-        multiply_block<N>(d, a, stage, r, 1);
-        await_products<0>();
-        add_scaled<N>(acc[1], d, scales);
+    u32 a[ROW_TILES][4 * PRODUCTS];
+    float d[ROW_TILES][N / 2];
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; m++) {
+        decode(load_codes(stage, r, m), 0, r.selector, r.sixteen, a[m]);
+        multiply_pass<N>(d[m], a[m], stage, 0, false);
     }
+    await_products<1>();
+    add_scaled<0, N, N>(acc[0], d[0], scales);
+    await_products<0>();
+    add_scaled<0, N, N>(acc[1], d[1], scales);
+}
+
+// Otherwise a tile of N tokens is multiplied in pieces of so many: registers have room for the sums, one row tile's
+// operands and the products of two pieces, of which one is added while the other is multiplied.
+constexpr int piece_of(int tokens) {
+    int most = tokens > 144 ? 32 : tokens > 128 ? 48 : tokens > 112 ? 32 : tokens > 96 || !SPLIT ? 64 : 48;
+    int pieces = (tokens + most - 1) / most;
+    while (tokens % (8 * pieces)) pieces++;
+    return tokens / pieces;
+}
+
+using Operands = u32[PASSES][4 * PRODUCTS];
+
+// d = the product of a row tile and W tokens from FIRST on.
+template <int FIRST, int W> __device__ __forceinline__ void multiply_piece(
+    float (&d)[W / 2], const Operands& a, const u8* stage
+) {
+    begin_products();
+#pragma unroll
+    for (int i = 0; i < PASSES * PRODUCTS; i++) {
+        int k = i % PRODUCTS;
+        const u32(&o)[4 * PRODUCTS] = a[i / PRODUCTS];
+        multiply_registers(d, o[4 * k], o[4 * k + 1], o[4 * k + 2], o[4 * k + 3], stage + FIRST * 128, k, i > 0);
+    }
+    commit_products();
+}
+
+// Adds the pieces from FIRST on, of which d has the first one; e is free.
+template <int FIRST, int N> __device__ __forceinline__ void add_pieces(
+    float (&acc)[N / 2], float (&d)[piece_of(N) / 2], float (&e)[piece_of(N) / 2], const Operands& a, const u8* stage,
+    const float* scales, int group
+) {
+    constexpr int NEXT = FIRST + piece_of(N), PIECE = piece_of(N);
+    if constexpr (NEXT < N) multiply_piece<NEXT, PIECE>(e, a, stage);
+    constexpr bool LAST = NEXT < N ? NEXT + PIECE == N : FIRST == 0;  // was just multiplied
+    if (TURNS == 1 && LAST) pass_turn(group);
+    await_products<(NEXT < N)>();
+    if (TURNS == 2 && LAST) pass_turn(group);
+    add_scaled<FIRST, N, PIECE>(acc, d, scales);
+    if constexpr (NEXT < N) add_pieces<NEXT, N>(acc, e, d, a, stage, scales, group);
+}
+
+// Adds a row tile's product. The groups take turns to multiply: one decodes and adds while the tensor core has the
+// other's products. Without turns both do so at the same time, since both wait for the same stage.
+template <int N> __device__ __forceinline__ void add_scaled_tile(
+    const u8* stage, const float* scales, const Reader& r, int row_tile, float (&acc)[N / 2]
+) {
+    constexpr int PIECE = piece_of(N);
+    int group = threadIdx.x / 128;
+    Operands a;
+    float d[PIECE / 2], e[PIECE / 2];
+#pragma unroll
+    for (int pass = 0; pass < PASSES; pass++)
+        decode(load_codes(stage, r, row_tile), pass, r.selector, r.sixteen, a[pass]);
+    if (TURNS) wait_turn(group);
+    multiply_piece<0, PIECE>(d, a, stage);
+    add_pieces<0, N>(acc, d, e, a, stage, scales, group);
 }
 
 // Sums of all K blocks where tokens have a scale for each.
@@ -343,7 +390,14 @@ template <int N> __device__ __forceinline__ void sum_scaled_blocks(
 #pragma unroll 1
     for (int block = 0; block < k_blocks; block++, next(c)) {
         wait_at_most(&s.full[c.stage], c.parity);
-        add_scaled_block<N>(s.stage[c.stage], s.x_scale[c.stage] + threadIdx.x % 4 * 4, r, acc);
+        const u8* stage = s.stage[c.stage];
+        const float* scales = s.x_scale[c.stage] + threadIdx.x % 4 * 4;
+        if constexpr (!SPLIT && N <= MAX_TOKENS_OF_TWO) {
+            add_scaled_block<N>(stage, scales, r, acc);
+        } else {
+#pragma unroll
+            for (int m = 0; m < ROW_TILES; m++) add_scaled_tile<N>(stage, scales, r, m, acc[m]);
+        }
         __syncwarp();
         if (r.releases) arrive_at_both(r.peer, &s.empty[c.stage]);
     }

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError
-from ...kernels.enums import FAST_MATH
+from ...kernels.enums import E2M1_E4M3, FAST_MATH
 from ...runtime.nvrtc import Boxes, CudaKernel, Elements, start
 from ...types import ActivationSpec
 from . import prefill
 from .grouped import TileList, activation_bounds, activation_kind
 from .layout import Lanes, Layout, Words
 from .matrix import PackedMatrix
-from .tiles.choice import FOUR_BIT_TOKENS, FOUR_BIT_TOKENS_SCALED
+from .tiles.choice import FOUR_BIT_TOKENS, FOUR_BIT_TOKENS_SPLIT
 
 __all__ = ["KERNEL", "parts_of", "source_of", "w4_prefill_gemm"]
 
@@ -69,17 +69,17 @@ def w4_prefill_gemm(
             f"w4_prefill_gemm: x is {tuple(x.shape)} with strides {x.stride()} at {x.data_ptr():#x}; these weights "
             f"need dense rows [rows, {layout.x_columns}] at multiples of 16 bytes; use grouped_gemm"
         )
-    width = _max_width(x_scale is not None and x_scale.shape[1] > 1)
+    constants = _constants(x.dtype, packed, tiles, out, x_scale, activation)
+    width = _max_width(constants)
     if tiles.tile.block_t != width:
         # The kernel spreads the tokens of an expert over its tiles by their number.
         raise InputError(
-            f"w4_prefill_gemm: tiles of {tiles.tile.block_t} tokens; allowed with these scales of tokens: {width}; "
+            f"w4_prefill_gemm: tiles of {tiles.tile.block_t} tokens; allowed with these weights and scales: {width}; "
             "list the tiles with that block_t"
         )
     values, scale, row_scale, bias = packed.pointers
     inputs = (x, values, scale, tiles.used[1:], x_scale, row_scale, bias)
     lists = (expert_offsets, tiles.expert, tiles.row, tiles.used)
-    constants = _constants(x.dtype, packed, tiles, out, x_scale, activation)
     counts = (layout.shape[2], _row_tiles(layout), layout.k_blocks, tiles.tile.group_t)
     sizes = _Sizes(*counts, 16, x_scale.stride(1) if x_scale is not None else 0, *activation_bounds(activation))
     # The kernel takes the tensor maps, the counters, then Parameters, Out, Lists and Sizes.
@@ -88,7 +88,7 @@ def w4_prefill_gemm(
         constants,
         (tiles.tile.programs, _THREADS),
         (*inputs, out, tiles.row_offsets, *lists),
-        (*_maps(x, layout, _max_width(constants["X_GROUPS"])), 1, 3, 2, 4, sizes),
+        (*_maps(x, layout, width), 1, 3, 2, 4, sizes),
     )
     return out
 
@@ -105,7 +105,7 @@ def source_of(constants: Mapping[str, int]) -> str:
     names = parts_of(constants["OPERAND"])
     instructions, *parts = ((folder / name).read_text(encoding="utf-8") for name in names)
     product = prefill.product_of(constants["OPERAND"])
-    products = _products(constants["OPERAND"], _max_width(constants["X_GROUPS"]))
+    products = _products(constants["OPERAND"], _max_width(constants))
     return instructions.replace("{ MULTIPLY }", product) + products + "".join(parts)
 
 
@@ -119,9 +119,10 @@ class _Sizes(ctypes.Structure):
     )
 
 
-def _max_width(x_groups: bool) -> int:
-    """Return the tokens of the widest tile. x_groups: whether each K block of a token has a scale."""
-    return FOUR_BIT_TOKENS_SCALED if x_groups else FOUR_BIT_TOKENS
+def _max_width(constants: Mapping[str, int]) -> int:
+    """Return the tokens of the widest tile."""
+    split_scaled = constants["X_GROUPS"] and constants["WEIGHT"] == E2M1_E4M3
+    return FOUR_BIT_TOKENS_SPLIT if split_scaled else FOUR_BIT_TOKENS
 
 
 def _products(operand: int, max_width: int) -> str:
@@ -129,7 +130,7 @@ def _products(operand: int, max_width: int) -> str:
 
     tokens: rows of 128 bytes, swizzled. k: which 32 of them. added: whether to add the product to d.
     """
-    widths = range(_TOKEN_STEP, max_width + 1, _TOKEN_STEP)
+    widths = range(8, max_width + 1, 8)  # those of tiles, and of pieces of tiles
     return "\n" + "\n".join(_product(operand, width) for width in widths) + "\n"
 
 

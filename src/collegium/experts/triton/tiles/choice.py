@@ -12,7 +12,7 @@ from .score import score
 
 __all__ = [
     "FOUR_BIT_TOKENS",
-    "FOUR_BIT_TOKENS_SCALED",
+    "FOUR_BIT_TOKENS_SPLIT",
     "LARGE_BLOCK_N",
     "choose",
     "dequantize_threshold",
@@ -23,7 +23,7 @@ __all__ = [
 
 LARGE_BLOCK_N = 128  # weight rows of an operand of a large batch's tile, which has two
 FOUR_BIT_TOKENS = 160  # of the widest tile of four-bit weights in a large batch
-FOUR_BIT_TOKENS_SCALED = 128  # the same where each K block of a token has a scale
+FOUR_BIT_TOKENS_SPLIT = 112  # the same of sums of two operands, where each K block of a token has a scale
 _FOUR_BIT_ROWS = 256  # weight rows of a block of threads there
 _MIN_K = DEQUANTIZE.min_k
 _LARGE_GROUP_T = 8  # token tiles of one expert in a large batch that share a pass over its weights
@@ -61,10 +61,11 @@ def prefill_tile(problem: TileProblem, machine: Machine, *, always: bool = False
     if problem.in_registers:
         if not always and problem.rows < large_from(problem, machine) * problem.experts:
             return None
+        # A single K block needs one scale of a token, as rows with one scale do.
+        scaled = problem.promoted and problem.k_in > problem.block_k
         return TileChoice(
             block_n=_FOUR_BIT_ROWS,
-            # A single K block needs one scale of a token, as rows with one scale do.
-            block_t=FOUR_BIT_TOKENS_SCALED if problem.promoted and problem.k_in > problem.block_k else FOUR_BIT_TOKENS,
+            block_t=FOUR_BIT_TOKENS_SPLIT if scaled and problem.operands > 1 else FOUR_BIT_TOKENS,
             warps=8,
             stages=5,
             group_t=_LARGE_GROUP_T,
