@@ -24,7 +24,12 @@ if TYPE_CHECKING:
     from .encoding import encode_experts as encode_experts, expert_weights as expert_weights
     from .errors import *  # noqa: F403 -- every error is public
     from .formats import FORMATS as FORMATS
-    from .functional import MoEOptions as MoEOptions, moe as moe, moe_batched as moe_batched
+    from .functional import (
+        MoEOptions as MoEOptions,
+        moe as moe,
+        moe_batched as moe_batched,
+        moe_plan as moe_plan,
+    )
     from .integrations.transformers import load_model as load_model
     from .layer import MoELayer as MoELayer
     from .layer_builder import LayerBuilder as LayerBuilder
@@ -84,7 +89,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "UnknownTensorError",
     ),
     "formats": ("FORMATS",),
-    "functional": ("MoEOptions", "moe", "moe_batched"),
+    "functional": ("MoEOptions", "moe", "moe_batched", "moe_plan"),
     "integrations.transformers": ("load_model",),
     "layer": ("MoELayer",),
     "layer_builder": ("LayerBuilder",),

@@ -1,5 +1,7 @@
 """moe() and moe_batched(): run experts once, on plain tensors, on raw codes with scales, or on payloads.
 
+``moe_plan`` returns the plan of a call of ``moe`` without running it.
+
 Shape letters: T tokens, K experts per token, E local experts, M rows of room for each, G experts of all ranks, P parts
 (2: gate and up; 1), I intermediate size, H hidden size.
 """
@@ -15,14 +17,14 @@ from .formats.from_scales import payload_from_scales
 from .formats.payload import Payload
 from .formats.unquantised import FLOAT_FORMATS, as_stored
 from .layer import MoELayer
-from .planning import plan
+from .planning import Plan, plan
 from .problem import Limits, Overrides, Problem
 from .runtime.devices import probe
 from .runtime.packed_module import check_tensors, refuse_gradient
 from .stages.given_scales import GivenScales, Scale, given_scales
 from .types import ActivationSpec, ExpertWeights, MoESpec, Routing, RoutingSpec
 
-__all__ = ["MoEOptions", "moe", "moe_batched"]
+__all__ = ["MoEOptions", "moe", "moe_batched", "moe_plan"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +97,31 @@ def moe(
     return layer.run_quantized(given.codes, given.scale, routing, middle_scale=given.middle_scale, out=out)
 
 
+def moe_plan(
+    x: Tensor,
+    gate_up: Payload | Tensor,
+    down: Payload | Tensor,
+    topk_ids: Tensor,
+    *,
+    activation: ActivationSpec | None = None,
+    biases: tuple[Tensor, Tensor] | None = None,
+    options: MoEOptions | None = None,
+) -> Plan:
+    """Return the plan that ``moe`` runs for the same arguments: kernel, formats, memory, and why not others.
+
+    Nothing is packed or computed. Raises the errors of ``moe`` for weights, x, ids, scales and overrides.
+    """
+    options = options or MoEOptions()
+    _check_types("moe", x=x, gate_up=gate_up, down=down, topk_ids=topk_ids)
+    _check("moe", x, 2)
+    _check_ids(x, topk_ids, "topk_ids")
+    activation = activation or ActivationSpec()
+    matrices = _payloads(gate_up, down, 2 if activation.gated else 1, options)
+    _local_ids(topk_ids, matrices[0].shape[0], options)
+    _output(x, options)
+    return _plan_of(x, matrices, activation, options, biased=biases is not None, top_k=topk_ids.shape[1])[0]
+
+
 def moe_batched(
     x: Tensor,
     gate_up: Payload | Tensor,
@@ -140,9 +167,32 @@ def _layer_of(
 ) -> tuple[MoELayer, GivenScales]:
     """Return a layer for one call, and what it is called with. top_k: number of ids for each row of x."""
     gate_up, down = matrices
-    experts, parts, intermediate, hidden = gate_up.shape
+    experts, parts, intermediate, _ = gate_up.shape
     gate_up_bias, down_bias = biases or (None, None)
     refuse_gradient(gate_up_bias=gate_up_bias, down_bias=down_bias)
+    layer_plan, given = _plan_of(x, matrices, activation, options, biased=biases is not None, top_k=top_k)
+    weights = ExpertWeights(
+        gate_up=gate_up,
+        down=down,
+        gate_up_bias=None if biases is None else _gate_up_bias(biases[0], (experts, parts, intermediate)),
+        down_bias=None if biases is None else biases[1],
+        input_reach=given.reach,
+    )
+    return MoELayer(weights, layer_plan), given
+
+
+def _plan_of(
+    x: Tensor,
+    matrices: tuple[Payload, Payload],
+    activation: ActivationSpec,
+    options: MoEOptions,
+    *,
+    biased: bool,
+    top_k: int,
+) -> tuple[Plan, GivenScales]:
+    """Return the plan of one call, and what its layer is called with."""
+    gate_up, down = matrices
+    experts, _, intermediate, hidden = gate_up.shape
     given = given_scales(
         x,
         options.a1_scale,
@@ -158,17 +208,9 @@ def _layer_of(
         activation=activation,
         weight_format=gate_up.name,
         down_format=None if down.name == gate_up.name else down.name,
-        expert_bias=biases is not None,
+        expert_bias=biased,
     )
-    weights = ExpertWeights(
-        gate_up=gate_up,
-        down=down,
-        gate_up_bias=None if biases is None else _gate_up_bias(biases[0], (experts, parts, intermediate)),
-        down_bias=None if biases is None else biases[1],
-        input_reach=given.reach,
-    )
-    layer = MoELayer(weights, plan(_problem(x, top_k, spec, given.activation_format, options), options.overrides))
-    return layer, given
+    return plan(_problem(x, top_k, spec, given.activation_format, options), options.overrides), given
 
 
 def _problem(x: Tensor, top_k: int, spec: MoESpec, format_name: str | None, options: MoEOptions) -> Problem:
@@ -211,9 +253,13 @@ def _check(caller: str, x: Tensor, dimensions: int) -> None:
 
 def _check_routing(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
     for name, tensor in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
-        if tensor.dim() != 2 or tensor.shape[0] != x.shape[0] or tensor.shape[1] < 1:
-            raise InputError(f"moe: {name} is {tuple(tensor.shape)}; allowed: [{x.shape[0]}, K], one row for each of x")
+        _check_ids(x, tensor, name)
     refuse_gradient(topk_weights=topk_weights)
+
+
+def _check_ids(x: Tensor, ids: Tensor, name: str) -> None:
+    if ids.dim() != 2 or ids.shape[0] != x.shape[0] or ids.shape[1] < 1:
+        raise InputError(f"moe: {name} is {tuple(ids.shape)}; allowed: [{x.shape[0]}, K], one row for each of x")
 
 
 def _local_ids(topk_ids: Tensor, experts: int, options: MoEOptions) -> Tensor:
@@ -287,6 +333,13 @@ def _with_scales(
         raise InputError(
             f"moe: {name} is {found} and {argument}_scale is {'missing' if scale is None else 'passed'}; scales belong "
             "to raw codes, float8_e4m3fn or uint8; a payload contains its scales"
+        )
+    if global_scale is not None or options.block_shape is not None:
+        found = "a payload" if isinstance(weight, Payload) else f"{weight.dtype}"
+        unread = f"{argument}_global_scale" if global_scale is not None else f"block_shape {options.block_shape}"
+        raise InputError(
+            f"moe: {name} is {found} and {unread} was passed; allowed: with raw codes and their scales alone. Leave it "
+            "out"
         )
     return weight
 

@@ -6,7 +6,7 @@ A pure function: it reads no device and allocates nothing, so a laptop can plan 
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -72,7 +72,8 @@ class Plan:
     ranks during which it runs, of ``parallel.EXCHANGES``; empty: none. overrides: what the caller forced.
     ranges_from_packing: the token ranges are not those that ``plan`` returned; see ``with_token_ranges``.
     caller_modules: pairs of gate, shared_experts or routed_input_transform and the name of the caller's function for
-    it; set by the layer. adapters: see ``with_adapters``.
+    it; set by the layer, as are caller_functions, the same for choose and after_expert, and checked. adapters: see
+    ``with_adapters``.
     """
 
     problem: Problem
@@ -95,6 +96,8 @@ class Plan:
     ranges_from_packing: bool = False
     adapters: AdapterSizes | None = None
     caller_modules: tuple[tuple[str, str], ...] = ()
+    caller_functions: tuple[tuple[str, str], ...] = field(default=(), compare=False)
+    checked: bool = field(default=False, compare=False)
 
     @property
     def routed_problem(self) -> Problem:
@@ -211,15 +214,18 @@ class Plan:
         ]
         if spec.shared is not None or "shared_experts" in dict(self.caller_modules):
             lines.append(f"shared     {self._shared_text()}")
-        if self.caller_modules:
-            modules = ", ".join(f"{name} {function}" for name, function in self.caller_modules)
-            lines.append(f"modules    {modules}, of the caller")
+        functions = (*self.caller_modules, *self.caller_functions)
+        if functions:
+            names = ", ".join(f"{name} {function}" for name, function in functions)
+            lines.append(f"modules    {names}, of the caller")
         lines += [f"batches    {self.batches()}", f"dispatch   {self._dispatch_text()}"]
         if self.microbatches > 1:
             lines += [
                 "halves     every batch runs as 2 halves: one travels while the experts run the other",
                 "warning    halves were forced with allow_slow; no measured case was faster than whole batches",
             ]
+        if self.checked:
+            lines.append("checked    every call checks ids, logits and weights, and waits for the device once")
         if compared is not None:
             lines.append(f"inputs     {compared}")
         if self.adapters is not None:
@@ -229,8 +235,11 @@ class Plan:
             f"bytes      {self.expert_bytes:,} per expert, {self.weight_bytes:,} per layer, "
             f"workspace up to {self.workspace_bytes:,} for {self.problem.limits.max_tokens:,} tokens",
             *([f"paging     {self._paging_text()}"] if self.paging is not None else []),
-            f"graph      a CUDA graph {'can' if self.capturable else 'cannot'} capture the layer",
+            f"graph      a CUDA graph {'can' if self.capturable else 'cannot'} capture the layer"
+            + (", as graph=True requires" if self.problem.graph else ""),
         ]
+        if forced := self._forced_text():
+            lines.append(f"forced     {forced}")
         printed = {
             "kernel": True,
             "dispatcher": placement is not None,
@@ -251,6 +260,22 @@ class Plan:
             tiles = f", {token_range.tiles}" if token_range.tiles else ""
             texts.append(f"{count}: {token_range.pipeline} ({descriptions[token_range.pipeline]}{tiles})")
         return "; ".join(texts) + (" (changed by packing)" if self.ranges_from_packing else "")
+
+    def _forced_text(self) -> str:
+        """Return every override that differs from its default, by name, and which of them change nothing here."""
+        defaults, spec = Overrides(), self.problem.spec
+        unused = {
+            "shared": spec.shared is None and "shared_experts" not in dict(self.caller_modules),
+            "allow_slow": self.microbatches == 1,
+        }
+        texts: list[str] = []
+        for option in fields(Overrides):
+            value = getattr(self.overrides, option.name)
+            if value != getattr(defaults, option.name):
+                texts.append(
+                    f"{option.name}={value!r}" + (" (changes nothing here)" if unused.get(option.name) else "")
+                )
+        return ", ".join(texts)
 
     def _kernel_text(self) -> str:
         text = _product_kernels(self.kernel, self.problem.routed)
@@ -336,6 +361,9 @@ class Plan:
             text += f"; between ranks: {self.wire_format}"
         if not self.output_is_reduced:
             text += "; the output is not reduced: the caller adds the parts of all ranks"
+        rank_tokens = self.problem.limits.rank_tokens
+        if rank_tokens is not None and not dispatcher_named(self.dispatcher).fixed_messages:
+            text += f"; rank_tokens={rank_tokens:,} limits all_to_all_fixed alone"
         return text
 
     def to_json(self) -> dict[str, object]:
@@ -386,6 +414,8 @@ def _layer_text(spec: MoESpec) -> str:
         text += f" limit {spec.activation.limit:g}"
     if spec.activation.fast:
         text += " with fast math"
+    if spec.routing.weight_on_input:
+        text += ", router weight on the input"
     rounding = spec.routing.round_logits
     if rounding:
         text += f", router logits rounded to {'the input dtype' if rounding is True else rounding}"

@@ -72,6 +72,7 @@ PUBLIC = {
     "slice_shared",
     "moe",
     "moe_batched",
+    "moe_plan",
     "plan",
     "probe",
     "warm_up",

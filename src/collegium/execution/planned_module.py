@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from ..runtime.memory import Memory, Workspaces
 from ..runtime.packed_module import PackedModule
 from ..stages.call import Call
 from ..stages.latent import Latent
-from ..stages.modules import InputTransform, SharedModule
+from ..stages.modules import InputTransform, SharedModule, name_of
 from ..stages.router import Choose, Router
 from ..stages.shared import SharedExpert
 from ..types import MoESpec, RouterModule, RouterWeights
@@ -72,7 +72,7 @@ class PlannedModule(PackedModule):
         compare_with_ranks(plan, self._compared_parts(), checked=self.checked)
         context = build_context(plan, self.experts, self._device, self.after_expert)
         self.__dict__.update(
-            plan=context.plan,
+            plan=self._with_options(context.plan),
             spec=context.plan.problem.spec,
             dispatcher=context.dispatcher,
             workspaces=context.workspaces(),
@@ -82,6 +82,12 @@ class PlannedModule(PackedModule):
         self._renew_executor()
         if plan.groups:
             _LOG.info("MoE layer with kernel %s: %s", plan.kernel, plan.problem.placement)
+
+    def _with_options(self, plan: Plan) -> Plan:
+        """Return ``plan`` with the options of the layer that it prints and does not decide."""
+        functions = {"choose": self.choose, "after_expert": self.after_expert}
+        names = tuple((name, name_of(function)) for name, function in functions.items() if function is not None)
+        return replace(plan, caller_functions=names, checked=self.checked)
 
     def _compared_parts(self) -> LayerParts:
         """Return what ranks compare when they build the layer."""
@@ -127,6 +133,7 @@ class PlannedModule(PackedModule):
         if built and name == "checked":
             self.__dict__["_input_check"] = self._context.input_check(checked=self.checked)
         if built:
+            self.__dict__["plan"] = self._with_options(self.plan)
             self._renew_executor()
 
     @property

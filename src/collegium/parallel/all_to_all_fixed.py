@@ -201,6 +201,7 @@ class AllToAllFixedKind(ExpertParallelKind):
 
     name = "all_to_all_fixed"
     capturable = True
+    fixed_messages = True
     no_half_batches = "the size of its messages is fixed, so two halves would exchange twice as many bytes"
 
     def wire_format(self, problem: Problem) -> str:

@@ -141,7 +141,7 @@ class DispatcherKind(Protocol):
     have fewer of them. symmetric: builds a ``SymmetricDispatcher``. partial_sums: returns this rank's part of each sum,
     which the caller adds up, so no wrapper is put around it. overlaps: the exchange during which other work can run, of
     ``EXCHANGES``; empty: none. no_half_batches: why two halves of a batch cannot be in exchange at the same time; empty
-    if they can.
+    if they can. fixed_messages: the size of messages between ranks is fixed by ``Limits.rank_tokens``.
     """
 
     name: str
@@ -151,6 +151,7 @@ class DispatcherKind(Protocol):
     partial_sums: bool
     overlaps: str
     no_half_batches: str
+    fixed_messages: bool = False
 
     def refuse(self, problem: Problem, *, requested: bool) -> str | None:
         """Return why it cannot serve ``problem``, or None. requested: whether the user chose it by name."""

@@ -89,6 +89,7 @@ class DispatchWrapperKind:
         self.symmetric = inner.symmetric
         self.overlaps = inner.overlaps
         self.no_half_batches = inner.no_half_batches
+        self.fixed_messages = inner.fixed_messages
 
     def inner_problem(self, problem: Problem) -> Problem:
         """Return the smaller problem that ``inner`` solves."""

@@ -158,6 +158,7 @@ class ExpertParallelKind:
     partial_sums = False
     overlaps = "return"
     no_half_batches = ""
+    fixed_messages = False
 
     def refuse(self, problem: Problem, *, requested: bool) -> str | None:
         """Refuse what ``refuse_split`` refuses."""

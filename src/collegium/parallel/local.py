@@ -121,6 +121,7 @@ class LocalKind:
     partial_sums = False
     overlaps = ""
     no_half_batches = "tokens stay on their rank"
+    fixed_messages = False
 
     def refuse(self, problem: Problem, *, requested: bool) -> str | None:
         """Refuse placements that leave experts, or slices of experts, to other ranks."""

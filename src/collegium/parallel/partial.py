@@ -97,6 +97,7 @@ class PartialKind:
     partial_sums = True
     overlaps = ""
     no_half_batches = "tokens stay on their rank"
+    fixed_messages = False
 
     def refuse(self, problem: Problem, *, requested: bool) -> str | None:
         """Refuse ranks without experts, operations that apply to the whole sum, and plans that did not request it."""

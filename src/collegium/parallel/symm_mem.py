@@ -306,6 +306,7 @@ class SymmMemKind:
     symmetric = True
     overlaps = "dispatch"
     no_half_batches = "kernels of two halves would wait for each other's ranks while they occupy the GPU"
+    fixed_messages = False
     partial_sums = False
 
     def refuse(self, problem: Problem, *, requested: bool) -> str | None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from ..runtime.memory import Memory
 
-__all__ = ["InputTransform", "RowFunction", "SharedModule", "module_names", "refuse_gradients", "rows_of"]
+__all__ = ["InputTransform", "RowFunction", "SharedModule", "module_names", "name_of", "refuse_gradients", "rows_of"]
 
 
 RowFunction = Callable[[Tensor], Any]
@@ -56,7 +56,7 @@ def module_names(gate: RouterModule | None, shared: object, latent: object) -> d
         "shared_experts": None if isinstance(shared, SharedWeights) else shared,
         "routed_input_transform": latent.function if isinstance(latent, InputTransform) else None,
     }
-    return {name: _name_of(function) for name, function in functions.items() if function is not None}
+    return {name: name_of(function) for name, function in functions.items() if function is not None}
 
 
 def refuse_gradients(gate: RouterModule | None, shared: object, latent: object) -> None:
@@ -76,8 +76,8 @@ def refuse_gradients(gate: RouterModule | None, shared: object, latent: object) 
                 refuse_gradient(**{name: parameter})
 
 
-def _name_of(function: object) -> str:
-    """Return the name of a function, or of a module's class."""
+def name_of(function: object) -> str:
+    """Return the name of a function, or of a module's class, as a plan prints it."""
     return getattr(function, "__name__", None) or type(function).__name__
 
 
