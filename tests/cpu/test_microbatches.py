@@ -24,6 +24,7 @@ from collegium import (
     PlanError,
     Problem,
     RouterWeights,
+    Routing,
     RoutingSpec,
     SharedSpec,
     SpecError,
@@ -45,7 +46,7 @@ from ranks import error_of, run_ranks
 from split_layers import EXPERTS, HIDDEN, RECIPES, kept, layer_of
 from watching import watch
 
-DISPATCHERS = ("all_to_all", "all_gather")
+DISPATCHERS = ("all_to_all", "all_gather", "all_to_all_fixed")
 HALVES = Overrides(microbatches=2, allow_slow=True)
 
 
@@ -90,7 +91,7 @@ def test_exchange_order_of_halves() -> None:
     dispatches = ["start", "wait", "experts", "start", "wait"]
     # The first half's rows are on their way before the experts run the second half.
     expected = [*dispatches, "start", "experts", "start", "shared", "wait", "wait"]
-    assert run_ranks(_orders, 2) == [[expected] * 4] * 2
+    assert run_ranks(_orders, 2) == [[expected] * 2 * len(DISPATCHERS)] * 2
 
 
 def _sliced(rank: int) -> list[float]:
@@ -231,14 +232,42 @@ def test_a_plan_reports_halves() -> None:
         (_problem(linear(64, 0, 2)), Overrides(microbatches=2), ("allow_slow=True", "1.5x slower", "96 rows")),
         (_problem(linear(64, 0, 2), probe("cpu")), Overrides(microbatches=2), ("allow_slow=True",)),
         (_problem(linear(64, 0, 2)), replace(HALVES, dispatcher="symm_mem"), ("symm_mem", "occupy the GPU")),
-        (_problem(linear(64, 0, 2)), replace(HALVES, dispatcher="all_to_all_fixed"), ("fixed", "twice as many bytes")),
-        (_problem(linear(64, 0, 2), graph=True), HALVES, ("all_to_all_fixed", "graph=True")),
     ],
 )
 def test_plans_refuse_halves(problem: Problem, overrides: Overrides, values: tuple[str, ...]) -> None:
     with raises_with(PlanError, "microbatches=2", *values):
         plan(problem, overrides)
     assert plan(problem, replace(overrides, microbatches=1, allow_slow=False, pipeline=None)).microbatches == 1
+
+
+def test_halves_in_graphs_have_fixed_messages() -> None:
+    made = plan(_problem(linear(64, 0, 2), graph=True), HALVES)
+    assert (made.dispatcher, made.capturable, made.microbatches) == ("all_to_all_fixed", True, 2)
+    assert "halves     every batch runs as 2 halves" in made.explain()
+    whole = plan(_problem(linear(64, 0, 2), graph=True), Overrides(dispatcher="all_to_all_fixed"))
+    assert made.wire_format == whole.wire_format
+
+
+def _room(rank: int) -> list[str]:
+    """Return the errors of batches from rank 0 to experts of rank 1, of which a rank may send 6 tokens to another."""
+    placement = linear(EXPERTS, rank, 2)
+    options: dict[str, Any] = {"dispatcher": "all_to_all_fixed", "max_tokens": 64, "room": 6}
+    layer = layer_of("plain", RECIPES[1], "cpu", placement, microbatches=2, allow_slow=True, **options)
+    kept.append(layer)
+    errors: list[str] = []
+    for tokens in (6, 7):
+        x = heavy_tailed(tokens, HIDDEN, seed=rank)
+        ids = torch.full((tokens, 3), -1)
+        ids[:, 0] = EXPERTS - 1 if rank == 0 else 0
+        routing = Routing(topk_ids=ids, topk_weights=torch.ones(ids.shape))
+        errors.append(error_of(lambda x=x, routing=routing: layer(x, routing=routing)))
+    return errors
+
+
+def test_halves_share_the_room_of_messages() -> None:
+    for six, seven in run_ranks(_room, 2):
+        assert six == "none"
+        assert_values(seven, "rank_tokens=3", "half", "rank 0: 4")
 
 
 def test_numbers_of_microbatches() -> None:

@@ -8,7 +8,7 @@ sent, and raise; in a graph their rows are NaN, and they are counted for ``check
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 
@@ -55,11 +55,16 @@ class AllToAllFixed(ExpertParallel):
     """Sends each token to the ranks of its experts, in a fixed number of message slots.
 
     rank_tokens: C, the message slots from one rank to another. overflow: ``[1]`` int64, tokens beyond the capacity in
-    graph replays since the last check.
+    graph replays since the last check. halved: it exchanges half batches, and C is half of the limit.
     """
 
     rank_tokens: int
     overflow: Tensor
+    halved: bool = False
+
+    def for_halves(self) -> Self:
+        """Return the dispatcher of a half batch: with half of the message slots, so both halves send as many bytes."""
+        return replace(self, rank_tokens=-(-self.rank_tokens // 2), halved=True)
 
     def check(self) -> None:
         """Raise InputError on every rank where a graph exceeded the capacity of one; all ranks call it together.
@@ -173,6 +178,12 @@ class AllToAllFixed(ExpertParallel):
         self._raise_overflow([entry.extra[1] for entry in table])
         self._check_capacity([entry.extra[0] for entry in table])
 
+    @property
+    def _limit(self) -> str:
+        """The number of message slots, for errors."""
+        half = " (half of the limit) of a half batch's" if self.halved else ""
+        return f"rank_tokens={self.rank_tokens}{half}"
+
     def _raise_overflow(self, overflows: list[int]) -> None:
         """Raise InputError if a graph replay on any rank exceeded the capacity."""
         lost = "; ".join(f"rank {rank}: {count}" for rank, count in enumerate(overflows) if count)
@@ -180,8 +191,7 @@ class AllToAllFixed(ExpertParallel):
             self.overflow.zero_()
             raise InputError(
                 f"{self.name}: tokens found no room when a CUDA graph ran, and their rows are NaN ({lost}); one rank "
-                f"may send rank_tokens={self.rank_tokens} tokens to one other. Plan with a larger "
-                "Limits(rank_tokens=...)"
+                f"may send {self._limit} tokens to one other. Plan with a larger Limits(rank_tokens=...)"
             )
 
     def _check_capacity(self, max_counts: list[int]) -> None:
@@ -189,8 +199,7 @@ class AllToAllFixed(ExpertParallel):
         if max(max_counts) > self.rank_tokens:
             requested = "; ".join(f"rank {rank}: {count}" for rank, count in enumerate(max_counts))
             text = (
-                f"{self.name}: one rank may send rank_tokens={self.rank_tokens} tokens to one other, and the most that "
-                f"each would send are {requested}; nothing was sent. Plan with a larger Limits(rank_tokens=...), or "
+                f"{self.name}: one rank may send {self._limit} tokens to one other, and the most that each would send are {requested}; nothing was sent. Plan with a larger Limits(rank_tokens=...), or "
                 "call with fewer tokens"
             )
             raise known_to_all(InputError(text))
@@ -202,7 +211,6 @@ class AllToAllFixedKind(ExpertParallelKind):
     name = "all_to_all_fixed"
     capturable = True
     fixed_messages = True
-    no_half_batches = "the size of its messages is fixed, so two halves would exchange twice as many bytes"
 
     def wire_format(self, problem: Problem) -> str:
         """Describe what travels, and the number of message slots."""

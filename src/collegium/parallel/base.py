@@ -72,6 +72,10 @@ class Dispatcher(Protocol):
         """
         ...
 
+    def for_halves(self) -> Dispatcher:
+        """Return the dispatcher of half batches; the same one, unless the size of its messages is fixed."""
+        ...
+
     def check(self) -> None:
         """Raise, and clear, errors that replays of a CUDA graph could only record; all ranks call it together."""
         ...

@@ -7,8 +7,8 @@ adds an exchange. There is one for ranks with the same tokens (``same_tokens.py`
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import distributed
 
@@ -63,6 +63,10 @@ class DispatchWrapper:
     def rows(self, tokens: int, top_k: int) -> int:
         """Return the expected number of local rows of ``inner``."""
         return self.inner.rows(tokens, top_k)
+
+    def for_halves(self) -> Self:
+        """Return the wrapper of the dispatcher of half batches."""
+        return replace(self, inner=self.inner.for_halves())
 
     def check(self) -> None:
         """Raise the recorded errors of ``inner``."""

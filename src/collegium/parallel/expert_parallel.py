@@ -125,6 +125,10 @@ class ExpertParallel:
         assignments = tokens * self.expert_map.world_size * top_k
         return share(assignments, self.inner.num_experts, self.expert_map.num_experts)
 
+    def for_halves(self) -> Self:
+        """Return this dispatcher."""
+        return self
+
     def check(self) -> None:
         """Do nothing: passes raise their errors themselves."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 
@@ -106,6 +106,10 @@ class Local:
     ) -> Tensor:
         """Return ``[T, H]``: the weighted rows of each token summed in slot order, plus ``shared``, rounded once."""
         return weighted_sum(rows, handle.slots, handle.weights, dtype, shared=shared, out=out, memory=memory)
+
+    def for_halves(self) -> Self:
+        """Return this dispatcher."""
+        return self
 
     def check(self) -> None:
         """Do nothing: a single rank has no errors to report."""

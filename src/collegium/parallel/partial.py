@@ -9,7 +9,7 @@ up to that rounding and the order of additions. Rank 0 adds the shared expert, o
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 
@@ -77,6 +77,10 @@ class Partial:
     ) -> Tensor:
         """Return this rank's part of ``[T, H]``."""
         return self.inner.combine(rows, handle, memory, dtype=dtype, shared=shared, out=out)
+
+    def for_halves(self) -> Self:
+        """Return this dispatcher."""
+        return self
 
     def check(self) -> None:
         """Do nothing: the caller does the exchange."""

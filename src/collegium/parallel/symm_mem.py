@@ -10,7 +10,7 @@ does not respond or is in another call, the output is NaN, the others are notifi
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 
@@ -249,6 +249,10 @@ class SymmMem:
     def expected_rows(self, posted: Posted) -> int:
         """Return the expected number of local rows."""
         return self.rows(posted.peers.bound, posted.sent.ids.shape[1])
+
+    def for_halves(self) -> Self:
+        """Return this dispatcher."""
+        return self
 
     def check(self) -> None:
         """Wait for the device, and raise the RankError of a failed pass, since which the output is NaN."""

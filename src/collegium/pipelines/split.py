@@ -127,5 +127,5 @@ class SplitKind(PipelineKind):
         if isinstance(parts.dispatcher, SymmetricDispatcher):
             return OverlappedSplit(parts=parts, dispatcher=parts.dispatcher)
         if parts.half_batches:
-            return HalfBatches(parts=parts)
+            return HalfBatches(parts=replace(parts, dispatcher=parts.dispatcher.for_halves()))
         return Split(parts=parts)
