@@ -199,8 +199,9 @@ class AllToAllFixed(ExpertParallel):
         if max(max_counts) > self.rank_tokens:
             requested = "; ".join(f"rank {rank}: {count}" for rank, count in enumerate(max_counts))
             text = (
-                f"{self.name}: one rank may send {self._limit} tokens to one other, and the most that each would send are {requested}; nothing was sent. Plan with a larger Limits(rank_tokens=...), or "
-                "call with fewer tokens"
+                f"{self.name}: one rank may send {self._limit} tokens to one other, and the most that each would send "
+                f"are {requested}; nothing was sent. Plan with a larger Limits(rank_tokens=...), or call with fewer "
+                "tokens"
             )
             raise known_to_all(InputError(text))
 
