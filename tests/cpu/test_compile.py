@@ -351,6 +351,7 @@ SMALL: tuple[tuple[str, str, dict[str, str], dict[str, Any], int, int], ...] = (
     ("quantize", "e4m3_to_slots_kernel", {"codes": "fp8e4nv"}, _TO_SLOTS | _REORDERED_ROW, 8, 80),
     ("quantize", "copy_to_slots_kernel", {"out": "bf16"}, _COPY | {"scales": None, "out_scales": None}, 4, 48),
     ("quantize", "copy_to_slots_kernel", {"x": "u8", "out": "u8", "out_scales": "fp32"}, _COPY, 4, 64),
+    ("quantize", "mxfp8_decoded_kernel", {"numbers": "bf16"}, _ROWS | _ALL_ROWS, 4, 64),
     ("quantize", "nvfp4_kernel", {"codes": "u8", "scales": "fp8e4nv"}, _NVFP4 | {"static_scale": None}, 16, 96),
     ("quantize", "nvfp4_kernel", {"codes": "u8", "scales": "fp8e4nv"}, _NVFP4, 16, 96),
     ("quantize", "nvfp4_decoded_kernel", {"numbers": "bf16"}, _DECODED | _OF_ROW | {"static_scale": None}, 16, 96),

@@ -68,6 +68,8 @@ CASES = (
     ("fp8_channel", "fp8_token", CODES),
     ("fp8_tensor", "fp8_token", CODES),
     ("fp8_tensor", "fp8_static", CODES),
+    ("fp8_block", "fp8_group128_e8m0", CODES),
+    *((name, "mxfp8", CODES) for name in ("fp8_block", "mxfp8", "mxfp4")),
 )
 
 

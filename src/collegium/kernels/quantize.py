@@ -17,6 +17,7 @@ __all__ = [
     "e4m3_kernel",
     "e4m3_to_slots_kernel",
     "load_rows",
+    "mxfp8_decoded_kernel",
     "nvfp4_decoded_kernel",
     "nvfp4_kernel",
     "store_codes",
@@ -178,6 +179,41 @@ def e4m3_kernel(
     if PDL:
         # The next kernel waits for this one only, and needs what both wrote.
         gdc_wait()
+
+
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["valid_rows"])
+def mxfp8_decoded_kernel(
+    x,
+    index,
+    weights,
+    valid_rows,
+    numbers,
+    rows,
+    columns,
+    x_stride,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Write the ``InputRows`` rounded to MXFP8: bfloat16 ``[rows, columns]``, E4M3 numbers times powers of two.
+
+    A group of 32 columns with NaN or infinity becomes NaN. Codes are rounded by integer arithmetic, since sm_80 has no
+    conversion. valid_rows: as in ``cast_kernel``.
+    """
+    pdl_wait(PDL)
+    if valid_rows is not None:
+        rows = tl.minimum(tl.load(valid_rows), rows)
+        if tl.program_id(0) * BLOCK_R >= rows:
+            return
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    source = InputRows(x=x, index=index, weights=weights, rows=rows, columns=columns, stride=x_stride)
+    value = tl.reshape(load_rows(source, row, column), [BLOCK_R, BLOCK_C // 32, 32])
+    within, scale, finite = scaled(value, None, True)
+    number = _to_e4m3(within, tl.float32, True) * tl.where(finite, scale, float("nan"))[:, :, None]
+    number = tl.reshape(number, [BLOCK_R, BLOCK_C]).to(numbers.dtype.element_ty)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    tl.store(numbers + row[:, None] * columns + column[None, :], number, mask=inside)
 
 
 @triton.jit

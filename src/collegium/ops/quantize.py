@@ -63,6 +63,7 @@ __all__ = [
 AS_IS, PADDED, REORDERED = range(3)
 
 _NVFP4_GROUP = 16  # columns that share an E4M3 scale
+_MX_GROUP = 32  # columns that share an E8M0 scale
 _GLOBAL_FLOOR = 2.0**-117  # times the smallest E4M3 number, 2^-9, this is SMALLEST_SCALE
 
 
@@ -235,6 +236,15 @@ class _Fp8(ActivationFormat):
     @property
     def e4m3(self) -> bool:
         return not self.e8m0
+
+    @property
+    def operand_format(self) -> ActivationFormat:
+        if not self.e8m0:
+            return self
+        if self.group == _MX_GROUP:
+            return _DecodedMxFp8(name=self.name, bits=16)
+        # The same powers of two as float32 numbers.
+        return activation_format("fp8_group128_pow2")
 
     def with_row_scales(self, scales: Tensor) -> ActivationFormat:
         if not self.e4m3 or self.static:
@@ -466,6 +476,47 @@ class _DecodedNvFp4(_NvFp4):
         launch(nvfp4_decoded_kernel, (rows,), args, constants, num_warps=warps_of(block))
 
 
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _DecodedMxFp8(ActivationFormat):
+    """The rows of ``mxfp8`` for 16-bit tensor cores: BF16 ``code * scale``, without scales.
+
+    An E4M3 number has 4 significant bits, and BF16, with 8 and the exponents of float32, holds its product with a power
+    of two exactly, unless it is below 2^-126: there BF16 has multiples of 2^-133, and groups are rounded whose largest
+    magnitude is below 2^-115.
+
+    Rounding a row to BF16 first could move a number to another code, so rows between the products are not.
+    """
+
+    capability: ClassVar[tuple[int, int]] = (8, 0)
+    exact_rows: ClassVar[bool] = True
+
+    @property
+    def operand_format(self) -> ActivationFormat:
+        return self
+
+    def quantize(self, x: Tensor) -> QuantizedRows:
+        numbers = activation_format(self.name).round_trip(x)
+        return QuantizedRows(codes=numbers.to(torch.bfloat16), shape=(x.shape[0], x.shape[1]))
+
+    def dequantize(self, rows: QuantizedRows) -> Tensor:
+        return rows.codes.to(torch.float32)
+
+    def buffers(self, rows: int, columns: int) -> Buffers:
+        return {"codes": ((rows, columns), torch.bfloat16)}
+
+    def write(self, source: SourceRows, out: QuantizedRows) -> None:
+        from ..kernels.quantize import mxfp8_decoded_kernel
+
+        rows, columns = source.shape
+        block_r, block_c = block_of(rows, columns)
+        grid = (-(-rows // block_r), -(-columns // block_c))
+        constants = {"BLOCK_R": block_r, "BLOCK_C": block_c, "PDL": overlaps(source.x)}
+        launch(
+            mxfp8_decoded_kernel, grid, source.arguments(out.codes), constants, num_warps=warps_of(block_r * block_c)
+        )
+
+
 _CASTS = (
     _Cast(name="fp32", bits=32, dtype=torch.float32),
     _Cast(name="bf16", bits=16, dtype=torch.bfloat16),
@@ -480,7 +531,7 @@ ACTIVATION_FORMATS: tuple[ActivationFormat, ...] = (
     _Fp8(name="fp8_group128_e8m0", bits=8, group=128, power=True, e8m0=True),
     _Fp8(name="fp8_token", bits=8),
     _Fp8(name="fp8_static", bits=8, static=True),
-    _Fp8(name="mxfp8", bits=8, group=32, power=True, e8m0=True),
+    _Fp8(name="mxfp8", bits=8, group=_MX_GROUP, power=True, e8m0=True),
     _NvFp4(name="nvfp4", bits=4, group=_NVFP4_GROUP),
     _NvFp4(name="nvfp4_static", bits=4, group=_NVFP4_GROUP, static=True),
     _NvFp4(name="nvfp4_expert", bits=4, group=_NVFP4_GROUP, static=True, by_expert=True),

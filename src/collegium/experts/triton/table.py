@@ -49,6 +49,8 @@ class _Row(NamedTuple):
 
 
 _EITHER = ("bf16", "fp16")
+_MX = (*_EITHER, "mxfp8")  # mxfp8 rows are bfloat16 numbers without scales
+_NVFP4 = tuple(name for name in DECODED if name != "mxfp8")
 _ZEROED = {name: replace(LANES[name], scale_kind=ZERO_SCALE) for name in ("int4", "int8")}
 _Q4_K = replace(LANES["int4"], scale_kind=STEP_SCALE, words=3)
 
@@ -64,10 +66,10 @@ TABLE = {
         _Row("fp8_block", CODES, ROWS["fp8_block"], partial(pack_fp8_block, native=True)),
         _Row("fp8_tensor", CODES, ROWS["fp8_rows"], partial(pack_fp8_rows, native=True)),
         _Row("fp8_channel", CODES, ROWS["fp8_rows"], partial(pack_fp8_rows, native=True)),
-        _Row("fp8_block", _EITHER, LANES["fp8_block"], partial(pack_fp8_block, native=False)),
+        _Row("fp8_block", _MX, LANES["fp8_block"], partial(pack_fp8_block, native=False)),
         _Row("fp8_tensor", _EITHER, LANES["fp8_rows"], partial(pack_fp8_rows, native=False)),
         _Row("fp8_channel", _EITHER, LANES["fp8_rows"], partial(pack_fp8_rows, native=False)),
-        _Row("mxfp8", _EITHER, LANES["mxfp8"], pack_mx, passes_half=True),
+        _Row("mxfp8", _MX, LANES["mxfp8"], pack_mx, passes_half=True),
     ),
     "triton_w4a8": (
         # Triton 3.6 compiles no product that is scaled by the tensor core and again by the tokens' groups.
@@ -77,9 +79,9 @@ TABLE = {
         _Row("int4_group", CODES, WORDS["int4_1"], pack_w4a8),
     ),
     "triton_w4a16": (
-        _Row("mxfp4", _EITHER, LANES["mxfp4"], pack_mx, passes_half=True),
+        _Row("mxfp4", _MX, LANES["mxfp4"], pack_mx, passes_half=True),
         _Row("nvfp4", _EITHER, LANES["nvfp4"], pack_nvfp4, passes_half=True),
-        _Row("nvfp4", DECODED, LANES["nvfp4_rows"], partial(pack_nvfp4, scaled_rows=True)),
+        _Row("nvfp4", _NVFP4, LANES["nvfp4_rows"], partial(pack_nvfp4, scaled_rows=True)),
         _Row("int4_group", _EITHER, LANES["int4"], pack_int),
         _Row("int4_affine", _EITHER, _ZEROED["int4"], pack_int),
         _Row("int4_ordered", _EITHER, _ZEROED["int4"], pack_int),
@@ -174,7 +176,7 @@ class TritonKernel:
         return any(row.layout.decoded for row in TABLE[self.name] if _takes(row, weight_format, activation_format))
 
     def multiplied_as(self, activation_format: str) -> str | None:
-        """Return ``bf16`` for NVFP4 rows, whose numbers it holds exactly; E4M3 codes are multiplied as they are."""
+        """Return ``bf16`` for NVFP4 and MXFP8 rows, whose numbers it holds; E4M3 codes are multiplied as they are."""
         return "bf16" if activation_format in DECODED else None
 
     def tiling(self, problem: ExpertsProblem) -> ProductTiling:

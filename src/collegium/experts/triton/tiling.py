@@ -36,9 +36,11 @@ __all__ = [
     "refuse_machine",
 ]
 
-CODES = tuple(form.name for form in ACTIVATION_FORMATS if form.e4m3)  # multiplied as E4M3 codes
-# Multiplied as 16-bit numbers that are codes times the scales of their groups.
-DECODED = tuple(form.name for form in ACTIVATION_FORMATS if form.operand_format is not None and not form.e4m3)
+# Multiplied as E4M3 codes, and as 16-bit numbers that are codes times the scales of their groups.
+CODES = tuple(form.name for form in ACTIVATION_FORMATS if form.operand_format is not None and form.operand_format.e4m3)
+DECODED = tuple(
+    form.name for form in ACTIVATION_FORMATS if form.operand_format is not None and not form.operand_format.e4m3
+)
 
 SMALL, LARGE = "small tiles", "large tiles"
 _MAX_UNSORTED = 16  # assignments that may each take a separate tile
