@@ -46,6 +46,11 @@ EIGHT_WARPS = {"BLOCK_N": 128, "warps": 8}
 LOOKED_UP = {"WEIGHT": 12, "SCALE": 4, "WORDS": 2}  # numbers of bitsandbytes
 MXFP8 = {"WEIGHT": 1, "SCALE": 2, "ROW_SCALE": True}
 W8A16 = {"WEIGHT": 1, "SCALE": 1}
+# FP8 blocks of other sizes: float32 scales of 128, 64 or 32 columns of a row.
+ROW_GROUPS = {"WEIGHT": 1, "SCALE": 4}
+CODES_OF_32, CODES_OF_64, CODES_OF_128 = (
+    {"WEIGHT": 2, "SCALE": 4, "X_SCALE": 1, "BLOCK_K": columns} for columns in (32, 64, 128)
+)
 INTERLEAVED = {"INTERLEAVED": True, "BLOCK_N": 128}
 DEEP = {"INTERLEAVED": True, "DEPTH": 2, "STAGES": 3}
 ALONE = {"PDL": False}
@@ -95,6 +100,18 @@ CASES: tuple[tuple[int, str, dict[str, Any], str, int, int], ...] = (
     (90, "i16", MXFP4 | INTERLEAVED, "HGMMA", 128, 43),
     (90, "i16", NVFP4 | INTERLEAVED, "HGMMA", 96, 23),
     (90, "i16", MXFP8 | INTERLEAVED, "HGMMA", 128, 67),
+    (90, "i16", ROW_GROUPS | FUSED, "HGMMA", 128, 70),
+    (90, "i16", ROW_GROUPS | INTERLEAVED | MIDDLE | {"warps": 8, "REGISTERS": 128, "STAGES": 3}, "HGMMA", 128, 84),
+    (90, "i16", ROW_GROUPS | {"WORDS": 2} | INTERLEAVED, "HGMMA", 128, 70),
+    (90, "i16", ROW_GROUPS | FOUR | DIRECT | HALF, "HGMMA", 144, 74),
+    (90, "i16", ROW_GROUPS | FOUR | INTERLEAVED | {"BLOCK_T": 32}, "HGMMA", 184, 90),
+    (90, "i16", ROW_GROUPS | {"WORDS": 2} | DOWN | {"BLOCK_T": 32}, "HGMMA", 168, 90),
+    (90, "e4m3", CODES_OF_32 | DEEP, "QGMMA", 128, 40),
+    (90, "e4m3", CODES_OF_64, "QGMMA", 128, 75),
+    (90, "e4m3", CODES_OF_64 | DEEP | NARROW, "QGMMA", 248, 100),
+    (90, "e4m3", CODES_OF_64 | NARROW | {"BLOCK_N": 128, "warps": 8}, "QGMMA", 255, 170),
+    (90, "e4m3", CODES_OF_128 | INTERLEAVED | {"warps": 8}, "QGMMA", 96, 75),
+    (90, "e4m3", CODES_OF_128 | DEEP | NARROW, "QGMMA", 255, 100),
     (90, "i16", INT4 | INTERLEAVED, "HGMMA", 168, 45),
     (90, "i16", ZEROS, "HGMMA", 148, 45),
     (90, "i16", ZEROS | FOUR, "HGMMA", 176, 54),
@@ -205,6 +222,8 @@ CASES: tuple[tuple[int, str, dict[str, Any], str, int, int], ...] = (
     (80, "i16", INT4 | ALONE, "HMMA", 168, 50),
     (100, "bf16", PLAIN, "UTC", 128, 90),
     (100, "e4m3", BLOCKS, "UTC", 168, 90),
+    (100, "e4m3", CODES_OF_64, "UTC", 168, 90),
+    (100, "i16", ROW_GROUPS | FOUR, "UTC", 168, 90),
     (100, "i16", MXFP4, "UTC", 168, 90),
     (100, "i16", MXFP4 | HALF, "UTC", 168, 90),
     (100, "i16", NVFP4 | HALF, "UTC", 168, 90),

@@ -659,8 +659,9 @@ def test_inconsistent_column_orders_refused(fault: str) -> None:
 
 def test_refused_block_sizes_are_named() -> None:
     weight = heavy_tailed(1, 1, 64, 96, seed=5)
-    with raises_with(InputError, "(64, 64)"):
-        pack.pack_fp8_block(Fp8Block.encode(weight, block=(64, 64)), None, native=True)
+    for native in (True, False):
+        with raises_with(InputError, "(64, 48)", "32 columns"):
+            pack.pack_fp8_block(Fp8Block.encode(weight, block=(64, 48)), None, native=native)
     with raises_with(InputError, "24"):
         pack.pack_int(Int4Group.encode(weight, group_size=24), None)
 
@@ -687,7 +688,7 @@ def test_refusals_name_what_was_asked() -> None:
         (w8, "int4_affine", "bf16", "int8_affine"),
         (w8, "int8_affine", "fp8_token", both),
         (fp8, "mxfp8", "fp8_token", both),
-        (fp8, "fp8_block", "mxfp8", f"{both}, fp8_group128"),
+        (fp8, "fp8_block", "nvfp4", f"{both}, fp8_group128"),
         (TritonW4A8(), "mxfp4", "bf16", "fp8_token"),
     ):
         reason = str(kernel.refuse(question(weights, activations).routed))

@@ -14,7 +14,9 @@ from collegium.experts.triton.packing import common, interleave, w4a8
 from collegium.experts.triton.tiles.fitted import FITS
 from collegium.formats import Bf16, Fp16, Int4Group
 from collegium.formats.codecs import E2M1_VALUES, unpack_nibbles
+from collegium.formats.fp8_block import Fp8Block
 from collegium.formats.gguf import KINDS
+from collegium.kernels.enums import E8M0_SCALE, GROUP_SCALE
 from collegium.testing.compare import random_experts, relative_error
 from integers import encoded, random_blocks
 
@@ -74,6 +76,31 @@ def test_fp8_round_trip(name: str, native: bool, shape: tuple[int, ...]) -> None
     unpacked = packing.unpack_fp8(pack(payload, None, native=native))
     assert torch.equal(unpacked.codes, payload.codes.view(torch.uint8))
     assert torch.equal(unpacked.weights(E4M3).float(), payload.decode())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("block", [(32, 32), (64, 64), (1, 128), (16, 96), (128, 64), (5, 256)])
+@pytest.mark.parametrize("power", [False, True])
+def test_fp8_blocks_of_other_sizes(block: tuple[int, int], power: bool, shape: tuple[int, ...]) -> None:
+    weight = random_experts(*shape, seed=1).gate_up.decode()
+    weight[0, 0, : block[0], : block[1]] = 0.0
+    payload = Fp8Block.encode(weight, block=block, power_of_two=power)
+    payload.scales[0, 0, 0, 0] = 0.0  # of codes that are zero
+    for native, half in ((True, False), (False, False), (False, True)):
+        packed = packing.pack_fp8_block(payload, None, native=native, half=half)
+        as_mx = packed.layout.scale_kind == E8M0_SCALE
+        assert as_mx == (power and not native)
+        unpacked = packing.unpack_mx(packed, half=half) if as_mx else packing.unpack_fp8(packed)
+        assert torch.equal(unpacked.codes, payload.codes.view(torch.uint8))
+        assert torch.equal(unpacked.weights(E4M3).float(), payload.decode())
+        assert f"{block[0]} x {block[1]}" in str(packed.report)
+
+
+def test_blocks_beyond_float16_keep_scales() -> None:
+    payload = Fp8Block.encode(random_experts(*SHAPES[0], seed=1).gate_up.decode(), block=(32, 32), power_of_two=True)
+    payload.scales[1, 0, 0, 0] *= 2.0**30
+    assert packing.pack_fp8_block(payload, None, half=True).layout.scale_kind == GROUP_SCALE
+    assert packing.pack_fp8_block(payload, None).layout.scale_kind == E8M0_SCALE
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -18,6 +18,7 @@ from collegium.experts.triton.tiles.candidates import candidates
 from collegium.experts.triton.tiles.problem import TileChoice
 from collegium.formats import Fp8Channel, Int4Affine, Int8Affine, MxFp4, MxFp8, NvFp4
 from collegium.formats.codecs import pack_nibbles
+from collegium.formats.fp8_block import Fp8Block
 from collegium.formats.gguf import KINDS
 from collegium.formats.unquantised import DTYPES
 from collegium.ops.columns import halves_and_sums
@@ -122,6 +123,33 @@ def dispatched(
 
 def truth(batch: ContiguousBatch, weights: ExpertWeights[Any], problem: Problem) -> torch.Tensor:
     return Reference().pack(weights, replace(problem, activation_format="fp32").routed).run(batch)
+
+
+@pytest.mark.parametrize("block", [(32, 32), (64, 64), (1, 128)])
+@pytest.mark.parametrize("power", [False, True])
+@pytest.mark.parametrize(("act", "bound"), [("bf16", BF16), ("fp16", FP16), ("fp8_group128", CODES), ("mxfp8", CODES)])
+@pytest.mark.parametrize("tokens", [1, 200])
+def test_fp8_blocks_of_other_sizes(block: tuple[int, int], power: bool, act: str, bound: float, tokens: int) -> None:
+    _, made, problem = build("fp8_block", act)
+    payloads = [
+        Fp8Block.encode(payload.decode(), block=block, power_of_two=power) for payload in (made.gate_up, made.down)
+    ]
+    made = replace(made, gate_up=payloads[0], down=payloads[1])
+    packed: Any = TritonFp8().pack(made, problem.routed)
+    batch = dispatched(tokens, 17, 336, dtype=DTYPES[problem.dtype])
+    stop = int(batch.expert_offsets[-1])
+    found = packed.run(batch)
+    assert relative_error(found[:stop], truth(batch, made, problem)[:stop]) < bound
+    alone = packed.run_unsorted(batch.x[:1], torch.zeros(1, 1, dtype=torch.int64, device="cuda"))
+    first = replace(
+        batch,
+        x=batch.x[:1],
+        source=torch.zeros(1, dtype=torch.int64, device="cuda"),
+        expert_offsets=torch.ones(18, dtype=torch.int64, device="cuda").index_fill_(0, torch.tensor([0]).cuda(), 0),
+        rows=None,
+        tiles=(),
+    )
+    assert torch.equal(packed.run(first), alone)
 
 
 @pytest.mark.parametrize(("weights", "act", "bound"), CASES)

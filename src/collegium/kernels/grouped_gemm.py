@@ -53,6 +53,7 @@ TWO_BIT_LANES = tl.constexpr(enums.TWO_BIT_LANES)
 THREE_BIT_LANES = tl.constexpr(enums.THREE_BIT_LANES)
 
 BLOCK_SCALE = tl.constexpr(enums.BLOCK_SCALE)
+GROUP_SCALE = tl.constexpr(enums.GROUP_SCALE)
 X_BLOCK_SCALE = tl.constexpr(enums.X_BLOCK_SCALE)
 X_ROW_SCALE = tl.constexpr(enums.X_ROW_SCALE)
 
@@ -141,6 +142,12 @@ def _w_columns(WEIGHT, BLOCK_K):
     if has_low_bits(WEIGHT):
         return BLOCK_K // 16
     return BLOCK_K if WEIGHT in (enums.PLAIN, enums.E4M3_E4M3) else BLOCK_K // 4
+
+
+@triton.constexpr_function
+def _blocks_of_scale(BLOCK_K):
+    """Return how many K blocks share a scale of the tokens, which is for 128 columns."""
+    return max(1, 128 // BLOCK_K)
 
 
 @triton.jit
@@ -237,6 +244,8 @@ def _add_quarters(
         return _add_with_one_factor(acc, unit, quarters, factors[0], block, FORMAT, TILE, ASM)
     elif FORMAT.weight == TABLE_LANES:
         return _add_table_lanes(acc, factors, block, FORMAT, TILE, PROJECTION, ASM), unit
+    elif FORMAT.weight == E4M3_LANES:
+        return _add_groups(acc, quarters, block, FORMAT, ASM), unit
     else:
         for quarter in tl.static_range(4):
             acc = dot(quarters[quarter], block.x[quarter], rescale_sum(acc, unit, factors[quarter], ASM), ASM)
@@ -264,7 +273,8 @@ def _add_with_one_factor(
     SCALED_OPERAND: tl.constexpr = FORMAT.weight == E2M1_LANES or FORMAT.weight == E4M3_LANES
     RUNNING_SCALE: tl.constexpr = has_running_scale(FORMAT.weight)
     # A product without a factor continues the sum.
-    CONTINUES: tl.constexpr = SCALED_OPERAND and FORMAT.scale != BLOCK_SCALE
+    SCALED_PRODUCT: tl.constexpr = FORMAT.scale == BLOCK_SCALE or FORMAT.scale == GROUP_SCALE
+    CONTINUES: tl.constexpr = SCALED_OPERAND and not SCALED_PRODUCT
     if RUNNING_SCALE:
         product = rescale_sum(acc, unit, factor, ASM)
     elif CONTINUES:
@@ -283,7 +293,21 @@ def _add_with_one_factor(
         return wait_for_products(product, ASM), unit
     else:
         block_scale = tl.load(block.scale)
-        return acc + product * (block_scale[:, None] if TILE.interleave_gate_up else block_scale), unit
+        BY_ROW: tl.constexpr = TILE.interleave_gate_up or FORMAT.scale == GROUP_SCALE
+        return acc + product * (block_scale[:, None] if BY_ROW else block_scale), unit
+
+
+@triton.jit
+def _add_groups(acc, quarters, block, FORMAT: tl.constexpr, ASM: tl.constexpr):
+    """Add a K block of E4M3 codes whose quarters or halves have float32 scales, the columns of one scale at a time."""
+    WORDS: tl.constexpr = FORMAT.words
+    COUNT: tl.constexpr = 4 // WORDS
+    for word in tl.static_range(WORDS):
+        product = tl.zeros_like(acc)
+        for quarter in tl.static_range(COUNT):
+            product = dot(quarters[word * COUNT + quarter], block.x[word * COUNT + quarter], product, ASM)
+        acc += product * tl.load(block.scale + word * block.scale_stride)[:, None]
+    return acc
 
 
 @triton.jit
@@ -321,6 +345,11 @@ def _add_stored(acc, block, FORMAT: tl.constexpr, TILE: tl.constexpr, ASM: tl.co
                 factors = (scale * block.x_scale)[None, :]
         else:
             factors = scale[:, None] if TILE.interleave_gate_up else scale
+        return acc + dot(block.w, block.x[0], tl.zeros_like(acc), ASM) * factors
+    elif FORMAT.scale == GROUP_SCALE:
+        factors = tl.load(block.scale)[:, None]
+        if FORMAT.x_scale == X_BLOCK_SCALE:
+            factors = factors * block.x_scale[None, :]
         return acc + dot(block.w, block.x[0], tl.zeros_like(acc), ASM) * factors
     elif FORMAT.x_scale == X_BLOCK_SCALE:
         return acc + dot(block.w, block.x[0], tl.zeros_like(acc), ASM) * block.x_scale[None, :]
@@ -384,7 +413,7 @@ def _first_pointers(
     x_ptr = tokens.x + token[None, :] * tokens.stride + _token_columns(X_COLUMNS, FORMAT.weight)[:, None]
     x_scale_ptr = tokens.scale
     if FORMAT.x_scale == X_BLOCK_SCALE:
-        x_scale_ptr = tokens.scale + token * FORMAT.k_blocks
+        x_scale_ptr = tokens.scale + token * tl.cdiv(FORMAT.k_blocks, _blocks_of_scale(FORMAT.block_k))
     sums_ptr = tokens.sums
     if has_minima(FORMAT.scale, FORMAT.words):
         sums_ptr = tokens.sums + token[None, :] * (32 * FORMAT.k_blocks) + tl.arange(0, 32)[:, None]
@@ -437,7 +466,8 @@ def _sum_in_steps_of_depth(
         for index in tl.static_range(DEPTH):
             left = k_in - (step * DEPTH + index) * FORMAT.block_k
             x = _load_tokens(x_ptr + index * FORMAT.block_k, valid, left, FORMAT, TILE)
-            x_scale = tl.load(x_scale_ptr + step * DEPTH + index) if FORMAT.x_scale == X_BLOCK_SCALE else 0.0
+            x_block = (step * DEPTH + index) // _blocks_of_scale(FORMAT.block_k)
+            x_scale = tl.load(x_scale_ptr + x_block) if FORMAT.x_scale == X_BLOCK_SCALE else 0.0
             w, _, _ = _load_weights(w_ptr + index * strides.k_block, left, FORMAT)
             operands += ((x, x_scale, w),)
         for index in tl.static_range(DEPTH):
@@ -486,7 +516,11 @@ def _sum_over_k(
     for k_block in tl.range(0, FORMAT.k_blocks, num_stages=TILE.stages):
         left = k_in - k_block * FORMAT.block_k
         x = _load_tokens(x_ptr, valid, left, FORMAT, TILE)
-        x_scale = tl.load(x_scale_ptr + k_block) if FORMAT.x_scale == X_BLOCK_SCALE else 0.0
+        x_scale = (
+            tl.load(x_scale_ptr + k_block // _blocks_of_scale(FORMAT.block_k))
+            if FORMAT.x_scale == X_BLOCK_SCALE
+            else 0.0
+        )
         sums = sums_ptr
         if has_minima(FORMAT.scale, FORMAT.words):
             sums = _load_rows(sums_ptr + k_block * 32, valid, valid, True)

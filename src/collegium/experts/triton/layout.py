@@ -142,7 +142,8 @@ class Layout:
         """Whether products of large batches may run: on weights as they are, or decoded in registers or to memory."""
         if self.in_registers:
             return True
-        if self.running or self.low_bits:
+        row_groups = self.code_bits == 8 and self.scale_kind == enums.GROUP_SCALE
+        if self.running or self.low_bits or row_groups:
             return False
         rows = self.dequantized
         return rows.scale_kind != enums.GROUP_SCALE or rows.block_k * rows.operands == _LARGE_GROUP
@@ -315,10 +316,13 @@ class Words(Layout):
 _BLOCKS = {"scale_kind": enums.BLOCK_SCALE, "scale_block": 128, "promoted": True}
 _CODES = Rows(weight=enums.E4M3_E4M3, code_bits=8, operand=_E4M3, stored=_E4M3, scaled_rows=True)
 # 16-bit weights in the dtype of the rows, and E4M3 codes for E4M3 rows, whose scales belong to rows or to blocks.
+_GROUPS = {"scale_kind": enums.GROUP_SCALE, "words": 1, "promoted": True}
+# ``fp8_groups``: blocks of other sizes than 128 x 128, whose scales are repeated for each row.
 ROWS = {
     "plain": Rows(weight=enums.PLAIN, code_bits=16, operand=torch.bfloat16, stored=torch.bfloat16, block_k=64),
     "fp8_rows": _CODES,
     "fp8_block": replace(_CODES, **_BLOCKS),
+    "fp8_groups": replace(_CODES, **_GROUPS),
 }
 
 _E4M3_LANES = Lanes(weight=enums.E4M3_LANES, code_bits=8)
@@ -329,6 +333,7 @@ _NVFP4_LANES = replace(_E2M1_LANES, scale_kind=enums.E4M3_SCALE, block_k=64)
 LANES = {
     "fp8_rows": _E4M3_LANES,
     "fp8_block": replace(_E4M3_LANES, **_BLOCKS),
+    "fp8_groups": replace(_E4M3_LANES, **_GROUPS),
     "mxfp8": replace(_E4M3_LANES, scale_kind=enums.E8M0_SCALE, words=1),
     "mxfp4": replace(_E2M1_LANES, scale_kind=enums.E8M0_SCALE),
     "nvfp4": _NVFP4_LANES,

@@ -8,6 +8,7 @@ Shape letters: E experts, P parts, N output rows, K input columns, B K blocks.
 """
 
 from collections.abc import Callable
+from functools import partial
 from math import prod
 from typing import NamedTuple
 
@@ -18,7 +19,17 @@ from torch.nn import functional
 from ..layout import Lanes
 from .common import empty_weight, row_batches
 
-__all__ = ["E2M1", "E2M1_HALF", "EIGHT_BITS", "INT4", "LaneCodec", "RowsOf", "deinterleave", "interleave"]
+__all__ = [
+    "E2M1",
+    "E2M1_HALF",
+    "EIGHT_BITS",
+    "INT4",
+    "LaneCodec",
+    "RowsOf",
+    "deinterleave",
+    "interleave",
+    "interleave_bytes",
+]
 
 RowsOf = Callable[[slice, slice], Tensor]  # codes uint8 [e, P, n, K] of experts and rows, in packed order
 
@@ -114,3 +125,14 @@ E2M1 = LaneCodec(_pack_e2m1, _unpack_e2m1)  # decoded to bfloat16
 E2M1_HALF = LaneCodec(_pack_e2m1_half, _unpack_e2m1_half)  # decoded to float16
 EIGHT_BITS = LaneCodec(_pack_bytes, _unpack_bytes)
 INT4 = LaneCodec(_pack_int4, _unpack_int4)
+
+
+def interleave_bytes(codes: Tensor, layout: Lanes) -> Tensor:
+    """Return the lanes of eight-bit codes ``[E, P, N, K]``."""
+    return interleave(
+        layout, EIGHT_BITS, partial(_codes_of, codes.view(torch.uint8), layout.shape[3]), device=codes.device
+    )
+
+
+def _codes_of(codes: Tensor, columns: int, experts: slice, span: slice) -> Tensor:
+    return codes[experts, :, span, :columns]

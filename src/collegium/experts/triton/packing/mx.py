@@ -13,8 +13,7 @@ from ....kernels import enums
 from ..layout import LANES, Lanes
 from ..matrix import PackedMatrix
 from .common import Unpacked, from_scale_words, to_scale_words
-from .fp8 import interleave_bytes
-from .interleave import E2M1, E2M1_HALF, EIGHT_BITS, LaneCodec, deinterleave, interleave
+from .interleave import E2M1, E2M1_HALF, EIGHT_BITS, LaneCodec, deinterleave, interleave, interleave_bytes
 
 __all__ = ["pack_mx", "pack_nvfp4", "unpack_mx", "unpack_nvfp4"]
 
