@@ -234,10 +234,13 @@ class Plan:
             f"formats    {self._formats_text()}",
             f"bytes      {self.expert_bytes:,} per expert, {self.weight_bytes:,} per layer, "
             f"workspace up to {self.workspace_bytes:,} for {self.problem.limits.max_tokens:,} tokens",
-            *([f"paging     {self._paging_text()}"] if self.paging is not None else []),
-            f"graph      a CUDA graph {'can' if self.capturable else 'cannot'} capture the layer"
-            + (", as graph=True requires" if self.problem.graph else ""),
         ]
+        if self.problem.limits.gpu_bytes is not None:
+            lines.append(f"paging     {self._paging_text()}")
+        lines.append(
+            f"graph      a CUDA graph {'can' if self.capturable else 'cannot'} capture the layer"
+            + (", as graph=True requires" if self.problem.graph else "")
+        )
         if forced := self._forced_text():
             lines.append(f"forced     {forced}")
         printed = {
@@ -267,6 +270,7 @@ class Plan:
         unused = {
             "shared": spec.shared is None and "shared_experts" not in dict(self.caller_modules),
             "allow_slow": self.microbatches == 1,
+            "paging": self.paging is None,
         }
         texts: list[str] = []
         for option in fields(Overrides):
@@ -344,7 +348,8 @@ class Plan:
 
     def _paging_text(self) -> str:
         """Return as text how many experts are on the GPU, and what a missing one costs."""
-        assert self.paging is not None
+        if self.paging is None:
+            return f"none: all experts fit into gpu_bytes={self.problem.limits.gpu_bytes:,}"
         slots, experts = self.problem.slots, self.problem.spec.num_experts
         text = (
             f"{slots} of {experts} experts on the GPU, all in {experts * self.expert_bytes:,} bytes of host memory; "

@@ -32,7 +32,7 @@ from collegium import (
 )
 from collegium.layer_builder import BuilderOptions, LayerBuilder
 from collegium.parallel.placement import linear, tensor_parallel
-from collegium.problem import ExpertsProblem
+from collegium.problem import PAGING, ExpertsProblem
 from collegium.testing.compare import heavy_tailed, random_experts
 from raising import raises_with
 
@@ -45,6 +45,8 @@ SHARED = replace(SPEC, shared=SharedSpec(intermediate_size=256))
 NVFP4 = replace(SPEC, weight_format="nvfp4")
 RANKS = linear(8, 1, 4)
 
+ONE_EXPERT = 3 * 2 * 256 * 256  # bytes
+
 # By option: a problem that the option applies to, and overrides that force it.
 FORCED: dict[str, tuple[MoESpec, Any, dict[str, Any]]] = {
     "kernel": (SPEC, None, {"kernel": "reference"}),
@@ -56,6 +58,7 @@ FORCED: dict[str, tuple[MoESpec, Any, dict[str, Any]]] = {
     "microbatches": (SPEC, RANKS, {"microbatches": 2, "allow_slow": True, "dispatcher": "all_to_all"}),
     "tiles": (SPEC, None, {"tiles": "small"}),
     "unequal_scales": (NVFP4, None, {"unequal_scales": "largest", "activation_format": "nvfp4_static"}),
+    "paging": (SPEC, None, {"paging": PAGING[-1]}),
     "allow_slow": (SPEC, RANKS, {"microbatches": 2, "allow_slow": True, "dispatcher": "all_to_all"}),
 }
 # Overrides of a layer to which they do not apply: printed all the same.
@@ -63,14 +66,15 @@ IDLE: dict[str, Any] = {"shared": "merged", "allow_slow": True}
 
 
 def test_table_has_every_override() -> None:
-    assert list(FORCED) == [option.name for option in fields(Overrides)]
+    assert {*FORCED} == {option.name for option in fields(Overrides)}
 
 
 @pytest.mark.parametrize("option", FORCED)
 def test_overrides_are_named(option: str) -> None:
     spec, placement, options = FORCED[option]
     overrides = Overrides(**options)
-    made = plan(Problem(spec=spec, device=H200, placement=placement), overrides)
+    limits = Limits(gpu_bytes=4 * ONE_EXPERT) if option == "paging" else Limits()
+    made = plan(Problem(spec=spec, device=H200, placement=placement, limits=limits), overrides)
     line = next(line for line in made.explain().splitlines() if line.startswith("forced "))
     assert f"{option}={options[option]!r}" in line
     assert "changes nothing" not in line
@@ -87,13 +91,24 @@ def test_overrides_without_effect_are_named(option: str) -> None:
     assert "forced" not in plan(problem).explain()
 
 
-@pytest.mark.parametrize("option", [option.name for option in fields(Limits)])
+@pytest.mark.parametrize("option", ["max_tokens", "rank_tokens"])
 def test_limits_are_named(option: str) -> None:
     options: dict[str, Any] = {"max_tokens": 777, option: 77}
     limits = Limits(**options)
     problem = Problem(spec=SPEC, device=H200, limits=limits, placement=linear(8, 0, 4))
     assert "77" in plan(problem, Overrides(dispatcher="all_to_all_fixed")).explain()
     assert ("limits all_to_all_fixed alone" in plan(problem).explain()) == (option == "rank_tokens")
+
+
+def test_gpu_memory_limit_is_named() -> None:
+    assert [option.name for option in fields(Limits)] == ["max_tokens", "rank_tokens", "gpu_bytes"]
+    texts = [
+        plan(Problem(spec=SPEC, device=H200, limits=Limits(gpu_bytes=count * ONE_EXPERT))).explain() for count in (4, 9)
+    ]
+    assert "paging     4 of 8 experts on the GPU" in texts[0]
+    assert f"paging     none: all experts fit into gpu_bytes={9 * ONE_EXPERT:,}" in texts[1]
+    problem = Problem(spec=SPEC, device=H200, limits=Limits(gpu_bytes=9 * ONE_EXPERT))
+    assert f"paging={PAGING[-1]!r} (changes nothing here)" in plan(problem, Overrides(paging=PAGING[-1])).explain()
 
 
 # By field of a problem: values that change what the plan prints.
@@ -109,7 +124,7 @@ DESCRIBED: dict[str, Any] = {
     "tiles": "small",
 }
 # Set by the plan, or an override for ranks that has a test above.
-DERIVED = {"combine", "sent_as", "shared_slices"}
+DERIVED = {"combine", "sent_as", "shared_slices", "gpu_slots"}
 
 
 def test_table_has_every_problem_field() -> None:
