@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -136,6 +136,21 @@ def test_underivable_models_refused_by_name(tmp_path: Path, entries: dict[str, o
     save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=named):
         load_layer(tmp_path, 0, device="cpu")
+
+
+def test_blocks_with_unread_tensors_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor that changes nothing on random numbers could change something on others."""
+    module = pytest.importorskip("transformers.models.afmoe.modeling_afmoe")
+    init: Any = module.AfmoeSparseMoeBlock.__init__
+
+    def with_tensor(block: Any, *arguments: object, **named: object) -> None:
+        init(block, *arguments, **named)
+        block.second = torch.nn.Linear(3, 5, bias=False)
+
+    monkeypatch.setattr(module.AfmoeSparseMoeBlock, "__init__", with_tensor)
+    model = build("afmoe", tmp_path, route_scale=1.3)  # families are cached by config
+    with pytest.raises(ConfigError, match=r"second\.weight"):
+        load_layer(tmp_path, min(blocks(model)), device="cpu")
 
 
 @pytest.mark.parametrize(("pair", "difference"), [(False, r"(9\.\d+e-04|1\.0\de-03)"), (True, "inf")])

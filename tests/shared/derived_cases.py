@@ -24,7 +24,12 @@ MIXED = {"mlp_layer_types": ["dense", "sparse", "sparse"]}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "afmoe": ("Afmoe", {**BASE, **WIDE, **CHOSEN, "num_dense_layers": 1, "num_shared_experts": 2, "route_scale": 1.7}),
     "laguna": (
-        "Laguna", {**BASE, **WIDE, **CHOSEN, **MIXED, "shared_expert_intermediate_size": 40},
+        "Laguna",
+        # The scale multiplies the sum of the experts.
+        {
+            **BASE, **WIDE, **CHOSEN, **MIXED, "shared_expert_intermediate_size": 40,
+            "moe_routed_scaling_factor": 1.7,
+        },
     ),
     "exaone_moe": (
         "ExaoneMoe",
@@ -69,6 +74,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "OpenAIPrivacyFilter",
         {**BASE, "intermediate_size": 24, "num_local_experts": 8, "num_experts_per_tok": 3, "num_labels": 5},
     ),
+    # The shared expert has a gate.
+    "qwen4_exp_text": (
+        "Qwen4Exp",
+        {
+            **BASE, **CHOSEN, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
+            "layer_types": ["linear_attention", "linear_attention", "indexed_attention"], "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 2, "hc_lowrank": 8,
+            "ngram_vocab_size_base": 64, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16,
+            "indexer_budget": 4, "indexer_compress_ratio": 2,
+        },
+    ),
     "kolibri1": ("Kolibri1", {**BASE, **WIDE, **CHOSEN, "shared_expert_intermediate_size": 24}),
 }  # fmt: skip
 # Types whose router no rule of Collegium describes: whole models only.
@@ -84,7 +100,7 @@ def build(name: str, path: Path, *, original: bool = True, **changed: Any) -> nn
     if cls is None:
         pytest.skip(f"transformers {transformers.__version__} has no {stem}ForCausalLM")
     torch.manual_seed(6)
-    model = cls(getattr(transformers, f"{stem}Config")(**{**entries, **changed})).eval()
+    model = cls(cls.config_class(**{**entries, **changed})).eval()
     with torch.no_grad():
         for key, tensor in (*model.named_parameters(), *model.named_buffers()):
             if not tensor.is_floating_point() or "inv_freq" in key:
