@@ -10,6 +10,7 @@ import atexit
 import gc
 import os
 import sys
+from dataclasses import replace
 from errno import EPIPE
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, cast
@@ -27,6 +28,7 @@ from .commands.options import (
     Download,
     Dummy,
     Format,
+    GpuMemory,
     Kernel,
     Model,
     Prompts,
@@ -41,6 +43,7 @@ from .commands.options import (
     complete_model,
     find_model,
     formats_of,
+    layer_gpu_bytes,
 )
 from .commands.terminal import (
     Report,
@@ -120,6 +123,7 @@ def generate(
     activations: Activations = None,
     unequal_scales: UnequalScales = None,
     dummy: Dummy = False,
+    gpu_memory: GpuMemory = None,
     device: Device = None,
     download: Download = False,
 ) -> Report:
@@ -141,7 +145,7 @@ def generate(
     checkpoint = check_writable(find_model(model, download, weights=not dummy), dummy=dummy)
     adapters = [find_model(path, download) for path in adapter or ()]
     texts = prompts_of(prompt or [DEFAULT_PROMPT], adapters)
-    limits = prompt_limits(checkpoint.path, texts)
+    limits = replace(prompt_limits(checkpoint.path, texts), gpu_bytes=layer_gpu_bytes(gpu_memory, checkpoint.config))
     overrides = Overrides(kernel=kernel, activation_format=activations, unequal_scales=cast("Any", unequal_scales))
     with process_group(os.environ, device, same_tokens=True) as place:
         with progress_bar("loading") as progress:
@@ -194,6 +198,7 @@ def plan(
     activations: Activations = None,
     weight_format: Format = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens per forward pass.")] = 8192,
+    gpu_memory: GpuMemory = None,
     download: Download = False,
 ) -> Report:
     """Plan one MoE layer from config.json: kernel, formats, memory, and why other kernels were refused.
@@ -208,6 +213,7 @@ def plan(
         overrides=Overrides(kernel=kernel, activation_format=activations),
         weight_format=weight_format,
         limits=Limits(max_tokens=max_tokens),
+        gpu_memory=gpu_memory,
     )
 
 

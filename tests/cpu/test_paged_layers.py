@@ -6,6 +6,7 @@ import copy
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -23,12 +24,21 @@ from collegium import (
     Problem,
     Routing,
     RoutingSpec,
+    loading,
     plan,
 )
+from collegium.checkpoint.layer_view import CheckpointLayer
+from collegium.checkpoint.loader import load_experts
+from collegium.checkpoint.reader import Checkpoint
+from collegium.commands.inspect import plan_model
+from collegium.commands.options import layer_gpu_bytes
 from collegium.experts.paging.table import POLICIES
+from collegium.locate import locate
 from collegium.ops import paging
+from collegium.parallel.placement import linear
 from collegium.planning import kernel_named
 from collegium.problem import PAGING
+from collegium.runtime import pinned
 from collegium.runtime.memory import Arena, memory_map
 from collegium.testing.compare import heavy_tailed, random_experts
 from collegium.types import SharedSpec
@@ -51,6 +61,7 @@ RECIPES = (
     ("nvfp4", "fp8_token"),
     ("int4_ordered", None),
 )
+CPU = torch.device("cpu")
 FACTS = DeviceFacts(kind="cuda", capability=(9, 0))
 
 
@@ -127,6 +138,20 @@ def test_policies_keep_every_bit(policy: str) -> None:
     assert paged.plan.paging is not None
     assert paged.plan.paging.name == policy
     assert f"{policy}: " in repr(paged)
+
+
+def test_trace_decides_who_stays() -> None:
+    _, paged = Case(policy="static").layers(3)
+    frequent = torch.tensor([0.0, 9.0, 0.0, 0.0, 7.0, 0.0, 5.0])
+    paged.experts.set_scores(frequent)
+    for experts in ([1, 4], [6, 4], [0, 2], [3, 5], [1, 2]):
+        chosen = Routing(topk_ids=torch.tensor([experts]), topk_weights=torch.ones(1, 2))
+        paged(torch.zeros(1, HIDDEN, dtype=torch.bfloat16), routing=chosen)
+    assert {1, 2} < set(paged.experts.tables.slot_expert.tolist())
+    assert torch.equal(paged.experts.tables.scores, frequent)
+    for wrong in (torch.zeros(3), frequent / 0):
+        with pytest.raises(InputError, match="set_scores"):
+            paged.experts.set_scores(wrong)
 
 
 def test_names_of_policies_agree() -> None:
@@ -228,6 +253,41 @@ def test_refused_calls_name_the_limit() -> None:
     shared = copy.copy(paged)
     assert shared.experts is paged.experts
     assert torch.equal(outputs(shared, 3, 1), outputs(whole, 3, 1))
+
+
+def test_memory_that_cannot_be_locked() -> None:
+    with (
+        patch("torch.cuda.cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2)),
+        pytest.raises(InputError, match=r"4,096 bytes .* returned 2"),
+    ):
+        pinned._lock(torch.empty(4096, dtype=torch.uint8))
+    with pytest.raises(InputError, match="page-locked"):
+        pinned.PinnedBlock(1 << 60, CPU)
+
+
+def test_loading_keeps_experts_on_the_host() -> None:
+    checkpoint = Checkpoint.open(locate("fables-16m"))
+    view = CheckpointLayer.open(checkpoint, 2)
+    with patch.object(loading, "probe", lambda *_: FACTS):
+        paged = loading.load_routed(view, limits=Limits(max_tokens=8, gpu_bytes=5 * 294912))
+    whole_plan = replace(paged.plan.problem, limits=Limits(max_tokens=8), gpu_slots=None)
+    whole = MoELayer(load_experts(view, linear(view.spec.num_experts), device="cpu"), plan(whole_plan))
+    assert paged.plan.problem.gpu_slots == 5
+    assert paged.layer_id == 2
+    for seed, tokens in enumerate((1, 5)):
+        x = heavy_tailed(tokens, view.spec.hidden_size, seed=seed).bfloat16()
+        logits = heavy_tailed(tokens, view.spec.num_experts, seed=seed)
+        assert torch.equal(paged(x, router_logits=logits), whole(x, router_logits=logits))
+
+
+def test_command_shares_memory_among_layers() -> None:
+    size, layers = 294912, 6
+    chosen = plan_model("fables-16m", device="h100", gpu_memory=f"{size * 9 * layers / 1e6}MB")
+    assert chosen.problem.gpu_slots == 9
+    assert plan_model("fables-16m", device="h100", gpu_memory="1GiB").paging is None
+    for text in ("24", "GiB", "-1GiB", "1 XiB", "nanMB"):
+        with pytest.raises(InputError, match="--gpu-memory"):
+            layer_gpu_bytes(text, {})
 
 
 def test_wrong_limits_and_policies() -> None:

@@ -25,6 +25,7 @@ COMMANDS = {
         "--activations",
         "--unequal-scales",
         "--dummy",
+        "--gpu-memory",
         "--device",
         "--download",
         "--json",
@@ -60,7 +61,17 @@ COMMANDS = {
     "balance record": {"MODEL", "--out", "--text", "--tokens", "--steps", "--device", "--download", "--json"},
     "balance simulate": {"TRACE", "--ranks", "--replicas", "--policy", "--hosts", "--picture", "--json"},
     "balance heatmap": {"TRACE", "--out", "--json"},
-    "plan": {"MODEL", "--device", "--kernel", "--activations", "--format", "--max-tokens", "--download", "--json"},
+    "plan": {
+        "MODEL",
+        "--device",
+        "--kernel",
+        "--activations",
+        "--format",
+        "--max-tokens",
+        "--gpu-memory",
+        "--download",
+        "--json",
+    },
 }
 
 

@@ -14,6 +14,7 @@ from ..problem import DeviceFacts, Limits, Overrides, Problem
 from ..runtime.devices import probe
 from ..runtime.progress import Progress
 from ..types import MoESpec
+from .options import layer_gpu_bytes
 
 __all__ = ["ELSEWHERE", "Inspection", "inspect_model", "plan_model"]
 
@@ -144,23 +145,30 @@ def plan_model(
     overrides: Overrides | None = None,
     weight_format: str | None = None,
     limits: Limits | None = None,
+    gpu_memory: str | None = None,
 ) -> Plan:
     """Plan one MoE layer from ``config.json`` (a folder or the file) or a GGUF header; tensors are not read.
 
     device: see ``probe``, or a name of ``ELSEWHERE``.
     weight_format: plan for experts that are converted to this format.
+    gpu_memory: for the experts of all layers, such as ``24GiB``; the plan is that of one layer with an equal part.
 
     Raises ConfigError, SpecError and PlanError.
     """
     located = locate(path, weights=False)
     folder = located.parent if located.is_file() else located
     if gguf_file(located) is not None:
-        spec = describe_checkpoint(Checkpoint.open(located))
+        checkpoint = Checkpoint.open(located)
+        spec, config = describe_checkpoint(checkpoint), checkpoint.config
     elif (folder / "config.json").is_file():
-        spec = describe(read_config(folder))
+        config = read_config(folder)
+        spec = describe(config)
     else:
         raise ConfigError(f"{path}: config.json is missing; give a model's folder or its config.json")
     if weight_format is not None:
         spec = replace(spec, weight_format=by_name(weight_format).name, down_format=None)
     facts = ELSEWHERE.get((device or "").lower()) or probe(device)
-    return plan(Problem(spec=spec, device=facts, limits=limits or Limits()), overrides)
+    limits = limits or Limits()
+    if gpu_memory is not None:
+        limits = replace(limits, gpu_bytes=layer_gpu_bytes(gpu_memory, config))
+    return plan(Problem(spec=spec, device=facts, limits=limits), overrides)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -12,7 +13,7 @@ from ..locate import SHIPPED, cached_ids, locate
 from .terminal import shows_progress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from .measure import Ceilings
 
@@ -28,6 +29,7 @@ __all__ = [
     "Download",
     "Dummy",
     "Format",
+    "GpuMemory",
     "Kernel",
     "Model",
     "Prompts",
@@ -42,8 +44,10 @@ __all__ = [
     "complete_model",
     "find_model",
     "formats_of",
+    "layer_gpu_bytes",
 ]
 
+_UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 HELP = {"help_option_names": ["-h", "--help"]}
 N = TypeVar("N", int, float)
 # Literal lists: looking the values up would import torch, which takes a second. A test keeps them in sync.
@@ -106,6 +110,13 @@ Kernel = Annotated[
 Activations = Annotated[
     str | None,
     typer.Option(autocompletion=_complete(ACTIVATIONS), help=f"Use this activation format, or fail: {ACTIVATIONS}."),
+]
+GpuMemory = Annotated[
+    str | None,
+    typer.Option(
+        help="GPU memory for the experts of all layers, such as 24GiB or 900MB; experts beyond it stay in host memory "
+        "and are copied when needed. Default: all experts are on the GPU."
+    ),
 ]
 UnequalScales = Annotated[
     str | None,
@@ -177,6 +188,27 @@ def formats_of(text: str) -> tuple[str, str]:
 
     weights, activations = recipe_of(text)
     return by_name(weights).name, activation_format(activations).name
+
+
+def layer_gpu_bytes(text: str | None, config: Mapping[str, object]) -> int | None:
+    """Return the bytes for each layer of the model of ``config`` from the ``--gpu-memory`` of all; None without it.
+
+    Raises InputError for a text that is no size.
+    """
+    if text is None:
+        return None
+    from ..models import moe_layers
+
+    number, unit = _size_of(text)
+    return max(1, int(number * unit) // max(1, len(moe_layers(config))))
+
+
+def _size_of(text: str) -> tuple[float, int]:
+    """Return number and unit of a size."""
+    size = re.fullmatch(r"\s*(\d+\.?\d*)\s*([A-Za-z]+)\s*", text, re.ASCII)
+    if size is None or size[2] not in _UNITS:
+        raise InputError(f"--gpu-memory {text!r}: a number and a unit are needed, {', '.join(_UNITS)}, such as 24GiB")
+    return float(size[1]), _UNITS[size[2]]
 
 
 def ceilings_of(text: str) -> Ceilings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from typing import Any
 
@@ -31,14 +32,15 @@ class PinnedBlock:
         if device.type == "cuda":
             with torch.cuda.device(device):
                 _lock(self.data)
-            weakref.finalize(self, _unlock, self.data, device)
+            weakref.finalize(self, _unlock, self.data, device).atexit = False
 
 
 def _lock(block: Tensor) -> None:
     runtime: Any = torch.cuda.cudart()
     result = runtime.cudaHostRegister(block.data_ptr(), block.numel(), _PORTABLE_AND_MAPPED)
     if int(result) != 0:
-        runtime.cudaGetLastError()
+        with contextlib.suppress(RuntimeError, AssertionError):
+            torch.zeros(1, device="cuda")  # reports, and so clears, the error that CUDA remembers
         raise _refused(block.numel(), f"cudaHostRegister returned {result}")
 
 

@@ -77,6 +77,17 @@ class PagedExperts(PackedWeights):
         hits, misses = self.tables.counters.tolist()
         return hits, misses
 
+    def set_scores(self, scores: Tensor) -> None:
+        """Let experts with low ``scores [E]``, floating, lose their slots first; policies but ``static`` change them.
+
+        No pass may run meanwhile. Raises InputError for another shape or numbers that are not finite.
+        """
+        experts = self.tables.scores.numel()
+        if scores.shape != (experts,) or not bool(scores.float().isfinite().all()):
+            raise InputError(f"set_scores: scores are {tuple(scores.shape)}, allowed: ({experts},), finite")
+        with torch.inference_mode(False):
+            self.tables.scores.copy_(scores)
+
     def summary(self, activations: str) -> str:
         """Return printed lines: scales, the report, and the packed bytes on either side."""
         slots, experts = len(self.tables.slot_expert), len(self.tables.expert_slot)
