@@ -10,7 +10,6 @@ import atexit
 import gc
 import os
 import sys
-from dataclasses import replace
 from errno import EPIPE
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, cast
@@ -43,7 +42,6 @@ from .commands.options import (
     complete_model,
     find_model,
     formats_of,
-    layer_gpu_bytes,
 )
 from .commands.terminal import (
     Report,
@@ -136,6 +134,7 @@ def generate(
     if "RANK" not in os.environ:  # under torchrun each rank chooses its device later
         start_context(device)  # in parallel with the import of transformers
     from .commands.generate import Writer, check_writable, prompt_limits, prompts_of
+    from .commands.gpu_memory import layer_gpu_bytes
     from .integrations.transformers import layers_of, load_model
     from .parallel.torchrun import process_group
     from .runtime.warm_up import warm_up
@@ -145,7 +144,7 @@ def generate(
     checkpoint = check_writable(find_model(model, download, weights=not dummy), dummy=dummy)
     adapters = [find_model(path, download) for path in adapter or ()]
     texts = prompts_of(prompt or [DEFAULT_PROMPT], adapters)
-    limits = replace(prompt_limits(checkpoint.path, texts), gpu_bytes=layer_gpu_bytes(gpu_memory, checkpoint.config))
+    limits = prompt_limits(checkpoint.path, texts, layer_gpu_bytes(gpu_memory, checkpoint.config))
     overrides = Overrides(kernel=kernel, activation_format=activations, unequal_scales=cast("Any", unequal_scales))
     with process_group(os.environ, device, same_tokens=True) as place:
         with progress_bar("loading") as progress:

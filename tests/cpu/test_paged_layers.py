@@ -30,8 +30,8 @@ from collegium import (
 from collegium.checkpoint.layer_view import CheckpointLayer
 from collegium.checkpoint.loader import load_experts
 from collegium.checkpoint.reader import Checkpoint
+from collegium.commands.gpu_memory import layer_gpu_bytes
 from collegium.commands.inspect import plan_model
-from collegium.commands.options import layer_gpu_bytes
 from collegium.experts.paging.table import POLICIES
 from collegium.locate import locate
 from collegium.ops import paging

@@ -181,10 +181,10 @@ def prompts_of(prompts: Sequence[str], adapters: Sequence[str]) -> list[str]:
     return texts
 
 
-def prompt_limits(folder: Path, prompts: Sequence[str]) -> Limits:
+def prompt_limits(folder: Path, prompts: Sequence[str], gpu_bytes: int | None = None) -> Limits:
     """Return the smallest power of two that fits the prompts, at most 512: small passes need fewer compiled kernels."""
     tokens = max(len(_tokenizer(folder).encode(prompt).ids) for prompt in prompts)
-    return Limits(max_tokens=min(512, 1 << max(0, tokens - 1).bit_length()))
+    return Limits(max_tokens=min(512, 1 << max(0, tokens - 1).bit_length()), gpu_bytes=gpu_bytes)
 
 
 def _tokenizer(path: Path) -> Any:

@@ -14,7 +14,7 @@ from ..problem import DeviceFacts, Limits, Overrides, Problem
 from ..runtime.devices import probe
 from ..runtime.progress import Progress
 from ..types import MoESpec
-from .options import layer_gpu_bytes
+from .gpu_memory import layer_gpu_bytes
 
 __all__ = ["ELSEWHERE", "Inspection", "inspect_model", "plan_model"]
 

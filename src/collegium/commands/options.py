@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -13,7 +12,7 @@ from ..locate import SHIPPED, cached_ids, locate
 from .terminal import shows_progress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from .measure import Ceilings
 
@@ -44,10 +43,8 @@ __all__ = [
     "complete_model",
     "find_model",
     "formats_of",
-    "layer_gpu_bytes",
 ]
 
-_UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 HELP = {"help_option_names": ["-h", "--help"]}
 N = TypeVar("N", int, float)
 # Literal lists: looking the values up would import torch, which takes a second. A test keeps them in sync.
@@ -188,27 +185,6 @@ def formats_of(text: str) -> tuple[str, str]:
 
     weights, activations = recipe_of(text)
     return by_name(weights).name, activation_format(activations).name
-
-
-def layer_gpu_bytes(text: str | None, config: Mapping[str, object]) -> int | None:
-    """Return the bytes for each layer of the model of ``config`` from the ``--gpu-memory`` of all; None without it.
-
-    Raises InputError for a text that is no size.
-    """
-    if text is None:
-        return None
-    from ..models import moe_layers
-
-    number, unit = _size_of(text)
-    return max(1, int(number * unit) // max(1, len(moe_layers(config))))
-
-
-def _size_of(text: str) -> tuple[float, int]:
-    """Return number and unit of a size."""
-    size = re.fullmatch(r"\s*(\d+\.?\d*)\s*([A-Za-z]+)\s*", text, re.ASCII)
-    if size is None or size[2] not in _UNITS:
-        raise InputError(f"--gpu-memory {text!r}: a number and a unit are needed, {', '.join(_UNITS)}, such as 24GiB")
-    return float(size[1]), _UNITS[size[2]]
 
 
 def ceilings_of(text: str) -> Ceilings:
