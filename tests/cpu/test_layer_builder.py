@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from collegium import (
     WeightUpdater,
     load_layer,
     plan,
+    weight_updater,
     weights_checksum,
 )
 from collegium.checkpoint import Checkpoint, CheckpointLayer, StoredFormat, load_experts
@@ -701,6 +703,21 @@ def test_bf16_update_is_quantised(weight_format: str) -> None:
     load_into(updater, new)
     updater.finish()
     assert same(layer, built(new, weight_format=weight_format))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_large_updates_run_in_batches(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    layer = built(random_items(1), weight_format="mxfp4")
+    monkeypatch.setattr(weight_updater, "_BATCH_BYTES", count * layer.plan.expert_bytes)
+    updater = WeightUpdater(layer, stored="bf16", partial=True)
+    new = random_items(2)
+    load_into(updater, new)
+    with patch.object(type(layer.experts), "put_all", autospec=True, side_effect=type(layer.experts).put_all) as put:
+        assert updater.finish().experts == EXPERTS
+    batches = [list(call.args[1]) for call in put.call_args_list]
+    assert [len(batch) for batch in batches] == ([1] * 5 if count == 1 else [2, 2, 1])
+    assert [slot for batch in batches for slot in batch] == list(range(EXPERTS))
+    assert same(layer, built(new, weight_format="mxfp4"))
 
 
 def test_update_in_other_layout_refused() -> None:

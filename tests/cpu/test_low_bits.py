@@ -113,7 +113,7 @@ def test_every_lane_of_three_bits() -> None:
 @pytest.mark.parametrize("kind", LOW_BITS)
 @pytest.mark.parametrize(("rows", "columns"), [(1, 256), (40, 320), (70, 768)])
 @pytest.mark.parametrize("interleave", [False, True])
-def test_gate_and_up_on_heavy_tailed_rows(kind: str, rows: int, columns: int, interleave: bool) -> None:
+def test_gate_up_on_heavy_tailed_rows(kind: str, rows: int, columns: int, interleave: bool) -> None:
     payload = random_blocks(kind, 3, 2, rows, columns)
     bias = torch.randn(3, 2, rows)
     packed = pack_gguf(payload, bias)
