@@ -2048,7 +2048,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (Edit("factor_of", "pass % 2 ? word & 0xFFFF0000u : word << 16", "word << 16", text=True),), _W4_RECIPES,
     ),
     Mutant(
-        "-8 of INT4 as a number of E2M1 (registers)", "kernels/w4_decode_bf16.cuh",
+        "the zero point of INT4 read as 7 (registers)", "kernels/w4_decode_bf16.cuh",
         (Edit("minus_zero_of", "0xBE00BE00u", "0xBDE0BDE0u", text=True),), _W4_RECIPES,
     ),
     Mutant(

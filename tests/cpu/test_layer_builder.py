@@ -757,6 +757,7 @@ def test_router_latent_and_shared_update() -> None:
         assert latent is not None
         found: list[Item] = [
             ("router.weight", router.weight, None, None),
+            ("router.scale", torch.linspace(0.5, 1.5 + seed, HIDDEN), None, None),
             ("router.correction_bias", router.correction_bias, None, None),  # pyright: ignore[reportAssignmentType]
             ("latent.down", latent.down, None, None),
             ("latent.up", latent.up, None, None),
@@ -779,6 +780,8 @@ def test_router_latent_and_shared_update() -> None:
     load_into(updater, items(2))
     updater.finish()
     assert same(layer, wanted)
+    weight, scale = (tensor for _, tensor, *_ in items(2)[:2])
+    assert torch.allclose(layer.router.weight, weight * scale / HIDDEN**0.5, rtol=1e-6)
     assert addresses(layer) == before
     with raises_with(InputError, "router.bias"):
         updater.load("router.bias", torch.zeros(EXPERTS))
