@@ -1000,7 +1000,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "tokens' scales of the first K block for the second of a step", "kernels/grouped_gemm.py",
-        (Edit("_sum_in_steps_of_depth", "$x_scale_ptr + $step * $DEPTH + $index", "$x_scale_ptr + $step * $DEPTH"),), _MEGA,
+        (Edit("_sum_in_steps_of_depth", "$x_block = ($step * $DEPTH + $index) // _blocks_of_scale($FORMAT.block_k)", "$x_block = $step * $DEPTH // _blocks_of_scale($FORMAT.block_k)"),), _MEGA,
     ),
     Mutant(
         "a rank in another call taken for one in this one", "kernels/mega.py",
