@@ -133,18 +133,16 @@ def generate(
 
     if "RANK" not in os.environ:  # under torchrun each rank chooses its device later
         start_context(device)  # in parallel with the import of transformers
-    from .commands.generate import Writer, check_writable, prompt_limits, prompts_of
-    from .commands.gpu_memory import layer_gpu_bytes
+    from .commands.generate import Writer, check_seed, check_writable, prompt_limits, prompts_of
     from .integrations.transformers import layers_of, load_model
     from .parallel.torchrun import process_group
     from .runtime.warm_up import warm_up
 
-    if not -(1 << 63) <= seed < 1 << 63:
-        raise InputError(f"--seed: {seed} is not a 64-bit integer; allowed: -2^63 to 2^63 - 1")
+    check_seed(seed)
     checkpoint = check_writable(find_model(model, download, weights=not dummy), dummy=dummy)
     adapters = [find_model(path, download) for path in adapter or ()]
     texts = prompts_of(prompt or [DEFAULT_PROMPT], adapters)
-    limits = prompt_limits(checkpoint.path, texts, layer_gpu_bytes(gpu_memory, checkpoint.config))
+    limits = prompt_limits(checkpoint, texts, gpu_memory)
     overrides = Overrides(kernel=kernel, activation_format=activations, unequal_scales=cast("Any", unequal_scales))
     with process_group(os.environ, device, same_tokens=True) as place:
         with progress_bar("loading") as progress:

@@ -17,6 +17,7 @@ pytest.importorskip("transformers")
 
 from triton import knobs
 
+from collegium.checkpoint.reader import Checkpoint
 from collegium.commands import demo, generate as writing
 from collegium.commands.bench import bench
 from collegium.commands.tune import tune
@@ -60,7 +61,7 @@ def test_after_compiling_the_demo_compiles_nothing(monkeypatch, compiled):
 
 
 def test_text_is_timed_in_a_graph(compiled):
-    limits = writing.prompt_limits(SHIPPED, ["The old king"])
+    limits = writing.prompt_limits(Checkpoint.open(SHIPPED), ["The old king"])
     assert 1 < limits.max_tokens <= 8
     model = load_model(str(SHIPPED), device="cuda", limits=limits)
     assert {buffer.device.type for buffer in model.buffers()} <= {"cuda"}

@@ -16,8 +16,9 @@ from ..integrations.extra import import_extra
 from ..integrations.transformers import Decoder, choose_adapters
 from ..integrations.transformers.classes import class_and_config
 from ..problem import Limits
+from .gpu_memory import layer_gpu_bytes
 
-__all__ = ["AdapterTexts", "Writer", "Written", "check_writable", "prompt_limits", "prompts_of"]
+__all__ = ["AdapterTexts", "Writer", "Written", "check_seed", "check_writable", "prompt_limits", "prompts_of"]
 
 _STEADY = 3  # tokens before decode steps replay a CUDA graph: from the prompt, a plain step and the capturing step
 
@@ -181,9 +182,19 @@ def prompts_of(prompts: Sequence[str], adapters: Sequence[str]) -> list[str]:
     return texts
 
 
-def prompt_limits(folder: Path, prompts: Sequence[str], gpu_bytes: int | None = None) -> Limits:
-    """Return the smallest power of two that fits the prompts, at most 512: small passes need fewer compiled kernels."""
-    tokens = max(len(_tokenizer(folder).encode(prompt).ids) for prompt in prompts)
+def check_seed(seed: int) -> None:
+    """Raise InputError for a seed that torch does not take."""
+    if not -(1 << 63) <= seed < 1 << 63:
+        raise InputError(f"--seed: {seed} is not a 64-bit integer; allowed: -2^63 to 2^63 - 1")
+
+
+def prompt_limits(checkpoint: Checkpoint, prompts: Sequence[str], gpu_memory: str | None = None) -> Limits:
+    """Return the smallest power of two that fits the prompts, at most 512: small passes need fewer compiled kernels.
+
+    gpu_memory: of ``--gpu-memory``, for the experts of all layers.
+    """
+    gpu_bytes = layer_gpu_bytes(gpu_memory, checkpoint.config)
+    tokens = max(len(_tokenizer(checkpoint.path).encode(prompt).ids) for prompt in prompts)
     return Limits(max_tokens=min(512, 1 << max(0, tokens - 1).bit_length()), gpu_bytes=gpu_bytes)
 
 
