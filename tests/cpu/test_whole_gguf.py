@@ -68,6 +68,21 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"expert_feed_forward_length": WIDE, "attention.sliding_window": 8, "rope.scaling.type": "yarn",
          "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32},
     ),
+    "glm4moe": (
+        {"model_type": "glm4_moe", "n_routed_experts": EXPERTS, "moe_intermediate_size": WIDE, "intermediate_size": 64,
+         "head_dim": WIDTH, "n_shared_experts": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5,
+         "norm_topk_prob": True, "n_group": 2, "topk_group": 1, "attention_bias": True, "use_qk_norm": True,
+         "rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
+        {"expert_feed_forward_length": WIDE, "feed_forward_length": 64, "expert_shared_count": 2,
+         "leading_dense_block_count": 1, "expert_weights_scale": 1.5, "expert_weights_norm": True,
+         "expert_group_count": 2, "expert_group_used_count": 1, "rope.dimension_count": WIDTH // 2,
+         "expert_gating_func": 2},
+    ),
+    "minimax-m2": (
+        {"model_type": "minimax_m2", "num_local_experts": EXPERTS, "intermediate_size": WIDE, "head_dim": WIDTH,
+         "rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
+        {"expert_feed_forward_length": WIDE, "rope.dimension_count": WIDTH // 2, "expert_gating_func": 2},
+    ),
 }  # fmt: skip
 
 
@@ -90,6 +105,8 @@ def pieces(arch: str, name: str, value: Tensor) -> dict[str, Tensor]:
         found = {"down": value} if kind.startswith("down") else {"gate": gate, "up": up}
         return {f"blk.{layer}.ffn_{own}_exps.{suffix}": t for own, t in found.items()}
     base, _, suffix = name.rpartition(".")
+    if name.endswith(".e_score_correction_bias"):
+        return {f"blk.{layer}.exp_probs_b.bias": value}
     if name.endswith(".sinks"):
         return {f"blk.{layer}.attn_sinks.weight": value}
     table = gguf.get_tensor_name_map(next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == arch), LAYERS)
@@ -133,7 +150,8 @@ def whole(arch: str, path: Path, *, drop: str = "", mixture: tuple[str, ...] = M
         "rope.freq_base": 7e5, "expert_count": EXPERTS, "expert_used_count": 2,
     }  # fmt: skip
     for key, value in (facts | metadata | changes).items():
-        add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
+        adders = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32, bool: writer.add_bool}
+        add = adders[type(value)]
         add(f"{arch}.{key}", value)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
@@ -143,13 +161,14 @@ def whole(arch: str, path: Path, *, drop: str = "", mixture: tuple[str, ...] = M
     writer.add_bos_token_id(94)
     writer.add_eos_token_id(95)
     with torch.no_grad():
-        for at, (name, parameter) in enumerate(model.named_parameters()):
+        biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+        for at, (name, parameter) in enumerate([*model.named_parameters(), *biases]):
             parameter.copy_(torch.distributions.StudentT(4.0).sample(parameter.shape) / 2**0.5)
             parameter.mul_(parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1)
             kind = mixture[at % len(mixture)] if parameter.dim() > 1 and "bias" not in name else "F32"
             if ".experts." in name and kind == "F16":
                 kind = "Q8_0"
-            if ".shared_expert." in name:  # gate and up share a kind
+            if ".shared_expert" in name:  # gate and up share a kind
                 kind = "Q5_1" if ".down" in name else "Q8_0"
             if mixture is LOW_BITS and kind != "F32" and parameter.shape[-1] % 256:
                 kind = "IQ4_NL"
@@ -210,6 +229,26 @@ def test_qwen2_without_widths_matches(tmp_path: Path, monkeypatch: pytest.Monkey
         wanted = truth(ids).logits
         found = load_model_in("fp32", tmp_path / "model.gguf", device="cpu")(ids).logits
     assert float((found - wanted).norm() / wanted.norm()) < 1e-5
+
+
+def test_layers_ahead_are_not_loaded(tmp_path: Path) -> None:
+    """The last layer of GLM-4.5's files predicts more tokens."""
+    truth = whole("glm4moe", tmp_path / "model.gguf", block_count=LAYERS + 1, nextn_predict_layers=1)
+    ids = torch.arange(40).view(2, 20) * 2
+    with torch.inference_mode():
+        wanted = truth(ids).logits
+        found = load_model_in("fp32", tmp_path / "model.gguf", device="cpu")(ids).logits
+    assert float((found - wanted).norm() / wanted.norm()) < 1e-5
+
+
+@pytest.mark.parametrize(("arch", "key", "value"), [
+    ("glm4moe", "expert_gating_func", 1), ("minimax-m2", "expert_gating_func", 1),
+    ("minimax-m2", "expert_weights_norm", False), ("minimax-m2", "expert_weights_scale", 2.0),
+])  # fmt: skip
+def test_routing_the_class_lacks(tmp_path: Path, arch: str, key: str, value: Any) -> None:
+    whole(arch, tmp_path / "model.gguf", **{key: value})
+    with raises_with(ConfigError, key if key == "expert_gating_func" else "expert_weights_norm"):
+        load_model(tmp_path / "model.gguf", device="cpu")
 
 
 @pytest.mark.parametrize("arch", ["qwen3moe", "gpt-oss"])

@@ -8,6 +8,13 @@ from collegium.models import FAMILIES, PREFIXES, Family, Names
 from family_cases import FLOAT32_ON_GPU, NOT_WHOLE, TEXT_PARTS
 from tracked import ROOT
 
+# GGUF files of which only layers load.
+LAYERS_OF_FILES = {
+    f"gguf:{name}"
+    for name in (
+        "deepseek2 ernie4_5-moe hunyuan-moe bailingmoe2 lfm2moe kimi-linear qwen3next qwen35moe llama4 nemotron_h_moe"
+    ).split()
+}
 BY_HAND = {
     "arctic": "arithmetic",
     "step3": "arithmetic",
@@ -58,8 +65,9 @@ def row(family: Family) -> list[str]:
     also = ["; also " + experts(other) for other in family.others if experts(other) != experts(names)]
     types = ", ".join(f"`{name}`" for name in family.model_types)
     cells = [experts(names) + where + "".join(also), router(names), shared(names)]
-    apart = {name for name in family.model_types if name.startswith("gguf:")} | set(NOT_WHOLE)
-    whole = of_types(family, apart)
+    files = {name for name in family.model_types if name.startswith("gguf:")}
+    whole = of_types(family, (files & LAYERS_OF_FILES) | set(NOT_WHOLE))
+    apart = files | set(NOT_WHOLE)
     loaded = set(family.model_types) - apart
     gpu = "in float32" if loaded and loaded <= FLOAT32_ON_GPU else of_types(family, apart | TEXT_PARTS)
     return [f"`{family.name}`", types, *cells, BY_HAND.get(family.name, "class"), whole, gpu]
@@ -81,8 +89,7 @@ def test_the_page_lists_the_model_types() -> None:
     listed, _, not_whole = text.partition("except ")
     assert [name for family in FAMILIES for name in family.model_types if f"`{name}`" not in listed] == []
     architectures = (
-        "deepseek2 glm4moe ernie4_5-moe hunyuan-moe bailingmoe2 minimax-m2 lfm2moe kimi-linear qwen3next qwen35moe "
-        "llama4 nemotron_h_moe"
+        "deepseek2 ernie4_5-moe hunyuan-moe bailingmoe2 lfm2moe kimi-linear qwen3next qwen35moe llama4 nemotron_h_moe"
     )
     layers_only = {f"gguf:{name}" for name in architectures.split()}
-    assert set(re.findall(r"`(\w[\w:-]*)`", not_whole)) == {*NOT_WHOLE, *layers_only}
+    assert set(re.findall(r"`(\w[\w:-]*)`", not_whole)) == {*NOT_WHOLE, *LAYERS_OF_FILES}

@@ -24,7 +24,7 @@ class _Model(NamedTuple):
 
     kind: transformers' model type. entries: metadata keys of additional config entries. router: name of the router
     module. interleaved: whether query and key rows are stored in llama.cpp's pairs, which transformers needs as halves.
-    names: further modules of a layer, by their names in the file.
+    names: further modules of a layer, by their names in the file. bias: path of the correction bias below a layer.
     """
 
     kind: str
@@ -32,6 +32,7 @@ class _Model(NamedTuple):
     router: str = "gate"
     interleaved: bool = False
     names: Mapping[str, str] = {}
+    bias: str = ""
 
 
 _ENTRIES = {
@@ -53,6 +54,20 @@ _SHARED_NAMES = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
+_GLM_NAMES = {
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_GLM = {
+    "n_routed_experts": "expert_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "n_shared_experts": "expert_shared_count",
+    "first_k_dense_replace": "leading_dense_block_count",
+}
 _LOCAL = {"num_local_experts": "expert_count"}
 _MODELS = {
     "gguf:qwen3moe": _Model("qwen3_moe", _QWEN),
@@ -60,6 +75,18 @@ _MODELS = {
     "gguf:olmoe": _Model("olmoe", {"num_experts": "expert_count"}),
     "gguf:llama": _Model("mixtral", _LOCAL, interleaved=True),
     "gguf:gpt-oss": _Model("gpt_oss", _LOCAL | {"intermediate_size": "expert_feed_forward_length"}, "router"),
+    "gguf:glm4moe": _Model("glm4_moe", _GLM, names=_GLM_NAMES, bias="mlp.gate.e_score_correction_bias"),
+    "gguf:minimax-m2": _Model(
+        "minimax_m2",
+        _LOCAL | {"intermediate_size": "expert_feed_forward_length"},
+        bias="mlp.e_score_correction_bias",
+    ),
+}
+# Architectures whose layers load, and why transformers has no whole model for them.
+_LAYERS_ONLY = {
+    "gguf:bailingmoe2": "transformers has no class of Ling 2",
+    "gguf:deepseek2": "the halves of the key and value projection of its files are not joined",
+    "gguf:kimi-linear": "the halves of the key and value projection of its files are not joined",
 }
 # Config entries that follow from the architecture and are not in the metadata.
 _IMPLIED_ENTRIES: Mapping[str, Mapping[str, object]] = {"qwen3_moe": {"norm_topk_prob": True}}
@@ -92,6 +119,8 @@ def config_of(checkpoint: Checkpoint) -> tuple[str, dict[str, Any]]:
         entries["moe_intermediate_size"] = spec.intermediate_size
         entries["shared_expert_intermediate_size"] = shared_width
         entries["norm_topk_prob"] = spec.routing.renormalize
+    if model.bias:
+        entries |= _sigmoid_entries(config, model.kind, checkpoint)
     tensors = checkpoint.tensors
     layers = config.integer("block_count")
     if layers > len(tensors):  # checked here, before transformers builds a huge model
@@ -101,7 +130,39 @@ def config_of(checkpoint: Checkpoint) -> tuple[str, dict[str, Any]]:
     for name in ("bos_token_id", "eos_token_id"):
         entries[name] = config.value(name, default=None)
     entries["rope_parameters"] = _rope(config)
+    rotated = config.value("rope.dimension_count", default=None)
+    if model.bias and rotated is not None and entries.get("head_dim"):
+        entries["rope_parameters"]["partial_rotary_factor"] = (
+            config.integer("rope.dimension_count") / entries["head_dim"]
+        )
     return model.kind, entries
+
+
+def _sigmoid_entries(config: Config, kind: str, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the entries of a model whose class computes sigmoid scores with a correction bias, by llama.cpp's rules.
+
+    Raises ConfigError for routing that the class does not compute.
+    """
+    routing = gguf_spec(config, 0).routing
+    if routing.score != "sigmoid":
+        raise config.wrong("expert_gating_func", routing.score, f"2 (sigmoid), which transformers' {kind} computes")
+    if kind == "minimax_m2":
+        if not routing.renormalize or routing.scale != 1.0:
+            found = f"renormalize {routing.renormalize}, scale {routing.scale}"
+            raise config.wrong("expert_weights_norm", found, f"true and a scale of 1, as transformers' {kind} computes")
+        return {}
+    entries: dict[str, Any] = {
+        "norm_topk_prob": routing.renormalize,
+        "routed_scaling_factor": routing.scale,
+        "n_group": routing.groups,
+        "topk_group": routing.topk_groups,
+        "num_hidden_layers": config.integer("block_count") - config.integer("nextn_predict_layers", default=0),
+        "attention_bias": "blk.0.attn_q.bias" in checkpoint.tensors,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in checkpoint.tensors,
+    }
+    if config.value("expert_shared_count", default=None) is None:
+        entries["n_shared_experts"] = 0
+    return entries
 
 
 def _rope(config: Config) -> dict[str, object]:
@@ -132,6 +193,8 @@ def transformers_tensor(
     layer, kind, suffix = match.groups()
     if kind == "attn_sinks":
         return f"model.layers.{layer}.self_attn.sinks", read
+    if kind == "exp_probs_b" and model.bias:
+        return f"model.layers.{layer}.{model.bias}", read
     inside = f"mlp.{model.router}" if kind == "ffn_gate_inp" else model.names.get(kind, _LAYER_NAMES.get(kind))
     if inside is None:
         return name, read
@@ -151,9 +214,10 @@ def _model(checkpoint: Checkpoint) -> _Model:
     kind = str(checkpoint.config.get("model_type"))
     if kind not in _MODELS:
         supported = ", ".join(name.removeprefix("gguf:") for name in _MODELS)
+        reason = f" ({_LAYERS_ONLY[kind]})" if kind in _LAYERS_ONLY else ""
         raise ConfigError(
-            f"{checkpoint.path}: a GGUF file of the architecture {kind.removeprefix('gguf:')!r}; whole models are "
-            f"loaded from GGUF files of {supported}. Load its layers with load_layer(), or give the folder of the "
+            f"{checkpoint.path}: a GGUF file of the architecture {kind.removeprefix('gguf:')!r}{reason}; whole models "
+            f"are loaded from GGUF files of {supported}. Load its layers with load_layer(), or give the folder of the "
             "original model"
         )
     return _MODELS[kind]
