@@ -39,6 +39,7 @@ CLASSES = [name for name in TYPES if name in transformers.CONFIG_MAPPING]
 # Values without which the class's default describes no MoE layer.
 NEEDED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "gemma4": {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 64},
     "hunyuan_v1_moe": {"num_experts": 8},
 }

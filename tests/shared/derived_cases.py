@@ -31,15 +31,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_routed_scaling_factor": 1.7,
         },
     ),
-    "exaone_moe": (
-        "ExaoneMoe",
-        {
-            **BASE, **WIDE, **CHOSEN, **MIXED, "num_shared_experts": 2, "n_group": 4, "topk_group": 2,
-            "routed_scaling_factor": 1.7,
-        },
-    ),
-    "solar_open": ("SolarOpen", {**BASE, **WIDE, **ROUTED, "n_group": 2, "topk_group": 1}),
-    "mistral4": ("Mistral4", {**BASE, **WIDE, **MLA, **ROUTED, "n_group": 4, "topk_group": 2}),
     "granitemoe_swa": (
         "GraniteMoeSWA", {**BASE, "intermediate_size": 24, "num_local_experts": 8, "num_experts_per_tok": 3},
     ),
@@ -47,13 +38,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "AriaText", {**BASE, "intermediate_size": 24, "moe_num_experts": 8, "moe_topk": 3, "moe_num_shared_experts": 2},
     ),
     "hy_v4": ("HYV4", {**BASE, **WIDE, **ROUTED, **MIXED, "swiglu_limit": 0.5}),
-    "lfm2_moe": (
-        "Lfm2Moe",
-        {
-            **BASE, **WIDE, **CHOSEN, "num_dense_layers": 1, "routed_scaling_factor": 1.7,
-            "layer_types": ["conv", "full_attention", "full_attention"],
-        },
-    ),
     "longcat_flash": (
         "LongcatFlash",
         {

@@ -235,6 +235,23 @@ CASES = {
         vision={**TINY_VISION, "patch_size": 4},
         renamed=("language_model.model.blocks.", "language_model.model.layers."),
     ),
+    "dots1": Case(stem="Dots1", text={**BASE, **WIDE, **ROUTED, "norm_topk_prob": True}),
+    "solar_open": Case(stem="SolarOpen", text={**BASE, **WIDE, **ROUTED}),
+    "exaone_moe": Case(
+        stem="ExaoneMoe",
+        text={
+            **QWEN, "num_experts": 8, "num_experts_per_tok": 3, "num_shared_experts": 2, "n_group": 4, "topk_group": 2,
+            "routed_scaling_factor": 1.7, "mlp_layer_types": ["dense", "sparse", "sparse"],
+        },
+    ),
+    "mistral4": Case(stem="Mistral4", text=DEEPSEEK),
+    "lfm2_moe": Case(
+        stem="Lfm2Moe", block="feed_forward",
+        text={
+            **QWEN, "num_dense_layers": 1, "routed_scaling_factor": 1.7,
+            "layer_types": ["conv", "full_attention", "full_attention"],
+        },
+    ),
     "gemma4_text": Case(
         stem="Gemma4", config="TextConfig", block="experts",
         text={
