@@ -205,9 +205,10 @@ def test_tiles_of_another_width_refused() -> None:
     packed, _ = weights_of(1, 64, 256)
     x, x_scale, _ = rows_of(256, "fp8_group128")
     out = torch.empty(ROWS, 64)
-    tiles = tile_list(OFFSETS, ROWS, replace(TILE, block_t=128))
-    with raises_with(InputError, 128, 160):
-        w4_prefill_gemm(x, packed, OFFSETS, tiles, out, x_scale=x_scale)
+    for width in (176, 100):
+        tiles = tile_list(OFFSETS, ROWS, replace(TILE, block_t=width))
+        with raises_with(InputError, width, 160):
+            w4_prefill_gemm(x, packed, OFFSETS, tiles, out, x_scale=x_scale)
 
 
 @pytest.mark.parametrize("weighted", [False, True])

@@ -65,6 +65,17 @@ def test_matches_truth(recipe: str) -> None:
     assert bool((found[OWNED:] == 7.0).all())
 
 
+def test_narrow_tiles_have_same_bits() -> None:
+    """Tiles of at most 80 tokens leave room for more stages."""
+    values = torch.stack([heavy_tailed(72, 784, seed=5 + e).view(1, 72, 784) for e in range(5)])
+    packed = RECIPES["mxfp4:bf16"].pack(MxFp4.encode(values), None)
+    rows = RECIPES["mxfp4:bf16"].rows(heavy_tailed(ROWS, 784, seed=3))
+    out = torch.full((ROWS, 72), 7.0)
+    narrow = tile_list(OFFSETS, ROWS, replace(TILE, block_t=80))
+    w4_prefill_gemm(rows.x, packed, OFFSETS, narrow, out, x_scale=None)
+    assert torch.equal(out, run(packed, rows, OFFSETS, torch.float32))
+
+
 @pytest.mark.parametrize("recipe", mainly(NEW, ("mxfp4:bf16", "nvfp4:fp8")))
 def test_one_part_and_rows_alone(recipe: str) -> None:
     """More K blocks than stages, weights beyond one block of threads, and an expert's rows in a smaller batch."""

@@ -8,7 +8,6 @@ constexpr int BLOCK_ROWS = BLOCK_TILES * ROW_TILE;
 #ifndef TURNS
 #define TURNS 1
 #endif
-constexpr int MAX_TOKENS = X_GROUPS && SPLIT ? 112 : 160;  // of a tile
 constexpr int MAX_TOKENS_OF_TWO = 80;  // of a tile whose products of two row tiles fit in registers next to the sums
 constexpr int TOKEN_STEP = 16;      // widths of tiles are its multiples
 constexpr int WIDTHS = MAX_TOKENS / TOKEN_STEP;
@@ -22,6 +21,9 @@ constexpr int STAGE_BYTES = TOKEN_BYTES + WEIGHT_BYTES;
 constexpr int STEPS = ROW_TILES * PASSES;        // of a group and stage: the row tiles take turns
 constexpr int MAX_STAGES = (227 - 24) * 1024 / STAGE_BYTES;  // next to 24 KB of results and factors
 constexpr int STAGES = MAX_STAGES < 6 ? MAX_STAGES : 6;
+#ifndef DRAW_AHEAD
+#define DRAW_AHEAD (STAGES - 1)
+#endif
 constexpr int OUT_TOKENS = 32;      // that the epilogue stores at once
 constexpr int OUT_COLUMNS = ROW_TILES * ROW_TILE / PROJECTIONS;  // results of a group for one token
 constexpr int OUT_PITCH = 2 * OUT_COLUMNS + 16;            // bytes, so that eight rows begin in different banks
@@ -134,7 +136,7 @@ __device__ __forceinline__ void copy_operands(
         const Map& box = tokens.of_width[width / TOKEN_STEP - 1];
 #pragma unroll 1
         for (int block = 0; block < z.k_blocks; block++, next(c)) {
-            if (block == max(0, z.k_blocks - (STAGES - 1))) arrive_at(0, &s.nearly_copied[slot]);
+            if (block == max(0, z.k_blocks - DRAW_AHEAD)) arrive_at(0, &s.nearly_copied[slot]);
             wait_at_most(&s.empty[c.stage], c.parity ^ 1);
             u8* to = s.stage[c.stage];
             Barrier* full = &s.full[c.stage];

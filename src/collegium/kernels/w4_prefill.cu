@@ -21,10 +21,11 @@
 // HAS_ROW_OFFSETS: row r is written to element row_offsets[r] of the result, which may be in a peer's memory, or
 // nowhere.
 //
-// The compiler's options define OPERAND (tokens: 0 E4M3, 1 bfloat16), X_GROUPS, WEIGHT, SCALE (kernels/enums.py), WORDS
-// (of scales of a row and K block), PROJECTIONS, HAS_ROW_OFFSETS, OUT (1 bfloat16, 2 float16, 3 float32), ACTIVATION,
-// FAST, HAS_LIMIT, BIAS (0 none, 1 bfloat16, 2 float16, 3 float32) and ALIGNED: rows of results begin at multiples of
-// 16 bytes. The text follows sm90.cu, activation.cuh and the parts named above.
+// The compiler's options define MAX_TOKENS, OPERAND (tokens: 0 E4M3, 1 bfloat16), X_GROUPS, WEIGHT, SCALE
+// (kernels/enums.py), WORDS (of scales of a row and K block), PROJECTIONS, HAS_ROW_OFFSETS, OUT (1
+// bfloat16, 2 float16, 3 float32), ACTIVATION, FAST, HAS_LIMIT, BIAS (0 none, 1 bfloat16, 2 float16, 3 float32) and
+// ALIGNED: rows of results begin at multiples of 16 bytes. The text follows sm90.cu, activation.cuh and the parts named
+// above.
 
 // A tile of N tokens.
 template <int N> __device__ __forceinline__ void run_tile(

@@ -70,12 +70,11 @@ def w4_prefill_gemm(
             f"need dense rows [rows, {layout.x_columns}] at multiples of 16 bytes; use grouped_gemm"
         )
     constants = _constants(x.dtype, packed, tiles, out, x_scale, activation)
-    width = _max_width(constants)
-    if tiles.tile.block_t != width:
-        # The kernel spreads the tokens of an expert over its tiles by their number.
+    width, most = tiles.tile.block_t, _most_tokens(constants)
+    if width % _TOKEN_STEP or width > most:
         raise InputError(
-            f"w4_prefill_gemm: tiles of {tiles.tile.block_t} tokens; allowed with these weights and scales: {width}; "
-            "list the tiles with that block_t"
+            f"w4_prefill_gemm: tiles of {width} tokens; allowed with these weights and scales: multiples of "
+            f"{_TOKEN_STEP} up to {most}; list the tiles with such a block_t"
         )
     values, scale, row_scale, bias = packed.pointers
     inputs = (x, values, scale, tiles.used[1:], x_scale, row_scale, bias)
@@ -105,7 +104,7 @@ def source_of(constants: Mapping[str, int]) -> str:
     names = parts_of(constants["OPERAND"])
     instructions, *parts = ((folder / name).read_text(encoding="utf-8") for name in names)
     product = prefill.product_of(constants["OPERAND"])
-    products = _products(constants["OPERAND"], _max_width(constants))
+    products = _products(constants["OPERAND"], constants["MAX_TOKENS"])
     return instructions.replace("{ MULTIPLY }", product) + products + "".join(parts)
 
 
@@ -119,8 +118,8 @@ class _Sizes(ctypes.Structure):
     )
 
 
-def _max_width(constants: Mapping[str, int]) -> int:
-    """Return the tokens of the widest tile."""
+def _most_tokens(constants: Mapping[str, int]) -> int:
+    """Return the tokens of the widest tile that registers have room for."""
     split_scaled = constants["X_GROUPS"] and constants["WEIGHT"] == E2M1_E4M3
     return FOUR_BIT_TOKENS_SPLIT if split_scaled else FOUR_BIT_TOKENS
 
@@ -165,6 +164,7 @@ def _constants(
     n_out = layout.shape[2]
     aligned = out.dtype != torch.float32 and n_out % 8 == 0 and out.data_ptr() % 16 == 0
     return {
+        "MAX_TOKENS": tiles.tile.block_t,
         "OPERAND": _OPERANDS[x_dtype],
         "X_GROUPS": int(x_scale is not None and x_scale.shape[1] > 1),
         "WEIGHT": layout.weight,
