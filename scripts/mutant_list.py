@@ -82,6 +82,8 @@ _BUILDER = ("tests/cpu/test_layer_builder.py",)
 _GGUF = ("tests/cpu/test_gguf.py",)
 _DERIVED = ("tests/cpu/test_derived.py",)
 _MIDDLE = ("tests/cpu/test_middle_scales.py",)
+_LOW_BITS = ("tests/cpu/test_low_bits.py",)
+_PAGING = ("tests/cpu/test_paging.py", "tests/cpu/test_paged_layers.py")
 _SUM = ("tests/cpu/test_mover.py::test_checksum_tracks_position_across_chunks",)
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -2066,7 +2068,41 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "one of four sums over columns dropped", "kernels/low_rank.py",
-        (Edit("_sum_over_columns", "$sum0 + $sum1 + ($sum2 + $sum3)", "$sum0 + $sum1 + ($sum2 + $sum2)"),), _ADAPTED,
+        (Edit("_sum_over_columns", "$sum0 + $sum1 + ($sum2 + $sum3)", "$sum0 + $sum1 + ($sum2 + $sum2)"),), ("tests/cpu/test_low_rank.py::test_wide_tokens_fill_every_sum",),
+    ),
+    # GGUF kinds that stay at two and three bits on a GPU.
+    Mutant(
+        "codes of the first half for both (two bits)", "kernels/low_bits.py",
+        (Edit("decode_half", "$lanes1 if $HALF else $lanes", "$lanes"),), _LOW_BITS,
+    ),
+    Mutant(
+        "the step of the neighbouring group (low bits)", "kernels/low_bits.py",
+        (Edit("load_factors", "$bytes_of_groups >> 8 & 255", "$bytes_of_groups >> 16 & 255"),), _LOW_BITS,
+    ),
+    Mutant(
+        "steps of codes for minima (low bits)", "kernels/low_bits.py",
+        (Edit("_factors", "$offset = ($steps >> 4).to(tl.float32) * 1.4693679385278594e-39 * $ratio", "$offset = ($steps & 15).to(tl.float32) * 1.4693679385278594e-39 * $ratio"),), _LOW_BITS,
+    ),
+    Mutant(
+        "two codes of a lane swapped (three bits)", "kernels/low_bits.py",
+        (Edit("_three_bit_place", "(0, 0), (0, 6), (0, 3), (0, 9), (0, 12), (1, 0)", "(0, 0), (0, 3), (0, 6), (0, 9), (0, 12), (1, 0)", text=True),), _LOW_BITS,
+    ),
+    # Experts in host memory.
+    Mutant(
+        "an evicted expert taken for one that is there", "kernels/paging.py",
+        (Edit("_fill_slots", "tl.store($tables.expert_slot + $evicted, -1, mask=$changed & ($evicted >= 0))", ""),), _PAGING,
+    ),
+    Mutant(
+        "needed experts evicted like others", "kernels/paging.py",
+        (Edit("_rank_slots", "tl.where($needed != 0, float('inf'), $score)", "$score"),), _PAGING,
+    ),
+    Mutant(
+        "copies of the second group in the round of the first", "kernels/paging.py",
+        (Edit("_write_rounds", "($turn - $FIRST_MISS) % 2 * $half", "($turn - $FIRST_MISS) % 2 * $slot_count"),), _PAGING,
+    ),
+    Mutant(
+        "all experts of a pass scored as needed", "kernels/paging.py",
+        (Edit("decide_kernel", "$score * $update.other_factor + $update.other_step", "$score * $update.needed_factor + $update.needed_step"),), _PAGING,
     ),
 )  # fmt: skip
 

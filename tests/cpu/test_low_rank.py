@@ -45,16 +45,18 @@ RECIPES = [
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def build(weights: str, activations: str | None, dtype: str = "bf16", activation: str = "swiglu") -> tuple[Any, Any]:
+def build(
+    weights: str, activations: str | None, dtype: str = "bf16", activation: str = "swiglu", hidden: int = HIDDEN
+) -> tuple[Any, Any]:
     spec = MoESpec(
-        hidden_size=HIDDEN,
+        hidden_size=hidden,
         intermediate_size=WIDE,
         num_experts=EXPERTS,
         routing=RoutingSpec(top_k=3),
         weight_format=weights,
         activation=ActivationSpec(kind=activation),  # type: ignore[arg-type]
     )
-    experts = encoded(random_experts(EXPERTS, spec.gate_up_parts, WIDE, HIDDEN, seed=1), weights, group=32)
+    experts = encoded(random_experts(EXPERTS, spec.gate_up_parts, WIDE, hidden, seed=1), weights, group=32)
     device = DeviceFacts(kind="cuda", capability=(9, 0))
     problem = Problem(spec=spec, device=device, limits=Limits(max_tokens=8), dtype=dtype)  # type: ignore[arg-type]
     chosen = plan(problem, Overrides(activation_format=activations))
@@ -129,6 +131,25 @@ def test_other_activations(activation: str) -> None:
     truth = adapted_truth(x, weights, routing.topk_ids, routing.topk_weights, adapters, ids, spec)
     assert relative_error(found, truth) < 0.02
     assert torch.equal(found[1], split(x, routing, dtype=torch.float32)[1])
+
+
+def test_wide_tokens_fill_every_sum() -> None:
+    """Columns take turns in four sums of 128, twice and a part."""
+    hidden, tokens = 1176, 3
+    made, packed = build("bf16", None, hidden=hidden)
+    adapters = random_adapters((5,), EXPERTS, WIDE, hidden)
+    ids = torch.zeros(tokens, dtype=torch.int64)
+    x, routing = torch.zeros(tokens, hidden, dtype=torch.bfloat16), routing_of(tokens)
+    # Each token has numbers in the columns of other sums.
+    for token, columns in enumerate((slice(0, 300), slice(384, 512), slice(1024, hidden))):
+        x[token, columns] = heavy_tailed(1, hidden, seed=3).bfloat16()[0, columns]
+    token_adapters = TokenAdapters(packed=packed_adapters(adapters), ids=ids)
+    _, split = pipelines_of(packed)
+    found = split(x, routing, dtype=torch.float32, adapters=token_adapters)
+    weights = made.gate_up.decode(), made.down.decode()
+    truth = adapted_truth(x, weights, routing.topk_ids, routing.topk_weights, adapters, ids, ActivationSpec())
+    for token in range(tokens):
+        assert relative_error(found[token], truth[token]) < 0.02, token
 
 
 @pytest.mark.parametrize("block_t", [16, 64, 128])
