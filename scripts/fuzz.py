@@ -52,8 +52,8 @@ Files = dict[str, bytes]
 Json = dict[str, object]
 _SIZE = TinySize(hidden=64, intermediate=32, experts=3, top_k=2, layers=2)
 _INDEX, _CONFIG = "model.safetensors.index.json", "config.json"
-# Model types whose families are derived from classes: one by one and stacked, with groups, shared experts and scales.
-_DERIVED = ("afmoe", "solar_open", "exaone_moe", "granitemoe_swa", "aria_text", "lfm2_moe", "jetmoe")
+# Model types whose families are derived from classes: single and stacked experts, shared experts, scales.
+_DERIVED = ("afmoe", "granitemoe_swa", "aria_text", "jetmoe", "laguna", "hy_v4")
 _GGUF_SHARE, _DERIVED_SHARE = 0.2, 0.1  # of the inputs
 _NUMBERS = (-1, 0, 1, 2, 3, 7, 31, 32, 33, 64, 65, 127, 128, 1 << 15, 1 << 24, 1 << 31, 1 << 32, 1 << 53, 1 << 62)
 _VALUES: tuple[object, ...] = (

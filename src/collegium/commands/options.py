@@ -91,8 +91,8 @@ Adapters = Annotated[
     list[str] | None,
     typer.Option(
         autocompletion=complete_model,
-        help="Folder or Hub id of a PEFT LoRA adapter. One is merged while loading; several stay apart from the "
-        "experts, and each continues the prompt, or the prompt in its place.",
+        help="Folder or Hub id of a PEFT LoRA adapter. One is merged while loading. Several stay separate: each "
+        "continues the prompt, or with as many prompts, the first continues the first prompt, and so on.",
     ),
 ]
 WrittenFormat = Annotated[
