@@ -125,14 +125,13 @@ def _is_decoded(WEIGHT):
 @triton.constexpr_function
 def _is_fused(FUSE, WEIGHT, SCALE, WORDS):
     """Return whether the four operands of a K block are multiplied as one."""
-    return FUSE and WEIGHT not in (enums.PLAIN, enums.E4M3_E4M3) and has_one_factor(SCALE, WORDS)
+    separate = WEIGHT in (enums.PLAIN, enums.E4M3_E4M3, enums.TWO_BIT_LANES, enums.THREE_BIT_LANES)
+    return FUSE and not separate and has_one_factor(SCALE, WORDS)
 
 
 @triton.constexpr_function
 def _x_columns(FUSED, WEIGHT, BLOCK_K):
     """Return the columns of tokens that one operand of weights multiplies."""
-    if has_low_bits(WEIGHT):
-        return BLOCK_K // 2
     return BLOCK_K if FUSED or WEIGHT in (enums.PLAIN, enums.E4M3_E4M3) else BLOCK_K // 4
 
 
@@ -195,7 +194,7 @@ def _load_tokens(pointers, valid, left, FORMAT: tl.constexpr, TILE: tl.constexpr
     """Return a K block of tokens as a tuple, one tensor for each operand of weights."""
     FUSED: tl.constexpr = _is_fused(TILE.fuse_k_block, FORMAT.weight, FORMAT.scale, FORMAT.words)
     COLUMNS: tl.constexpr = _x_columns(FUSED, FORMAT.weight, FORMAT.block_k)
-    STRIDE: tl.constexpr = 8 if has_low_bits(FORMAT.weight) else COLUMNS
+    STRIDE: tl.constexpr = 4 if has_low_bits(FORMAT.weight) else COLUMNS
     k = _token_columns(COLUMNS, FORMAT.weight)[:, None]
     x = ()
     for chunk in tl.static_range(FORMAT.block_k // COLUMNS):
@@ -259,9 +258,11 @@ def _add_low_bits(acc, block, FORMAT: tl.constexpr, ASM: tl.constexpr):
     words = tl.load(block.scale)
     multipliers, offsets, offsets1 = load_factors(words, block.steps, FORMAT.scale, ASM)
     first = decode_half(block.w, block.w1, block.w2, multipliers, offsets, FORMAT.weight, 0, ASM)
-    product = dot(first, block.x[0], tl.zeros_like(acc), ASM)
+    product = dot(first[0], block.x[0], tl.zeros_like(acc), ASM)
+    product = dot(first[1], block.x[1], product, ASM)
     second = decode_half(block.w, block.w1, block.w2, multipliers, offsets1, FORMAT.weight, 1, ASM)
-    product = dot(second, block.x[1], product, ASM)
+    product = dot(second[0], block.x[2], product, ASM)
+    product = dot(second[1], block.x[3], product, ASM)
     return acc + product * block_factor(words)
 
 

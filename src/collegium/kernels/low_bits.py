@@ -8,8 +8,9 @@ high + 2 * t + low`` of a K block is column ``64 * group + 16 * t + 4 * place + 
 4`` and place ``2 * half + step % 8 // 4``. Codes are packed in this order, and tokens are read in it. Lane t of a row
 has one word of steps, a byte for each group.
 
-A half of a K block has eight steps; ``decode_half`` returns it as one operand. Lanes of 16 bits hold eight codes of two
-bits, one of each step of a half. Three lanes hold 16 codes of three bits (``low_bits_ptx.py``).
+A half of a K block has eight steps; ``decode_half`` returns it as two operands of four steps, which take fewer
+registers than one. Lanes of 16 bits hold eight codes of two bits, one of each step of a half. Three lanes hold 16
+codes of three bits (``low_bits_ptx.py``).
 
 The device runs the PTX of ``low_bits_ptx.py``; the interpreter runs the plain code in the same function. ASM: run PTX.
 Shapes: N rows.
@@ -55,7 +56,7 @@ def _constant_word(VALUE):
 
 @triton.jit
 def position_columns(COLUMNS: tl.constexpr):
-    """Return the columns of the first half of a K block by position, ``[COLUMNS]``; 8 more are the second half's."""
+    """Return the columns of the first operand of a K block by position, ``[COLUMNS]``; those of the next are 4 more."""
     position = tl.arange(0, COLUMNS)
     step = position // 16
     within = position % 16
@@ -179,7 +180,7 @@ def decode_half(
     HALF: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Return bfloat16 ``[N, 128]``, the operand of a half of a K block of weights.
+    """Return two bfloat16 ``[N, 64]``, the operands of a half of a K block of weights.
 
     lanes: int16 ``[N, 16]``, of two bits one for each half, of three bits three for both. multipliers, offsets: of
     ``load_factors``.
@@ -201,7 +202,7 @@ def decode_half(
         for step in tl.static_range(8):
             code = _three_bits(lanes.to(tl.int32), lanes1.to(tl.int32), lanes2.to(tl.int32), HALF, step)
             steps += (_number(code, factors, step),)
-    return _join_steps(steps)
+    return _join_steps(steps[0], steps[1], steps[2], steps[3]), _join_steps(steps[4], steps[5], steps[6], steps[7])
 
 
 @triton.jit
@@ -266,10 +267,8 @@ def _decode_in_ptx(lanes, lanes1, lanes2, factors, WEIGHT: tl.constexpr, HALF: t
 
 
 @triton.jit
-def _join_steps(steps):
-    """Return eight ``[N, 16]``, one after the other, as ``[N, 128]``."""
-    a0, a1, a2, a3, a4, a5, a6, a7 = steps
+def _join_steps(a0, a1, a2, a3):
+    """Return four ``[N, 16]``, one after the other, as ``[N, 64]``."""
     # By views alone, as ``join_quarters``.
-    even = tl.join(tl.join(a0, a4), tl.join(a2, a6))
-    odd = tl.join(tl.join(a1, a5), tl.join(a3, a7))
-    return tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 3, 4, 1)), (a0.shape[0], 128))
+    both = tl.join(tl.join(a0, a2), tl.join(a1, a3))
+    return tl.reshape(tl.permute(both, (0, 2, 3, 1)), (a0.shape[0], 64))

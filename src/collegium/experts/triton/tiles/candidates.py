@@ -139,11 +139,11 @@ def _decoded_candidates(problem: TileProblem, machine: Machine) -> Iterator[Tile
         # One operand per part, with half of the weight rows.
         separate = block_t == 64 and problem.promoted and not machine.copies
         interleave = problem.parts == 2 and not separate
-        for block_n in _decoded_block_n(problem, known, block_t, warps, separate=separate):
+        for block_n in _decoded_block_n(known, block_t, warps, separate=separate):
             tile = TileChoice(
                 block_n=block_n,
                 block_t=block_t,
-                warps=4 if block_n == 64 else warps,
+                warps=warps,
                 stages=2,
                 interleave_gate_up=interleave,
                 overlap=starts_early(problem, machine),
@@ -160,12 +160,10 @@ def _decoded_candidates(problem: TileProblem, machine: Machine) -> Iterator[Tile
                 yield replace(tile, stages=stages)
 
 
-def _decoded_block_n(
-    problem: TileProblem, known: DecodedTiles, block_t: int, warps: int, *, separate: bool
-) -> tuple[int, ...]:
+def _decoded_block_n(known: DecodedTiles, block_t: int, warps: int, *, separate: bool) -> tuple[int, ...]:
     if separate:
         return (64,)
-    return (64, 128) if block_t == 16 and (warps == 4 or problem.low_bits) and known.block_n_64 else (128,)
+    return (64, 128) if block_t == 16 and warps == 4 and known.block_n_64 else (128,)
 
 
 def _fuses_k_block(known: DecodedTiles, problem: TileProblem, block_n: int, block_t: int) -> bool:
@@ -188,7 +186,7 @@ def _decoded_stages(problem: TileProblem, machine: Machine, tile: TileChoice, ma
 
 def resident_by_registers(tile: TileChoice) -> int:
     """Return how many programs of a decoding tile the registers of a multiprocessor have room for."""
-    return 3 if tile.registers == _THREE_PROGRAMS or (tile.block_t, tile.warps) == (16, 4) else 2
+    return 3 if tile.registers == _THREE_PROGRAMS or tile.block_t == 16 else 2
 
 
 def _four_bit_candidates(problem: TileProblem, machine: Machine) -> Iterator[TileChoice]:

@@ -131,8 +131,7 @@ class DecodedTile:
 class DecodedTiles:
     """Tiles of one kind of weight that is decoded to 16 bits, by tokens.
 
-    max_block_t: most tokens on GPUs without Hopper's products. block_n_64: 16 tokens also run with 64 weight rows, in
-    four warps.
+    max_block_t: most tokens on GPUs without Hopper's products. block_n_64: 16 tokens also run with 64 weight rows.
     fuse_64x16: such a tile fuses the quarters of a K block. fuse_at_64, fuse_at_64_interleaved: tiles of 64 tokens
     fuse them, with one operand per part and with gate and up interleaved; separate quarters leave room for one program
     more where scales of NVFP4 or zero points take many registers.
@@ -211,10 +210,9 @@ _QUARTERS_INT8 = DecodedTiles(
 )
 
 
-# Four warps of 128 rows take so many registers that as many warps run, in half of the programs, as with eight.
 _LOW_BITS = DecodedTiles(
     tiles={
-        16: DecodedTile(slowdown=0.7, warps=8),
+        16: DecodedTile(slowdown=0.7, registers=168),
         32: DecodedTile(slowdown=0.8, warps=8, registers=128),
         64: DecodedTile(slowdown=0.9, warps=8),
     },
