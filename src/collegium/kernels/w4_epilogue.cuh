@@ -7,8 +7,8 @@ struct Out { void* rows; const i64* row_offsets; };
 
 constexpr i64 NOWHERE = -(1LL << 62);
 
-// Scaled in the order of w4a8.py and grouped_gemm.py: by the weight row, then by the token (1 where its K blocks were
-// scaled), then the bias.
+// Scaled in the order of w4a8.py and grouped_gemm.py: by the weight row, then by the token (unless its K blocks were
+// scaled), then the bias. The last factor and the bias are one operation with one rounding there, too.
 __device__ __forceinline__ float scaled(float sum, float row_scale, float x_scale, float bias) {
     float v = X_SCALED ? sum * row_scale * x_scale : sum * row_scale;
     return BIAS ? v + bias : v;

@@ -46,7 +46,7 @@ __device__ __forceinline__ int tokens_of(const Tile& t) { return t.count_and_wid
 __device__ __forceinline__ int width_of(const Tile& t) { return t.count_and_width >> 16; }
 
 // What the epilogue multiplies and adds: of each weight row of the block and of each token, where they have it.
-constexpr bool X_SCALED = OPERAND == 0;
+constexpr bool X_SCALED = OPERAND == 0 && !X_GROUPS;
 struct Factors { float row_scale[BLOCK_ROWS], bias[BLOCK_ROWS], x_scale[32 * OF_LANE]; };
 
 struct Shared {
@@ -182,7 +182,7 @@ __device__ __forceinline__ void load_factors(Shared& s, u32 rank, const Paramete
         if (X_SCALED) {
 #pragma unroll
             for (int i = 0; i < OF_LANE; i++)
-                of_token[i] = X_GROUPS ? 1.0f : __ldg(p.x_scale + t.row + min(32 * i + lane, tokens_of(t) - 1));
+                of_token[i] = __ldg(p.x_scale + t.row + min(32 * i + lane, tokens_of(t) - 1));
         }
         wait_at_most(&s.factors_empty[side], turn / 2 % 2 ^ 1);
         if (!RUNNING_UNIT) {
