@@ -38,6 +38,7 @@ from collegium.commands.measure import (
 )
 from collegium.dummy.weights import random_weights
 from collegium.experts.triton.grouped import tile_list
+from collegium.experts.triton.tiling import middle_format
 from collegium.experts.triton.w4_prefill import w4_prefill_gemm
 from collegium.layer import MoELayer
 from collegium.ops.operand import operand
@@ -121,7 +122,11 @@ def steps_of(layer_plan: Plan, packed: PackedExperts, case: tuple[Tensor, Routin
     assert slots is not None
     tiles = tile_list(offsets, rows, large[0])
     order = packed.gate_up.layout.row_order
-    scatter = partial(scatter_rows, x, packed.forms[0], slots, rows, order=order)
+    matrices = (packed.gate_up, packed.down)
+    x_form, h_form = (
+        middle_format(form, matrix.layout, large[0]) for form, matrix in zip(packed.forms, matrices, strict=True)
+    )
+    scatter = partial(scatter_rows, x, x_form, slots, rows, order=order)
     codes, scale = scatter()
     middle = torch.empty(rows, packed.gate_up.layout.shape[2], dtype=torch.bfloat16, device=x.device)
     out = torch.empty(rows, packed.down.layout.shape[2], dtype=torch.bfloat16, device=x.device)
@@ -130,17 +135,17 @@ def steps_of(layer_plan: Plan, packed: PackedExperts, case: tuple[Tensor, Routin
         w4_prefill_gemm, codes, packed.gate_up, offsets, tiles, middle, x_scale=scale, activation=activation
     )
     gate_up()
-    quantise = partial(operand, middle, packed.forms[1], order=order)
+    quantise = partial(operand, middle, h_form, order=order)
     h, h_scale = quantise()
     down = partial(w4_prefill_gemm, h, packed.down, offsets, tiles, out, x_scale=h_scale)
     down()
     token_bytes = nbytes_of(x, slots, codes, scale)
-    gate_up_bytes, down_bytes = (matrix.layout.nbytes for matrix in (packed.gate_up, packed.down))
+    gate_up_bytes, down_bytes = (matrix.layout.nbytes for matrix in matrices)
     steps = {
         "dispatch": Step(dispatch, nbytes_of(routing.topk_ids, source, slots)),
         "tokens": Step(scatter, token_bytes),
         "(each row by itself)": Step(
-            partial(operand, x, packed.forms[0], source=source, order=order), nbytes_of(x, source, codes, scale)
+            partial(operand, x, x_form, source=source, order=order), nbytes_of(x, source, codes, scale)
         ),
         "gate and up": Step(gate_up, gate_up_bytes + nbytes_of(codes, scale, middle)),
         "middle": Step(quantise, nbytes_of(middle, h, h_scale)),

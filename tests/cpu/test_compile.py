@@ -326,6 +326,8 @@ _SLOTS = {"TOP_K": 8, "BLOCK_K": 8, "BLOCK_C": 4096}
 _TO_SLOTS = _SLOTS | {"FORMAT": {"CodeFormat": _CODES}, "static_scale": None}
 _REORDERED_ROW = {"FORMAT": {"CodeFormat": _CODES | {"group": 8192, "reorder": True}}, "BLOCK_C": 8192}
 _COPY = _SLOTS | {"BLOCK_G": 32}
+_BY_ROW = {"scale_stride": None}  # scales are not transposed
+_CODES_ALONE = _BY_ROW | {"scales": None, "out_scales": None}
 _NVFP4 = {"BLOCK_C": 8192, "index": None, "weights": None, "valid_rows": None, "SOFTWARE_ROUNDING": False}
 _DECODED = {"BLOCK_C": 8192, "index": None, "weights": None, "valid_rows": None}
 _OF_ROW = {"expert_scales": None, "expert_offsets": None, "BLOCK_E": 16}
@@ -359,10 +361,11 @@ SMALL: tuple[tuple[str, str, dict[str, str], dict[str, Any], int, int], ...] = (
     ("quantize", "e4m3_kernel", {"codes": "fp8e4nv", "scales": "u8"}, _E4M3 | _MXFP8, 4, 80),
     ("quantize", "e4m3_kernel", {"codes": "fp8e4nv", "scales": "u8"}, _E4M3 | _E8M0, 4, 80),
     ("quantize", "e4m3_kernel", {"codes": "fp8e4nv"}, _STATIC | _ALL_ROWS | _WHOLE_ROW, 16, 80),
+    ("quantize", "e4m3_to_slots_kernel", {"codes": "fp8e4nv"}, _TO_SLOTS | _BY_ROW, 4, 80),
     ("quantize", "e4m3_to_slots_kernel", {"codes": "fp8e4nv"}, _TO_SLOTS, 4, 80),
-    ("quantize", "e4m3_to_slots_kernel", {"codes": "fp8e4nv"}, _TO_SLOTS | _REORDERED_ROW, 8, 80),
-    ("quantize", "copy_to_slots_kernel", {"out": "bf16"}, _COPY | {"scales": None, "out_scales": None}, 4, 48),
-    ("quantize", "copy_to_slots_kernel", {"x": "u8", "out": "u8", "out_scales": "fp32"}, _COPY, 4, 64),
+    ("quantize", "e4m3_to_slots_kernel", {"codes": "fp8e4nv"}, _TO_SLOTS | _REORDERED_ROW | _BY_ROW, 8, 80),
+    ("quantize", "copy_to_slots_kernel", {"out": "bf16"}, _COPY | _CODES_ALONE, 4, 48),
+    ("quantize", "copy_to_slots_kernel", {"x": "u8", "out": "u8", "out_scales": "fp32"}, _COPY | _BY_ROW, 4, 64),
     ("quantize", "mxfp8_decoded_kernel", {"numbers": "bf16"}, _ROWS | _ALL_ROWS, 4, 64),
     ("quantize", "nvfp4_kernel", {"codes": "u8", "scales": "fp8e4nv"}, _NVFP4 | {"static_scale": None}, 16, 96),
     ("quantize", "nvfp4_kernel", {"codes": "u8", "scales": "fp8e4nv"}, _NVFP4, 16, 96),

@@ -15,6 +15,7 @@ from collegium.ops import quantize as quantization, scatter
 from collegium.ops.operand import operand
 from collegium.ops.permute import permute
 from collegium.ops.quantize import AS_IS, PADDED, REORDERED, activation_format, reorder_codes
+from collegium.ops.rows import transposed_scale_stride
 from collegium.ops.scatter import scatter_codes, scatter_regions, scatter_rows
 from collegium.parallel.local import Local
 from collegium.parallel.partial import Partial
@@ -93,6 +94,35 @@ def test_the_bits_of_a_gather(name: str | None, kind: str, count: int, top_k: in
             if scale is not None and wanted_scale is not None:
                 assert scale.shape == wanted_scale.shape
                 assert torch.equal(scale[:stop].nan_to_num(-1.0), wanted_scale[:stop].nan_to_num(-1.0))
+
+
+@pytest.mark.parametrize("name", ["fp8_group128", "fp8_group128_pow2"])
+def test_scales_of_groups_transposed(name: str) -> None:
+    """Scales stored across rows are those of rows, from codes of tokens too, and take the bytes that are reserved."""
+    x, form = tokens_of(23, 300), form_of(name)
+    across = replace(form, transposed_scales=True)
+    permutation = permute(ids_of("foreign", 23, 6, 7), 7)
+    stop, rows = int(permutation.expert_offsets[-1]), 138
+    wanted, wanted_scale = operand(x, form, source=permutation.source)
+    assert wanted_scale is not None
+    codes, code_scale = operand(x, form)
+    assert code_scale is not None
+    noted = Noted()
+    for run, send, memory in (
+        (on_kernels, by_kernel(scatter_codes), noted),
+        (on_kernels, by_kernel(scatter_codes), Poisoned()),
+        (scatter_rows, scatter_codes, None),
+    ):
+        found, scale = run(x, across, permutation.slots, rows, memory=memory)
+        sent, sent_scale = send(codes, code_scale, permutation.slots, rows, transposed=True)
+        assert torch.equal(bits(found[:stop]), bits(wanted[:stop]))
+        assert torch.equal(bits(sent[:stop]), bits(wanted[:stop]))
+        for scales in (scale, sent_scale):
+            assert scales is not None
+            assert scales.shape == (rows, 3)
+            assert scales.stride() == (1, transposed_scale_stride(rows))
+            assert torch.equal(scales[:stop].nan_to_num(-1.0), wanted_scale[:stop].nan_to_num(-1.0))
+    assert noted.sizes == scatter_regions(23, rows, 300, across, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -146,9 +146,10 @@ def test_tokens_at_all_their_rows(name: str | None, kind: str, tokens: int, top_
     stop, rows = int(order.expert_offsets[-1]), tokens * top_k
     for columns_order in (AS_IS, REORDERED) if form is not None and form.e4m3 else (AS_IS,):
         wanted, wanted_scale = operand(x, form, source=order.source, order=columns_order)
-        for _ in range(2):
+        across = replace(form, transposed_scales=True) if form is not None and form.group and form.e4m3 else form
+        for stored in (form, across):
             memory = Poisoned("cuda")
-            found, scale = scatter_rows(x, form, order.slots, rows, order=columns_order, x_ready=True, memory=memory)
+            found, scale = scatter_rows(x, stored, order.slots, rows, order=columns_order, x_ready=True, memory=memory)
             assert same_bits(found[:stop].cpu(), wanted[:stop].cpu())
             assert bool(found[stop:].float().isnan().all()), "rows of no slot were written"
             if scale is not None and wanted_scale is not None:

@@ -233,6 +233,15 @@ def _slot_at(rows, k, BLOCK_K: tl.constexpr):
     return tl.sum(tl.where(tl.arange(0, BLOCK_K) == k, rows, 0), 0)
 
 
+@triton.jit
+def _scale_offset(row, group, groups, scale_stride):
+    """Return the offsets of a row's scales in ``[., groups]``, or transposed, in ``[groups, scale_stride]``."""
+    if scale_stride is None:
+        return row * groups + group
+    else:
+        return row + group * scale_stride
+
+
 @triton.jit(do_not_specialize=["x_ready"], do_not_specialize_on_alignment=["slots"])
 def e4m3_to_slots_kernel(
     x,
@@ -245,6 +254,7 @@ def e4m3_to_slots_kernel(
     padded_cols,
     x_ready,
     static_scale,
+    scale_stride,
     FORMAT: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -254,8 +264,9 @@ def e4m3_to_slots_kernel(
     """Quantise each row of ``x`` once, and write its codes and scales to the rows of its assignments.
 
     slots: int64 ``[T, TOP_K]``, the row of each assignment; negative: none. codes ``[rows, padded_cols]``, zeros beyond
-    ``columns``; scales ``[rows, groups]``; rows of no slot are not written. Other arguments as in ``e4m3_kernel``. A
-    program takes BLOCK_C columns of a token; BLOCK_C is whole groups. BLOCK_K: TOP_K, rounded up to a power of two.
+    ``columns``; scales ``[rows, groups]``, or with a scale_stride transposed; rows of no slot are not written. Other
+    arguments as in ``e4m3_kernel``. A program takes BLOCK_C columns of a token; BLOCK_C is whole groups. BLOCK_K:
+    TOP_K, rounded up to a power of two.
     """
     pdl_wait_unless_ready(x_ready, PDL)
     BLOCK_GROUPS: tl.constexpr = BLOCK_C // FORMAT.group
@@ -275,7 +286,9 @@ def e4m3_to_slots_kernel(
     for k in tl.static_range(TOP_K):
         row = _slot_at(rows, k, BLOCK_K)
         tl.store(codes + row * padded_cols + position, code, mask=column < tl.where(row >= 0, padded_cols, 0))
-        tl.store(scales + row * groups + group, scale, mask=group < tl.where(row >= 0, groups, 0))
+        tl.store(
+            scales + _scale_offset(row, group, groups, scale_stride), scale, mask=group < tl.where(row >= 0, groups, 0)
+        )
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
@@ -288,6 +301,7 @@ def copy_to_slots_kernel(
     columns,
     x_stride,
     groups,
+    scale_stride,
     TOP_K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -296,7 +310,8 @@ def copy_to_slots_kernel(
 ):
     """Copy each row of ``x [T, columns]`` to the rows of its assignments in ``out [rows, columns]``, and its scales.
 
-    scales: ``[T, groups]`` float32, contiguous, or None where rows have none; out_scales: ``[rows, groups]``. slots,
+    scales: ``[T, groups]`` float32, contiguous, or None where rows have none; out_scales: ``[rows, groups]``, or
+    with a scale_stride transposed. slots,
     TOP_K, BLOCK_K: as in ``e4m3_to_slots_kernel``. A program takes BLOCK_C columns of a token; BLOCK_G: at least
     ``groups``.
     """
@@ -317,7 +332,8 @@ def copy_to_slots_kernel(
         scale = tl.load(scales + token * groups + group, mask=group < group_count, other=0)
         for k in tl.static_range(TOP_K):
             row = _slot_at(rows, k, BLOCK_K)
-            tl.store(out_scales + row * groups + group, scale, mask=group < tl.where(row >= 0, group_count, 0))
+            offset = _scale_offset(row, group, groups, scale_stride)
+            tl.store(out_scales + offset, scale, mask=group < tl.where(row >= 0, group_count, 0))
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["valid_rows"])

@@ -334,10 +334,11 @@ class _Fp8(ActivationFormat):
             scales,
             columns,
             tokens.x.stride(0),
-            scales.shape[1],
+            -(-padded_cols // (self.group or padded_cols)),
             padded_cols,
             int(tokens.x_ready),
             self.calibrated_scale(),
+            scales.stride(0) if self.transposed_scales else None,
         )
         constants = {
             "FORMAT": self._code_format(tokens, block_c),

@@ -3,6 +3,8 @@
 Shape letters: T tokens, A assignments of a token, R rows, K columns, G groups of columns that share a scale.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,7 @@ from .buffers import allocate
 from .checks import require_input
 from .operand import Operand, operand, operand_regions
 from .quantize import AS_IS, ActivationFormat, activation_format, cast_name, reorder_codes
-from .rows import QuantizedRows, TokenRows, block_of_token, check_rows, require_scales
+from .rows import QuantizedRows, TokenRows, block_of_token, check_rows, require_scales, transposed_scale_stride
 
 __all__ = ["scatter_codes", "scatter_regions", "scatter_rows"]
 
@@ -48,9 +50,9 @@ def scatter_rows(
 ) -> Operand:
     """Return ``rows`` rows as a product reads them: row ``slots[t, a]`` is token t of ``x [T, K]``.
 
-    The bits are those of ``operand`` with a source. slots: int64 ``[T, A]``, contiguous; negative: the assignment has
-    no row. Rows of no slot are uninitialised. name, order, x_ready: as in ``operand``. memory: where kernels take
-    "codes", "scales" and, for formats without ``e4m3``, part "tokens".
+    The bits and strides are those of ``operand`` with a source. slots: int64 ``[T, A]``, contiguous; negative: the
+    assignment has no row. Rows of no slot are uninitialised. name, order, x_ready: as in ``operand``. memory: where
+    kernels take "codes", "scales" and, for formats without ``e4m3``, part "tokens".
     Raises ``InputError`` for wrong shapes or dtypes, and for an order that rows of the format cannot have.
     """
     _check(x, slots)
@@ -60,34 +62,49 @@ def scatter_rows(
         return _copy(x, None, slots, rows, memory)
     check_rows(form.name, x)
     if not form.e4m3 or not on_device(x, form.capability):
-        codes, scale = operand(x, form, order=order, x_ready=x_ready, memory=part(memory, "tokens"))
-        return _copy(codes, scale, slots, rows, memory)
+        by_row = replace(form, transposed_scales=False)
+        codes, scale = operand(x, by_row, order=order, x_ready=x_ready, memory=part(memory, "tokens"))
+        return _copy(codes, scale, slots, rows, memory, transposed=form.transposed_scales)
     padded_cols = form.padded_columns(x.shape[1], order)
     buffers = allocate(memory, form.buffers(rows, padded_cols), x.device)
     quantized = QuantizedRows(shape=(rows, padded_cols), **buffers)
     if x.shape[0]:
         # Fresh memory may still be in use by the previous kernel.
         form.write_to_slots(TokenRows(row_contiguous(x), slots, order, x_ready and memory is not None), quantized)
-    return quantized.codes, require_scales(form.name, quantized.scales)
+    scales = require_scales(form.name, quantized.scales)
+    return quantized.codes, scales[:, :rows].t() if form.transposed_scales else scales
 
 
 def scatter_codes(
-    codes: Tensor, scale: Tensor, slots: Tensor, rows: int, *, reorder: int = AS_IS, memory: Memory | None = None
+    codes: Tensor,
+    scale: Tensor,
+    slots: Tensor,
+    rows: int,
+    *,
+    reorder: int = AS_IS,
+    transposed: bool = False,
+    memory: Memory | None = None,
 ) -> Operand:
     """Return what ``scatter_rows`` returns for tokens that are E4M3 codes ``[T, K]`` with scales ``[T, G]`` float32.
 
-    reorder: the order of columns to bring codes into, AS_IS to keep theirs.
+    reorder: the order of columns to bring codes into, AS_IS to keep theirs. transposed: whether to return scales as
+    ``transpose_scales`` does.
     """
     _check(codes, slots)
-    return _copy(reorder_codes(codes, reorder), scale, slots, rows, memory)
+    return _copy(reorder_codes(codes, reorder), scale, slots, rows, memory, transposed=transposed)
 
 
-def _copy(x: Tensor, scale: Tensor | None, slots: Tensor, rows: int, memory: Memory | None) -> Operand:
+def _copy(
+    x: Tensor, scale: Tensor | None, slots: Tensor, rows: int, memory: Memory | None, *, transposed: bool = False
+) -> Operand:
     """Return ``rows`` rows with copies of ``x [T, K]`` and their scales ``[T, G]`` at their slots, bit for bit."""
     out = alloc(memory, "codes", (rows, x.shape[1]), x.dtype, x.device)
     out_scale = None
     if scale is not None:
-        out_scale = alloc(memory, "scales", (rows, scale.shape[1]), scale.dtype, x.device)
+        groups = scale.shape[1]
+        shape = (groups, transposed_scale_stride(rows)) if transposed else (rows, groups)
+        out_scale = alloc(memory, "scales", shape, scale.dtype, x.device)
+        out_scale = out_scale[:, :rows].t() if transposed else out_scale
     if not x.shape[0]:
         return out, out_scale
     if not on_device(x):
@@ -110,6 +127,7 @@ def _copy(x: Tensor, scale: Tensor | None, slots: Tensor, rows: int, memory: Mem
         columns,
         x.stride(0),
         groups,
+        out_scale.stride(1) if transposed and out_scale is not None else None,
     )
     constants = {
         **TokenRows(x, slots).constants,

@@ -329,11 +329,10 @@ class PackedExperts(PackedWeights):
         used, layout, order = _used_rows(batch), self.gate_up.layout, self.gate_up.order
         if order is not None and batch.input_weights is None:
             return gather_columns(batch.x, order, batch.expert_offsets, batch.source, memory=memory), None
-        x, x_scale = self._ordered_operand(batch, layout.row_order, memory)
+        transposed = layout.in_registers and reads_transposed_scales(self.activations, layout, tile)
+        x, x_scale = self._ordered_operand(batch, layout.row_order, memory, transposed=transposed)
         if order is not None:
             x = gather_columns(x, order, batch.expert_offsets, None, memory=memory)
-        if x_scale is not None and layout.in_registers and reads_transposed_scales(self.activations, layout, tile):
-            x_scale = transpose_scales(x_scale, None, used=used, memory=memory)
         return rescale((x, x_scale), self.gate_up, used, memory)
 
     def _middle_codes(self, count: int, out: Tensor, memory: Memory | None) -> CodeScales | None:
@@ -354,9 +353,12 @@ class PackedExperts(PackedWeights):
             return operand(batch.x, self.forms[0], order=order, x_ready=batch.x_ready, memory=memory)
         return reorder_codes(batch.x, _reorder(batch.order, order)), batch.scale
 
-    def _ordered_operand(self, batch: ContiguousBatch, order: int, memory: Memory | None) -> Operand:
+    def _ordered_operand(
+        self, batch: ContiguousBatch, order: int, memory: Memory | None, *, transposed: bool
+    ) -> Operand:
         """Return the first product's operand in expert order, each token read once where nothing belongs to its rows.
 
+        transposed: whether scales of groups are stored as ``transpose_scales`` stores them.
         Raises InputError for received codes without ``slots``.
         """
         rows, form = batch.source.numel(), self.forms[0]
@@ -364,16 +366,23 @@ class PackedExperts(PackedWeights):
             if batch.slots is None:
                 raise InputError("a large batch of codes has no slots; pass those of ops.permute.permute")
             reorder = _reorder(batch.order, order)
-            return scatter_codes(batch.x, batch.scale, batch.slots, rows, reorder=reorder, memory=memory)
+            return scatter_codes(
+                batch.x, batch.scale, batch.slots, rows, reorder=reorder, transposed=transposed, memory=memory
+            )
         if batch.slots is None or batch.input_weights is not None or self.expert_scales is not None:
-            return self._gathered_operand(batch, order, memory)
+            return self._gathered_operand(batch, order, memory, transposed=transposed)
+        if form is not None:
+            form = replace(form, transposed_scales=transposed)
         return scatter_rows(batch.x, form, batch.slots, rows, order=order, x_ready=batch.x_ready, memory=memory)
 
-    def _gathered_operand(self, batch: ContiguousBatch, order: int, memory: Memory | None) -> Operand:
+    def _gathered_operand(
+        self, batch: ContiguousBatch, order: int, memory: Memory | None, *, transposed: bool = False
+    ) -> Operand:
         """Return the first product's operand in expert order, times the input weights where there are any."""
+        form = self._form_of(0, batch)
         return operand(
             batch.x,
-            self._form_of(0, batch),
+            replace(form, transposed_scales=True) if form is not None and transposed else form,
             source=batch.source,
             weights=batch.input_weights,
             order=order,

@@ -205,7 +205,8 @@ def product_regions(problem: ExpertsProblem, tiling: ProductTiling) -> Regions:
     order, second_order = tiling.gate_up.row_order, tiling.down.row_order
     gathered = problem.weighted or (form is not None and form.by_expert)
     x_rows = rows if gathered else problem.tokens
-    x = operand_regions(x_rows, hidden, form, order=order, gathered=gathered, dtype=dtype)
+    x_form = middle_format(form, tiling.gate_up) if large else form
+    x = operand_regions(x_rows, hidden, x_form, order=order, gathered=gathered, dtype=dtype)
     h = operand_regions(rows, intermediate, middle_format(form, tiling.down), order=second_order, dtype=dtype)
     if by_name(problem.weight_format).ordered_columns:
         x["ordered"] = rows * hidden * dtype.itemsize
@@ -221,7 +222,7 @@ def product_regions(problem: ExpertsProblem, tiling: ProductTiling) -> Regions:
     if large:
         if not gathered:
             # Rows are put in order first.
-            x = elementwise_max(x, scatter_regions(problem.tokens, rows, hidden, form, order=order, dtype=dtype))
+            x = elementwise_max(x, scatter_regions(problem.tokens, rows, hidden, x_form, order=order, dtype=dtype))
         regions["scales"] = 4 * rows * -(-intermediate // LARGE_BLOCK_N)
         regions["expanded"] = max(tiling.gate_up.dequantized_bytes, tiling.down.dequantized_bytes)
     return regions | with_prefix("x", x) | with_prefix("h", h)
