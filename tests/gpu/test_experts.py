@@ -169,9 +169,8 @@ def test_every_tile_gives_the_same_bits(weights: str, act: str, bound: float) ->
     stop = int(batch.expert_offsets[-1])
     first = packed.run(batch)[:stop]
     assert relative_error(first, truth(batch, made, problem)[:stop]) < bound
-    bits, groups = (8, act not in ("fp8_token", "fp8_static")) if packed.activations else (16, False)
-    tried = candidates(packed.gate_up.layout.problem(600, bits, groups), packed.machine)
-    allowed = set(candidates(packed.down.layout.problem(600, bits, groups), packed.machine))
+    tried = candidates(packed.tiling.problem_of(packed.gate_up.layout, 600), packed.machine)
+    allowed = set(candidates(packed.tiling.problem_of(packed.down.layout, 600), packed.machine))
     layout = packed.gate_up.layout
     # Products of quarters have no room for taller tiles.
     assert len({tile.block_t for tile in tried}) >= (2 if layout.quartered and not packed.activations else 3)
