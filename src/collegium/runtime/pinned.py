@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import weakref
 from typing import Any
 
@@ -25,10 +26,14 @@ class PinnedBlock:
     def __init__(self, nbytes: int, device: torch.device) -> None:
         """Allocate and lock; raises InputError where the system does not allow it."""
         with torch.inference_mode(False):
+            # Whole pages: a page that another locked block shares could not be locked again.
             try:
-                self.data = torch.empty(nbytes, dtype=torch.uint8)
-            except RuntimeError as error:
-                raise _refused(nbytes, str(error).splitlines()[0]) from error
+                pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            except (OSError, OverflowError) as error:
+                raise _refused(nbytes, str(error)) from error
+            with contextlib.suppress(OSError, AttributeError):
+                pages.madvise(mmap.MADV_HUGEPAGE)
+            self.data = torch.frombuffer(pages, dtype=torch.uint8)
         if device.type == "cuda":
             with torch.cuda.device(device):
                 _lock(self.data)
