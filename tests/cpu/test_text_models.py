@@ -83,3 +83,27 @@ def test_a_text_model_without_a_head(tmp_path: Path) -> None:
     assert (found - wanted).abs().max() <= 2e-5 * wanted.abs().max()
     with pytest.raises(ConfigError, match="Qwen3VLMoeTextModel"):
         check_writable(str(tmp_path / "text"))
+
+
+def test_image_tokens_take_their_experts(tmp_path: Path) -> None:
+    """ERNIE-4.5-VL routes image tokens to experts of another width, which transformers runs."""
+    theirs: Any = build(CASES["ernie4_5_vl_moe"], tmp_path)
+    ours: Any = load_model_in("fp32", str(tmp_path), device="cpu")
+    kinds = torch.zeros_like(IDS)
+    kinds[:, 3:7] = 1
+    with torch.no_grad():
+        text = theirs(IDS).logits
+        options = {"mm_token_type_ids": kinds, "moe_mm_token_type_ids": kinds}
+        found, wanted = ours(IDS, **options).logits, theirs(IDS, **options).logits
+    assert (wanted - text).abs().max() > 1e-2 * text.abs().max()
+    assert (found - wanted).abs().max() <= 2e-5 * wanted.abs().max()
+
+
+def test_missing_experts_of_images_are_refused(tmp_path: Path) -> None:
+    build(CASES["ernie4_5_vl_moe"], tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    tensors.pop("model.layers.1.mlp.experts.7.up_proj.weight")
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.experts\.7\.up_proj"):
+        load_model(str(tmp_path), device="cpu")

@@ -140,6 +140,14 @@ CASES = {
     ),
     "hy_v3": Case(stem="HYV3", text=QWEN),
     "ernie4_5_moe": Case(stem="Ernie4_5_Moe", text={**PLAIN, **WIDE, "moe_num_experts": 5, "moe_k": 2}),
+    "ernie4_5_vl_moe": Case(
+        stem="Ernie4_5_VLMoe", model="ForConditionalGeneration",
+        text={
+            **PLAIN, "intermediate_size": 48, "moe_intermediate_size": [24, 16], "moe_num_experts": 5, "moe_k": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]},
+        },
+        vision={"depth": 1, "hidden_size": 16, "num_heads": 2, "patch_size": 4, "intermediate_size": 16},
+    ),
     "jamba": Case(
         stem="Jamba", block="feed_forward",
         text={
@@ -281,6 +289,7 @@ NOT_WHOLE = {
 }
 # Text models that load with the multimodal class around them or another's class: tests/cpu/test_text_models.py.
 TEXT_PARTS = {
+    "ernie4_5_vl_moe_text",
     "glm4v_moe_text",
     "glm5_next_text",
     "minimax_m3",

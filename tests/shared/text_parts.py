@@ -20,12 +20,13 @@ __all__ = ["OUTSIDE", "TEXT_OF", "save_speaking_model", "to_text_checkpoint", "t
 
 # The multimodal case of tests/shared/family_cases.py for each model type.
 TEXT_OF = {
+    "ernie4_5_vl_moe_text": "ernie4_5_vl_moe",
     "glm4v_moe_text": "glm4v_moe",
     "glm5_next_text": "glm5_next",
     "qwen3_vl_moe_text": "qwen3_vl_moe",
     "step3p5": "step3p7",
 }
-OUTSIDE = re.compile("visual|vision|vit_|projector|audio")
+OUTSIDE = re.compile("visual|vision_(?!moe)|vit_|projector|audio|resampler")
 
 
 def to_text_checkpoint(path: Path, kind: str, prefix: str = "model.") -> None:

@@ -101,6 +101,7 @@ class Index:
             if match is not None:
                 self.heads.setdefault(match[1], {}).setdefault(int(match[2]), []).append((match[3], info))
         self._expert_tensors: dict[int, ExpertTensors] = {}
+        self._config = checkpoint.config
         self.family = family_of(checkpoint.config)
         self.names = self._choose_names(self.family, checkpoint.config)
 
@@ -115,7 +116,12 @@ class Index:
     def expert_tensors(self, layer: int) -> ExpertTensors:
         """Return the expert tensors of ``layer``."""
         if layer not in self._expert_tensors:
-            self._expert_tensors[layer] = _sort_tensors(self.names, layer, self.tensors(layer))
+            found = _sort_tensors(self.names, layer, self.tensors(layer))
+            if self.names.image_experts and layer in self.family.moe_layers(self._config):
+                count = self.family.describe(self._config, layer).num_experts
+                for expert, which in [key for key in found.single if key[0] >= count]:
+                    del found.single[expert, which]
+            self._expert_tensors[layer] = found
         return self._expert_tensors[layer]
 
     @property

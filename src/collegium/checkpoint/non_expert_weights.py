@@ -73,11 +73,15 @@ def _required_tensors(layer: CheckpointLayer) -> dict[str, tuple[str, tuple[int,
     hidden = spec.hidden_size
     gated = spec.shared is not None and spec.shared.gated
     normed = spec.latent_norm_eps is not None
+    image = names.image_experts
     required: dict[str, tuple[str | None, tuple[int, ...]]] = {
-        "router_weight": (names.router_weight, (experts, hidden)),
+        "router_weight": (names.router_weight, (hidden, experts) if image else (experts, hidden)),
         "router_bias": (names.router_bias, (experts,)),
         "router_scale": (names.router_scale, (hidden,)),
-        "correction_bias": (names.correction_bias if routing.correction_bias else None, (experts,)),
+        "correction_bias": (
+            names.correction_bias if routing.correction_bias else None,
+            (2, experts) if image else (experts,),
+        ),
         "expert_scale": (names.expert_scale if routing.expert_scale else None, (experts,)),
         "shared_gate": (names.shared_gate if gated else None, (1, hidden)),
         "latent_norm": (names.latent_norm if normed else None, (spec.expert_hidden_size,)),
@@ -330,6 +334,9 @@ def load_router(layer: CheckpointLayer, *, device: torch.device | str = "cpu") -
     device = probe(device).place
     tensors = {key: _read_tensor(layer, key).to(device) for key in _required_tensors(layer) if key in _ROUTER_FIELDS}
     weight = tensors["router_weight"]
+    if layer.names.image_experts:  # input-first; the first row of the bias is for text
+        weight = weight.T.contiguous()
+        tensors["correction_bias"] = tensors["correction_bias"][0].clone()
     scale = tensors.get("router_scale")
     if scale is not None:
         weight = weight.float() * scale.float() * layer.spec.hidden_size**-0.5

@@ -159,7 +159,9 @@ class Names:
     token id. latent: module paths of the projections into and out of the latent width. latent_norm: the norm between
     the experts and the projection out of the latent width. biases: tensors ``[E, N]`` of gate, up and down if they are
     separate; None if they are the stacks' names with ``_bias``, or the modules' ``.bias``. outside: module paths of
-    feed-forward networks that the caller runs.
+    feed-forward networks that the caller runs, and tensors for tokens that a layer does not take. image_experts: the
+    files number experts of image tokens after those of text, store the router input-first, and have a second row of
+    the correction bias for image tokens.
     """
 
     layer: str
@@ -180,6 +182,7 @@ class Names:
     latent_norm: str | None = None
     biases: tuple[str, ...] | None = None
     outside: tuple[str, ...] | None = None
+    image_experts: bool = False
 
     @classmethod
     def below(

@@ -22,6 +22,7 @@ from ..extra import import_extra
 from .blocks import replace_blocks
 from .gguf import transformers_tensor
 from .identity_experts import replace_identity_experts
+from .image_experts import image_expert_stacks
 from .modules import experts_modules
 from .parallel_experts import RunParallelExperts
 from .patches import progress_silenced, restore_class, temporary_subclass
@@ -92,7 +93,7 @@ def load_dense_weights(
         readers[f"{path}.weight"] = partial(_read_decoded, weight, decoded, dtype, device)
     state: dict[str, _LazyTensor] = {}
     model_type = str(checkpoint.config.get("model_type"))
-    for checkpoint_name, reader in readers.items():
+    for checkpoint_name, reader in image_expert_stacks(checkpoint, readers).items():
         translated, read = transformers_tensor(checkpoint, checkpoint_name, reader)
         name = name_in_memory(model_type, config, translated)
         if name is not None:

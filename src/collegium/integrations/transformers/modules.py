@@ -30,8 +30,11 @@ def named_experts(model: nn.Module) -> list[tuple[str, int, nn.Module]]:
 
 
 def experts_modules(model: nn.Module) -> dict[int, nn.Module]:
-    """Return the experts modules of a transformers model by layer index."""
-    return {index: module for _, index, module in named_experts(model)}
+    """Return the experts modules of a transformers model by layer index.
+
+    In layers with separate experts of text and of image tokens (ERNIE-4.5-VL), those of text.
+    """
+    return {index: module for name, index, module in named_experts(model) if ".vision_moe." not in name}
 
 
 def expert_norms(model: nn.Module) -> dict[int, nn.Module]:

@@ -24,7 +24,7 @@ from ..extra import import_extra
 from . import hooks, trust
 from .adapters import adapter_ids_for
 from .blocks import blocks_of, layer_summary
-from .modules import experts_modules, is_experts, routed_weights, spec_of, write_count
+from .modules import experts_modules, is_experts, named_experts, routed_weights, spec_of, write_count
 from .patches import wrap_extra_repr
 
 __all__ = [
@@ -150,7 +150,7 @@ def refresh(model: nn.Module) -> None:
     All other in-place changes, including an optimizer's step, are detected. Layers from ``attach`` or ``load_model``
     are independent of the model's parameters and do not change.
     """
-    for module in experts_modules(model).values():
+    for _, _, module in named_experts(model):
         _LAYERS.pop(module, None)
         for parameter in module.parameters(recurse=False):
             if not parameter.is_inference():

@@ -14,6 +14,7 @@ __all__ = ["multimodal_config", "name_in_memory", "remove_towers", "text_config_
 
 # By the model type of the text model: the model type around it.
 _AROUND = {
+    "ernie4_5_vl_moe_text": "ernie4_5_vl_moe",
     "glm4v_moe_text": "glm4v_moe",
     "glm5_next_text": "glm5_next",
     "qwen3_omni_moe_text": "qwen3_omni_moe_thinker",
