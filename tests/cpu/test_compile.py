@@ -39,8 +39,8 @@ Q3_K, Q6_K = ({"WEIGHT": weight, "SCALE": 8, "WORDS": 2, "BLOCK_K": 64} for weig
 IQ3_S = {"WEIGHT": 5, "SCALE": 4, "WORDS": 4}
 IQ2_XS = IQ3_S | {"BLOCK_K": 64}
 # Two and three bits, with steps and minima, steps and shifts, signed steps, and without steps.
-Q2_K, IQ1_S = ({"WEIGHT": 13, "SCALE": scale, "WORDS": 5, "BLOCK_K": 256} for scale in (10, 11))
-Q3_LANES = {"WEIGHT": 14, "SCALE": 12, "WORDS": 5, "BLOCK_K": 256}
+Q2_K, IQ1_S = ({"WEIGHT": 13, "SCALE": scale, "WORDS": 4, "BLOCK_K": 256} for scale in (10, 11))
+Q3_LANES = {"WEIGHT": 14, "SCALE": 12, "WORDS": 4, "BLOCK_K": 256}
 TQ2_0 = {"WEIGHT": 13, "SCALE": 9, "BLOCK_K": 256}
 EIGHT_WARPS = {"BLOCK_N": 128, "warps": 8}
 LOOKED_UP = {"WEIGHT": 12, "SCALE": 4, "WORDS": 2}  # numbers of bitsandbytes
@@ -176,11 +176,11 @@ CASES: tuple[tuple[int, str, dict[str, Any], str, int, int], ...] = (
     (90, "i16", Q8_0 | INTERLEAVED | HIGH, "HGMMA", 255, 84),
     (90, "i16", INT8 | FOUR | DOWN | HIGH | HALF, "HGMMA", 255, 88),
     (90, "i16", Q6_K | INTERLEAVED | HIGH | {"STAGES": 4}, "HGMMA", 255, 94),
-    (90, "i16", Q2_K | INTERLEAVED | {"BLOCK_N": 64}, "HGMMA", 112, 50),
+    (90, "i16", Q2_K | INTERLEAVED | {"BLOCK_N": 64}, "HGMMA", 120, 50),
     (90, "i16", Q2_K | INTERLEAVED | {"REGISTERS": 168}, "HGMMA", 168, 66),
     (90, "i16", Q2_K | DOWN | EIGHT_WARPS | {"BLOCK_T": 32, "REGISTERS": 128}, "HGMMA", 128, 100),
     (90, "i16", Q2_K | INTERLEAVED | EIGHT_WARPS | NARROW | {"STAGES": 3}, "HGMMA", 208, 120),
-    (90, "i16", Q2_K | DIRECT | INTERLEAVED | {"BLOCK_N": 64}, "HGMMA", 112, 50),
+    (90, "i16", Q2_K | DIRECT | INTERLEAVED | {"BLOCK_N": 64}, "HGMMA", 120, 50),
     (90, "i16", IQ1_S | INTERLEAVED | {"BLOCK_N": 64}, "HGMMA", 128, 50),
     (90, "i16", IQ1_S | DOWN | {"REGISTERS": 168, "STACK": 16}, "HGMMA", 168, 66),
     (90, "i16", IQ1_S | INTERLEAVED | EIGHT_WARPS | NARROW | {"STAGES": 3}, "HGMMA", 208, 120),

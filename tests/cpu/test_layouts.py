@@ -31,7 +31,7 @@ BITS = {
     "IQ2_XS": 10, "IQ2_S": 10, "IQ1_S": 9, "IQ1_M": 10, "TQ1_0": 4.5, "TQ2_0": 4.5,
 }  # fmt: skip
 # With BF16 tokens.
-LOW_BITS = {"Q2_K": 2.625, "Q3_K": 3.625, "IQ1_S": 2.625, "IQ1_M": 2.625, "TQ1_0": 2.125, "TQ2_0": 2.125}
+LOW_BITS = {"Q2_K": 2.625, "Q3_K": 3.5625, "IQ1_S": 2.5625, "IQ1_M": 2.5625, "TQ1_0": 2.0625, "TQ2_0": 2.0625}
 ROWS = ("fp8_group128", "fp8_group128_pow2", "fp8_token")
 CASES = [
     *(("triton_bf16", dtype, dtype) for dtype in ("bf16", "fp16")),
@@ -95,6 +95,13 @@ def check_sizes(matrix: PackedMatrix) -> None:
     elif layout.scale_block > 1:
         assert matrix.scale is not None
         assert matrix.scale.shape[2:] == (layout.scale_rows, layout.k_blocks)
+    elif layout.low_bits:
+        assert matrix.scale is not None
+        assert matrix.scale.shape[2:] == (layout.k_blocks, layout.scale_words)
+        # The numbers of two rows share a word, in multiples of four words.
+        extra = 0 if layout.scale_kind == enums.MINIMUM_STEPS else 4 * 3
+        stored = layout.bits * layout.shape[2] * layout.block_k / 8
+        assert stored <= 4 * layout.scale_words + matrix.values[0, 0, 0].nbytes <= stored + extra
     elif matrix.scale is not None:
         assert matrix.scale.shape[2:] == (layout.k_blocks, layout.words, layout.shape[2])
     else:

@@ -97,8 +97,8 @@ ZERO_SCALE = 6  # GROUP_SCALE whose low byte, which such a float32 does not need
 HALF_SCALE = 7  # float16 for each row and quarter, two a word; with four words each has a minimum above it
 STEP_SCALE = 8  # a word of one or two float16, a word of a signed byte a quarter that multiplies the first, and with
 # three words such bytes, without a sign, for the second, a minimum; codes with minima are taken as they are
-# Scales of the lanes of low_bits.py: a word with the float16 of 256 columns and, but for TERNARY_SCALE, four words of a
-# byte for each 16 columns.
+# Scales of the lanes of low_bits.py: but for TERNARY_SCALE four words of a byte for each 16 columns, and the float16 of
+# 256 columns.
 TERNARY_SCALE = 9  # no byte: codes stand for -1, 0 and 1
 MINIMUM_STEPS = 10  # a step and the step of a minimum, four bits each; above the float16, in bfloat16, their ratio
 SHIFTED_STEPS = 11  # a step of four bits, then a bit for each eight columns: subtract 9/8 instead of 7/8 steps

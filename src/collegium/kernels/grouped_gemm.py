@@ -39,7 +39,15 @@ from .decode import (
     rescale_sum,
     wait_for_products,
 )
-from .low_bits import block_factor, decode_half, has_low_bits, load_factors, position_columns
+from .low_bits import (
+    block_factor,
+    decode_half,
+    has_low_bits,
+    load_factors,
+    position_columns,
+    word_of_number,
+    words_of_rows,
+)
 from .low_rank import adapter_at, add_low_rank, first_ranks
 from .tiles import dot, split_gate_up, store_rows, tile_prologue, token_at
 
@@ -263,7 +271,7 @@ def _add_low_bits(acc, block, FORMAT: tl.constexpr, ASM: tl.constexpr):
     second = decode_half(block.w, block.w1, block.w2, multipliers, offsets1, FORMAT.weight, 1, ASM)
     product = dot(second[0], block.x[2], product, ASM)
     product = dot(second[1], block.x[3], product, ASM)
-    return acc + product * block_factor(words)
+    return acc + product * block_factor(words, FORMAT.scale)
 
 
 @triton.jit
@@ -400,14 +408,13 @@ def _first_pointers(
         scale_ptr = weights.scale + (rows.matrix * strides.scale_rows + n_first // 128) * FORMAT.k_blocks
         scale_matrix = tl.cast(strides.scale_rows, tl.int64) * FORMAT.k_blocks
     else:
-        scale_matrix = tl.cast(n_out * FORMAT.words, tl.int64) * FORMAT.k_blocks
-        scale_ptr = weights.scale + rows.matrix * scale_matrix + n_first + rows.column
+        scale_matrix = tl.cast(_scale_step(n_out, FORMAT), tl.int64) * FORMAT.k_blocks
+        scale_ptr = weights.scale + rows.matrix * scale_matrix + _first_word(n_first + rows.column, n_out, FORMAT)
     if TILE.interleave_gate_up:
         scale_ptr += rows.projection * scale_matrix
     steps_ptr = scale_ptr
     if has_low_bits(FORMAT.weight):
-        # Four words of a row follow each other, behind the first words of all rows.
-        row = n_out + (n_first + rows.column) * 4
+        row = (n_first + rows.column) * 4
         steps_ptr = (weights.scale + rows.matrix * scale_matrix + row)[:, None] + tl.arange(0, 4)[None, :]
         if TILE.interleave_gate_up:
             steps_ptr += (rows.projection * scale_matrix)[:, None]
@@ -436,8 +443,19 @@ def _scale_step(n_out, FORMAT: tl.constexpr):
     """Return the elements from the scales of a K block to those of the next."""
     if FORMAT.scale == BLOCK_SCALE:
         return 1
+    elif has_low_bits(FORMAT.weight):
+        return words_of_rows(n_out, FORMAT.scale)
     else:
         return n_out * FORMAT.words
+
+
+@triton.jit
+def _first_word(row, n_out, FORMAT: tl.constexpr):
+    """Return where the first word of the scales of rows is in those of a K block."""
+    if has_low_bits(FORMAT.weight):
+        return word_of_number(row, n_out, FORMAT.scale)
+    else:
+        return row
 
 
 @triton.jit

@@ -29,7 +29,15 @@ from .low_bits_ptx import (
     TWO_BITS,
 )
 
-__all__ = ["block_factor", "decode_half", "has_low_bits", "load_factors", "position_columns"]
+__all__ = [
+    "block_factor",
+    "decode_half",
+    "has_low_bits",
+    "load_factors",
+    "position_columns",
+    "word_of_number",
+    "words_of_rows",
+]
 
 TWO_BIT_LANES = tl.constexpr(enums.TWO_BIT_LANES)
 TERNARY_SCALE = tl.constexpr(enums.TERNARY_SCALE)
@@ -67,8 +75,31 @@ def position_columns(COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def block_factor(words):
-    """Return the factor of a K block's product, float32 ``[N, 1]``, from the first word of its scales."""
+def words_of_rows(rows, SCALE: tl.constexpr):
+    """Return the words of scales of ``rows`` rows and a K block.
+
+    Four words of steps of each row, unless there are none, then the numbers of blocks: with a ratio a word of each row,
+    otherwise two rows in a word, in multiples of four words.
+    """
+    numbers = rows if SCALE == MINIMUM_STEPS else (rows + 7) // 8 * 4
+    return numbers if SCALE == TERNARY_SCALE else 4 * rows + numbers
+
+
+@triton.jit
+def word_of_number(row, rows, SCALE: tl.constexpr):
+    """Return where the numbers of rows ``row`` are among the ``words_of_rows``."""
+    number = row if SCALE == MINIMUM_STEPS else row // 2
+    return number if SCALE == TERNARY_SCALE else 4 * rows + number
+
+
+@triton.jit
+def block_factor(words, SCALE: tl.constexpr):
+    """Return the factor of a K block's product, float32 ``[N, 1]``, from the words of its numbers.
+
+    A tile starts at an even row, and rows alternate between gate and up by eights.
+    """
+    if SCALE != MINIMUM_STEPS:
+        words = words >> tl.arange(0, words.shape[0]) % 2 * 16
     return words.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)[:, None] / _UNIT
 
 
@@ -84,7 +115,7 @@ def _spread(factor):
 def load_factors(words, steps, SCALE: tl.constexpr, ASM: tl.constexpr):
     """Return multipliers and offsets of both halves of a K block: four of each, one a group, for ``decode_half``.
 
-    words: ``[N]``, the first words of scales. steps: ``[N, 4]``, pointers to words of a byte for each group.
+    words: ``[N]``, with the numbers of blocks. steps: ``[N, 4]``, pointers to words of a byte for each group.
     """
     if SCALE == TERNARY_SCALE:
         return _ternary_factors(words, ASM)

@@ -96,7 +96,19 @@ class Layout:
     @property
     def bits(self) -> float:
         """Stored bits of a weight, scales of groups included."""
-        return self.code_bits + 32 * self.words / self.block_k
+        number_bits = 0
+        if self.low_bits:
+            number_bits = 32 if self.scale_kind == enums.MINIMUM_STEPS else 16
+        return self.code_bits + (32 * self.words + number_bits) / self.block_k
+
+    @property
+    def scale_words(self) -> int:
+        """32-bit words of group scales for a K block of a part."""
+        n_out = self.shape[2]
+        if not self.low_bits:
+            return self.words * n_out
+        numbers = n_out if self.scale_kind == enums.MINIMUM_STEPS else -(-n_out // 8) * 4
+        return self.words * n_out + numbers
 
     @property
     def k_blocks(self) -> int:
@@ -168,7 +180,7 @@ class Layout:
             # Groups of 32 columns have four words in a K block, larger ones fewer.
             return 4 * (parts * self.k_blocks * max(4, self.words) * n_out + k_in + 16 * parts)
         of_rows = self.halved or self.weight != enums.PLAIN
-        return 4 * parts * n_out * (self.k_blocks * self.words + of_rows)
+        return 4 * parts * (self.k_blocks * self.scale_words + n_out * of_rows)
 
     def expert_bytes(self, *, bias: bool) -> int:
         """Return the most bytes of an expert with its scales, and a 32-bit bias where it has one."""
@@ -236,7 +248,8 @@ class Rows(Layout):
 class Lanes(Layout):
     """values int16 ``[E, P, B, N, width]``, decoded to 16 bits, see ``packing/interleave.py``.
 
-    scale: 32-bit ``[E, P, B, words, N]``, or as in ``Rows``. row_scale: float32 ``[E, P, N]``, None for integers, and
+    scale: 32-bit ``[E, P, B, words, N]``, or as in ``Rows``, or for codes of two and three bits int32 ``[E, P, B,
+    scale_words]``, see ``packing/low_bits.py``. row_scale: float32 ``[E, P, N]``, None for integers, and
     int32 ``[E, P, 16]`` for codes that look numbers up: two operands, whose sum is the number.
     """
 

@@ -32,12 +32,12 @@ _THREE_BITS = (
 class _Packing:
     """How a kind is packed.
 
-    layout: without sizes. words: function from a payload ``[n, blocks, bytes]`` to its first words, int32 ``[n, B]``.
-    steps: function to bytes of runs of 16 columns, uint8 ``[n, B, 16]``, or None.
+    layout: without sizes. numbers: function from a payload ``[n, blocks, bytes]`` to its numbers, float16 ``[n, B]`` or
+    int32 with ratios. steps: function to bytes of runs of 16 columns, uint8 ``[n, B, 16]``, or None.
     """
 
     layout: Lanes
-    words: Callable[[Gguf], Tensor]
+    numbers: Callable[[Gguf], Tensor]
     steps: Callable[[Gguf], Tensor] | None = None
 
 
@@ -54,8 +54,8 @@ def pack_low_bits(payload: Gguf, bias: Tensor | None) -> PackedMatrix:
         raise empty_weight(layout.shape)
     device, blocks = payload.blocks.device, layout.k_blocks
     lanes = torch.empty(layout.values_shape, dtype=torch.int16, device=device)
-    scale = torch.empty((experts, parts, blocks, layout.words, n_out), dtype=torch.int32, device=device)
-    first, steps = scale[:, :, :, 0], scale[:, :, :, 1:].view(experts, parts, blocks, -1).unflatten(-1, (n_out, -1))
+    scale = torch.zeros((experts, parts, blocks, layout.scale_words), dtype=torch.int32, device=device)
+    steps, numbers = _split_scale(scale, layout)
     mask = (1 << layout.code_bits) - 1  # the shifts of IQ1 are in its steps
     for some, span in row_batches(experts, n_out, parts * blocks * _BLOCK, device):
         stored = payload.blocks[some, :, span]
@@ -64,7 +64,7 @@ def pack_low_bits(payload: Gguf, bias: Tensor | None) -> PackedMatrix:
         codes = _in_steps((rows.codes() & mask).view(*lead, blocks, _BLOCK))
         pack = _two_bit_lanes if layout.weight == enums.TWO_BIT_LANES else _three_bit_lanes
         lanes[some, :, :, span] = pack(codes.to(torch.int32)).to(torch.int16).transpose(2, 3)
-        first[some, :, :, span] = packing.words(rows).view(*lead, blocks).transpose(2, 3)
+        numbers[some, :, :, span] = packing.numbers(rows).view(*lead, blocks).transpose(2, 3)
         if packing.steps is not None:
             # The bytes of groups of one lane are a word.
             by_lane = packing.steps(rows).view(*lead, blocks, 4, 4).transpose(-1, -2)
@@ -79,16 +79,15 @@ def unpack_low_bits(packed: PackedMatrix) -> Unpacked:
     layout, scale = packed.layout, packed.scale
     assert isinstance(layout, Lanes)
     assert scale is not None
-    experts, parts, n_out, columns = layout.shape
+    columns = layout.shape[3]
     by_row = packed.values.transpose(2, 3).to(torch.int32) & 0xFFFF
     read = _read_two_bits if layout.weight == enums.TWO_BIT_LANES else _read_three_bits
     codes = _in_columns(read(by_row)).flatten(3)[..., :columns].to(torch.uint8)
-    first = scale[:, :, :, 0].transpose(2, 3).contiguous()
-    numbers = first.view(torch.float16)[..., 0::2].double().unsqueeze(-1)
     kind = layout.scale_kind
+    words, first = (tensor.transpose(2, 3).contiguous() for tensor in _split_scale(scale, layout))
+    numbers = (first.view(torch.float16)[..., 0::2] if kind == enums.MINIMUM_STEPS else first).double().unsqueeze(-1)
     runs = torch.ones((*first.shape, 16), dtype=torch.int32, device=scale.device)
-    if layout.words > 1:
-        words = scale[:, :, :, 1:].reshape(experts, parts, -1, n_out, 4).transpose(2, 3).contiguous()
+    if layout.words:
         runs = words.view(torch.uint8).unflatten(-1, (4, 4)).transpose(-1, -2).flatten(-2).to(torch.int32)
     steps = (runs - 32 if kind == enums.SIGNED_STEPS else runs & 15).double()
     minima = None
@@ -106,6 +105,16 @@ def unpack_low_bits(packed: PackedMatrix) -> Unpacked:
         zeros=_zero_points(runs, kind).flatten(3),
         minima=None if minima is None else by_eight(minima),
     )
+
+
+def _split_scale(scale: Tensor, layout: Lanes) -> tuple[Tensor, Tensor]:
+    """Return views of the words of steps ``[E, P, B, N, 4 or 0]`` and of numbers, float16 or int32 ``[E, P, B, N]``."""
+    n_out = layout.shape[2]
+    steps = scale[..., : layout.words * n_out].unflatten(-1, (n_out, layout.words))
+    numbers = scale[..., layout.words * n_out :]
+    if layout.scale_kind != enums.MINIMUM_STEPS:
+        numbers = numbers.view(torch.float16)[..., :n_out]
+    return steps, numbers
 
 
 def _zero_points(runs: Tensor, kind: int) -> Tensor:
@@ -165,13 +174,12 @@ def _read_three_bits(lanes: Tensor) -> Tensor:
     return torch.stack((halves[0], torch.cat((halves[1], last.unsqueeze(-2)), dim=-2)), dim=-3)
 
 
-# First words and steps of blocks.
+# Numbers and steps of blocks.
 
 
-def _number_words(payload: Gguf) -> Tensor:
-    """Return words with the block's number in the lower half."""
+def _block_numbers(payload: Gguf) -> Tensor:
     halves, _ = payload.lines()
-    return halves[:, 0].contiguous().view(torch.int16).to(torch.int32) & 0xFFFF
+    return halves[:, 0]
 
 
 def _ratio_words(payload: Gguf) -> Tensor:
@@ -207,14 +215,14 @@ def _shifted_steps(payload: Gguf) -> Tensor:
 
 
 def _lanes(weight: str, scale_kind: int) -> Lanes:
-    return replace(LANES[weight], scale_kind=scale_kind, words=1 if scale_kind == enums.TERNARY_SCALE else 5)
+    return replace(LANES[weight], scale_kind=scale_kind, words=0 if scale_kind == enums.TERNARY_SCALE else 4)
 
 
-_TERNARY = _Packing(layout=_lanes("two_bits", enums.TERNARY_SCALE), words=_number_words)
-_SHIFTED = _Packing(layout=_lanes("two_bits", enums.SHIFTED_STEPS), words=_number_words, steps=_shifted_steps)
+_TERNARY = _Packing(layout=_lanes("two_bits", enums.TERNARY_SCALE), numbers=_block_numbers)
+_SHIFTED = _Packing(layout=_lanes("two_bits", enums.SHIFTED_STEPS), numbers=_block_numbers, steps=_shifted_steps)
 LOW_BIT_KINDS = {
-    "Q2_K": _Packing(layout=_lanes("two_bits", enums.MINIMUM_STEPS), words=_ratio_words, steps=_minimum_steps),
-    "Q3_K": _Packing(layout=_lanes("three_bits", enums.SIGNED_STEPS), words=_number_words, steps=_signed_steps),
+    "Q2_K": _Packing(layout=_lanes("two_bits", enums.MINIMUM_STEPS), numbers=_ratio_words, steps=_minimum_steps),
+    "Q3_K": _Packing(layout=_lanes("three_bits", enums.SIGNED_STEPS), numbers=_block_numbers, steps=_signed_steps),
     "IQ1_S": _SHIFTED,
     "IQ1_M": _SHIFTED,
     "TQ1_0": _TERNARY,
