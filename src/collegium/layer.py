@@ -29,6 +29,7 @@ from .parallel import Local, Partial
 from .parallel.collectives import sum_over_ranks
 from .parallel.rendezvous import rendezvous_of
 from .pipelines.batched import check_batched, run_batched
+from .pipelines.paged import Paged
 from .pipelines.quantized import check_quantized, run_quantized
 from .planning import Plan, kernel_named, plan as plan_layer, plan_swap
 from .problem import Overrides
@@ -548,7 +549,14 @@ class MoELayer(PlannedModule):
         # One thread where ranks wait for each other, since several would call in a different order on each rank, and
         # for modules of the caller, which may not be made for more.
         threads = 1 if self.plan.groups or self.caller_modules else 8
+        pipeline = self._executor.pipeline_for(1)
+        if isinstance(pipeline, Paged):
+            # Passes of such a layer run one after the other; what they compile for long does not have to.
+            compile_batches(partial(self._compile_slots, pipeline), sizes, self._device, threads=threads)
         return compile_batches(partial(run_all_paths, self), sizes, self._device, progress, threads=threads)
+
+    def _compile_slots(self, pipeline: Paged, tokens: int) -> None:
+        pipeline.compile(torch.zeros(tokens, self.spec.expert_hidden_size, dtype=self.input_dtype, device=self._device))
 
     def check(self) -> None:
         """Raise the errors that a replayed CUDA graph could only record; waits for the device.

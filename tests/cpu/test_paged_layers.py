@@ -40,6 +40,7 @@ from collegium.planning import kernel_named
 from collegium.problem import PAGING
 from collegium.runtime import pinned
 from collegium.runtime.memory import Arena, memory_map
+from collegium.runtime.warm_up import run_all_paths
 from collegium.testing.compare import heavy_tailed, random_experts
 from collegium.types import SharedSpec
 from integers import encoded
@@ -177,6 +178,17 @@ def test_threads_take_turns() -> None:
         with ThreadPoolExecutor(4) as pool:
             found = list(pool.map(lambda seed, paged=paged: outputs(paged, 4, seed), [*range(5)] * 2))
         assert all(torch.equal(result, wanted[n % 5]) for n, result in enumerate(found))
+
+
+def test_warm_up_leaves_every_bit() -> None:
+    whole, paged = Case("mxfp4", "fp8_group128").layers(3)
+    before = paged.experts.tables.slot_expert.clone()
+    for tokens in (1, 9):
+        paged._compile_slots(paged._executor.pipeline_for(1), tokens)
+    assert torch.equal(paged.experts.tables.slot_expert, before)
+    run_all_paths(paged, 9)
+    for seed, tokens in enumerate((1, 9)):
+        assert torch.equal(outputs(paged, tokens, seed), outputs(whole, tokens, seed))
 
 
 def test_planned_memory_is_enough() -> None:

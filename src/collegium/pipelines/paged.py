@@ -18,7 +18,7 @@ from ..ops.permute import Owners, permute_regions
 from ..ops.weighted_sum import weighted_sum, weighted_sum_regions
 from ..parallel.local import Local
 from ..runtime.launch import noted
-from ..runtime.memory import Memory, Regions, alloc, part, with_prefix
+from ..runtime.memory import FreshMemory, Memory, Regions, alloc, part, with_prefix
 from ..runtime.side_stream import ForkedStream
 from ..types import Routing
 from .base import Pipeline, PipelineKind, PipelineParts, PipelineQuery
@@ -114,17 +114,13 @@ class Paged:
         Copies run on a second stream, each while the products of the round before run.
         """
         paged, count = self.experts, slot_ids[0].numel()
-        output = paged.resident.output_spec(x.dtype)
-        assert output is not None, "the plan pages only kernels that store rows at other places"
-        width, row_dtype = output
-        rows = alloc(part(memory, "experts"), "rows", (count, width), row_dtype, x.device)
+        rows = self._rows(x, count, memory)
         if count == 0:
             return rows
         if count > _REPLAYED:
             noted(None)  # replayed launches have one stream
         round_memory = None if memory is None else _RoundMemory(memory)
         expected = _expected_rows(rounds, count)
-        block_t = listed_tiles(paged.resident, expected, x)
         copies = ForkedStream(x.device)
         for turn, local_ids in enumerate(slot_ids):
             if turn >= rounds.first_miss:
@@ -134,10 +130,38 @@ class Paged:
                 with copies():
                     copy_experts(paged.segments, paged.tables, turn + 1)
             routing = Routing(topk_ids=local_ids, topk_weights=weights)
-            owners = Owners(rows, self.origin)
-            batch, _ = self.local.dispatch(x, routing, round_memory, block_t=block_t, owners=owners)
-            paged.resident.run(replace(batch, rows=expected), part(round_memory, "experts"))
+            self._run_round(x, routing, rows, expected, round_memory)
         return rows
+
+    def _rows(self, x: Tensor, count: int, memory: Memory | None) -> Tensor:
+        """Return the tensor for the experts' rows of ``count`` assignments, in their order."""
+        output = self.experts.resident.output_spec(x.dtype)
+        assert output is not None, "the plan pages only kernels that store rows at other places"
+        width, row_dtype = output
+        return alloc(part(memory, "experts"), "rows", (count, width), row_dtype, x.device)
+
+    def _run_round(self, x: Tensor, routing: Routing, rows: Tensor, expected: int, memory: Memory | None) -> None:
+        """Store the rows of the assignments whose slot is not -1. expected: how many they are likely to be."""
+        resident, owners = self.experts.resident, Owners(rows, self.origin)
+        block_t = listed_tiles(resident, expected, x)
+        batch, _ = self.local.dispatch(x, routing, memory, block_t=block_t, owners=owners)
+        resident.run(replace(batch, rows=expected), part(memory, "experts"))
+
+    def compile(self, x: Tensor) -> None:
+        """Compile the products for as many tokens as ``x [T, H]``, which are zeros.
+
+        Experts stay where they are, so several threads may do this at the same time, while no pass runs.
+        """
+        (tokens, _), top_k = x.shape, self.parts.top_k
+        rounds, memory = self._schedule(tokens, top_k), FreshMemory(x.device)
+        slots = self.experts.tables.slot_expert.numel()
+        ids = torch.arange(tokens * top_k, dtype=torch.int32, device=x.device).view(tokens, top_k) % slots
+        if rounds.rounds == 1:
+            self.experts.resident.run_unsorted(x, ids, memory)
+            return
+        routing = Routing(topk_ids=ids, topk_weights=torch.ones(ids.shape, device=x.device))
+        expected = _expected_rows(rounds, ids.numel())
+        self._run_round(x, routing, self._rows(x, ids.numel(), memory), expected, memory)
 
     def variants(self, tokens: int) -> frozenset[Hashable]:
         """Return the variants of the experts' kernel, and the rounds, which the decision is compiled for."""
