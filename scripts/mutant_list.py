@@ -1198,15 +1198,15 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the scale of an adapter's first expert for all", "kernels/low_rank.py",
-        (Edit("_write_inner_rows", "$scale + ($s * $count + $p).to(tl.int64) * $adapters.experts + $expert", "$scale + ($s * $count + $p).to(tl.int64) * $adapters.experts"),), _ADAPTED,
+        (Edit("_inner_rows", "$o.scale + ($s * $count + $p).to(tl.int64) * $adapters.experts + $expert", "$o.scale + ($s * $count + $p).to(tl.int64) * $adapters.experts"),), _ADAPTED,
     ),
     Mutant(
         "input weight not applied before an adapter", "kernels/low_rank.py",
-        (Edit("_write_inner_rows", "$acc *= $factor[None, :]", ""),), ("tests/cpu/test_low_rank.py::test_router_weight_on_the_input",),
+        (Edit("_inner_rows", "$acc *= $factor[None, :]", ""),), ("tests/cpu/test_low_rank.py::test_router_weight_on_the_input",),
     ),
     Mutant(
         "merged shared experts have adapters", "kernels/low_rank.py",
-        (Edit("first_ranks", "$expert < $adapters.experts", "$expert < $expert + 1"),), ("tests/cpu/test_low_rank.py::test_experts_without_matrices_are_unchanged",),
+        (Edit("add_changes", "$expert < $adapters.experts", "$expert < $expert + 1"),), ("tests/cpu/test_low_rank.py::test_experts_without_matrices_are_unchanged",),
     ),
     Mutant(
         "adapters dropped in large batches", "experts/triton/packed.py",

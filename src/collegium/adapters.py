@@ -20,6 +20,7 @@ from torch import Tensor
 from .errors import BadScaleError, InputError
 
 __all__ = [
+    "FEW_ROWS",
     "AdapterMatrices",
     "AdapterSizes",
     "ExpertAdapter",
@@ -27,9 +28,12 @@ __all__ = [
     "LowRankPair",
     "PackedAdapters",
     "TokenAdapters",
+    "change_rows",
 ]
 
 _ALIGN = 16  # elements; every matrix begins at a multiple, and ranks of inner rows are rounded up to one
+FEW_ROWS = 16  # of an expert, which kernels multiply as one tile
+_MAX_CHANGE_RANK = 64  # above, a program would hold too many inner rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +110,17 @@ class AdapterSizes(NamedTuple):
     def __str__(self) -> str:
         ranks = ", ".join(map(str, self.ranks))
         return f"{len(self.ranks)} of rank {ranks}, chosen per token; {self.nbytes:,} bytes"
+
+
+def change_rows(rows: int, experts: int, rank: int) -> int:
+    """Return up to how many of ``rows`` rows have their whole changes stored on a GPU, instead of inner rows.
+
+    rank: of inner rows. That many are FEW_ROWS for each of ``experts``, down to a power of two, up to which batches are
+    warmed up together.
+    """
+    if rank > _MAX_CHANGE_RANK:
+        return 0
+    return min(rows, 1 << ((FEW_ROWS * experts).bit_length() - 1))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

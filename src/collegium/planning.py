@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from . import experts, parallel, pipelines
-from .adapters import AdapterSizes
+from .adapters import AdapterSizes, change_rows
 from .errors import PlanError
 from .experts import ExpertKernel, Tiling
 from .experts.paging.policy import Policy
@@ -191,9 +191,11 @@ class Plan:
             raise PlanError(f"adapters: kernel {self.kernel}: {reason}. Merge the adapter, or convert the weights")
         regions = tuple(region for region in self.regions if region.name not in _ADAPTER_REGIONS)
         if adapters is not None and self.problem.device.kind == "cuda":
-            projections = self.problem.spec.gate_up_parts, 1
-            for name, count, rank in zip(_ADAPTER_REGIONS, projections, adapters.inner_ranks, strict=True):
-                regions += (Region(name, 4 * self.capacity * count * rank),)
+            spec, rows = self.problem.spec, self.capacity
+            products = (spec.gate_up_parts, spec.intermediate_size), (1, spec.expert_hidden_size)
+            for name, (count, width), rank in zip(_ADAPTER_REGIONS, products, adapters.inner_ranks, strict=True):
+                changes = change_rows(rows, spec.num_experts, rank) * width
+                regions += (Region(name, 4 * count * max(rows * rank, changes if rank else 0)),)
         return replace(self, adapters=adapters, regions=regions)
 
     def traffic(self, away: OutgoingTokens) -> Traffic:

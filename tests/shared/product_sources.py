@@ -80,7 +80,11 @@ def _structs(constants: dict[str, Any]) -> dict[str, Any]:
             even_k=value("EVEN_K", True),
         ),
         "PROJ": Projections(
-            constants["PROJECTIONS"], constants["ACTIVATION"], constants["HAS_LIMIT"], value("ADAPTER_RANK", 0)
+            constants["PROJECTIONS"],
+            constants["ACTIVATION"],
+            constants["HAS_LIMIT"],
+            value("ADAPTER_RANK", 0),
+            value("STORED", False),
         ),
         "TILE": Tile(
             block_n=constants["BLOCK_N"],

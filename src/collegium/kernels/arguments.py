@@ -92,10 +92,10 @@ class AdapterRows(NamedTuple):
     """The adapters of a product and those of its rows (``low_rank.py``).
 
     ids: ``[T]`` integers, the adapter of each token; -1: none. source: int64 ``[R]``, the token of each row; any tensor
-    where rows are not sorted. inner: float32 ``[R, P, rank]``, the rows times A. a, b: one after the other, A ``[E,
-    rank, K]`` and transposed B ``[E, rank, N]`` of each adapter and projection. table: int64 ``[adapters, P, 3]``, rank
-    and first elements of A and B. count: of adapters. experts: E; experts from there on, merged shared ones, have no
-    matrices.
+    where rows are not sorted. inner: float32 ``[R, P, rank]``, the rows times A, or changes ``[R, P, N]``. a, b: one
+    after the other, A ``[E, rank, K]`` and transposed B ``[E, rank, N]`` of each adapter and projection. table: int64
+    ``[adapters, P, 3]``, rank and first elements of A and B. count: of adapters. experts: E; experts from there on,
+    merged shared ones, have no matrices.
     """
 
     ids: Any
@@ -131,13 +131,14 @@ class Projections(NamedTuple):
 
     count: 2 for gate and up, otherwise 1. activation: NO_ACTIVATION, or a position in ``types.ACTIVATION_KINDS``, plus
     FAST_MATH. has_limit: whether ``ActivationBounds.limit`` applies. adapter_rank: of ``AdapterRows.inner``, a multiple
-    of 16; 0 without adapters.
+    of 16; 0 without adapters. stored_changes: ``AdapterRows.inner`` has the changes of rows.
     """
 
     count: int
     activation: int
     has_limit: bool
     adapter_rank: int = 0
+    stored_changes: bool = False
 
 
 class Tile(NamedTuple):

@@ -48,7 +48,7 @@ from .low_bits import (
     word_of_number,
     words_of_rows,
 )
-from .low_rank import adapter_at, add_low_rank, first_ranks
+from .low_rank import adapter_at, add_changes, add_low_rank, first_ranks
 from .tiles import dot, split_gate_up, store_rows, tile_prologue, token_at
 
 __all__ = ["grouped_gemm_kernel", "grouped_tile"]
@@ -646,7 +646,7 @@ def grouped_tile(
     if FORMAT.weight == TABLE_LANES:
         tables = load_tables(weights.row_scale + rows.matrix * 16, PROJ.count, ASM)
     ranks, gate_ranks = row, row
-    if PROJ.adapter_rank and UNSORTED:
+    if PROJ.adapter_rank and UNSORTED and not PROJ.stored_changes:
         ranks, gate_ranks = _first_ranks(adapters, adapter, expert, n_first, n_out, PROJ, TILE)
     if TILE.depth > 1:
         up = _sum_in_steps_of_depth(pointers, strides, unit, row_count, n_out, k_in, FORMAT, TILE, BLOCK_T, ASM)
@@ -657,7 +657,7 @@ def grouped_tile(
         )
     if LAUNCH_NEXT:
         gdc_launch_dependents()
-    if PROJ.adapter_rank and not UNSORTED:
+    if PROJ.adapter_rank and not UNSORTED and not PROJ.stored_changes:
         ranks, gate_ranks = _first_ranks(adapters, adapter, expert, n_first, n_out, PROJ, TILE)
     offset = (rows.matrix + rows.projection) * n_out + n_first + rows.column
     up_offset = offset + (ACCUMULATORS - 1) * n_out
@@ -667,9 +667,13 @@ def grouped_tile(
     if PROJ.adapter_rank:
         column = _column_of_row(n_first, TILE)
         LAST: tl.constexpr = ACCUMULATORS - 1
-        up = add_low_rank(
-            up, ranks, adapters, adapter, expert, row, column, n_out, LAST, PROJ, TILE.interleave_gate_up, ASM, LATE
-        )
+        INTERLEAVED: tl.constexpr = TILE.interleave_gate_up
+    if PROJ.stored_changes:
+        up = add_changes(up, adapters, adapter, expert, row, column, n_out, LAST, PROJ, INTERLEAVED, LATE)
+        if ACCUMULATORS == 2:
+            gate = add_changes(gate, adapters, adapter, expert, row, column, n_out, 0, PROJ, False, False)
+    elif PROJ.adapter_rank:
+        up = add_low_rank(up, ranks, adapters, adapter, expert, row, column, n_out, LAST, PROJ, INTERLEAVED, ASM, LATE)
         if ACCUMULATORS == 2:
             gate = add_low_rank(
                 gate, gate_ranks, adapters, adapter, expert, row, column, n_out, 0, PROJ, False, ASM, False

@@ -6,8 +6,14 @@ product, which runs at the same time and waits for it behind the K loop. The pro
 loop and ``add_low_rank`` behind it, which multiplies by B before the activation, and leaves rows without an adapter
 alone.
 
+Where experts have few rows (CHANGES), ``low_rank_kernel`` multiplies by B as well, the columns of one adapter in each
+program, and stores whole changes. The product then adds them (``add_changes``): its programs do not take the adapters
+of a tile one after the other. Both ways give the same bits.
+
 Sums over columns and ranks run in one order, so the bits of a row do not depend on the rest of a batch.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -15,12 +21,13 @@ from triton.language.extra.cuda import gdc_wait
 
 from .tiles import dot, pdl_wait
 
-__all__ = ["adapter_at", "add_low_rank", "first_ranks", "low_rank_kernel"]
+__all__ = ["adapter_at", "add_changes", "add_low_rank", "first_ranks", "low_rank_kernel"]
 
 NO_ADAPTER = tl.constexpr(-1)
 UNKNOWN_ADAPTER = tl.constexpr(-2)
 NO_MORE = tl.constexpr(2147483647)
 RANKS = tl.constexpr(16)  # multiplied at once
+BLOCK_N = tl.constexpr(128)  # columns of changes multiplied at once
 SUMS = tl.constexpr(4)  # over columns, at the same time
 
 
@@ -95,6 +102,12 @@ def _add_ranks(acc, b, rank, inner, selected, start, RANK: tl.constexpr, ASM: tl
     r = start + k % RANKS
     pointers = inner + (k // RANKS * RANK + r)[:, None]
     t = tl.load(pointers, mask=selected[None, :] & (r < rank)[:, None], other=0.0)
+    return _add_inner(acc, b, t, ASM)
+
+
+@triton.jit
+def _add_inner(acc, b, t, ASM: tl.constexpr):
+    """Return ``acc [N, BLOCK_T]`` plus ``b [N, ranks]`` times float32 ``t [ranks, BLOCK_T]``."""
     if b.dtype == tl.bfloat16:
         # Two terms of bfloat16 have 16 bits of the float32 number.
         upper = t.to(tl.bfloat16)
@@ -167,6 +180,36 @@ def add_low_rank(
 
 
 @triton.jit
+def add_changes(
+    acc,
+    adapters,
+    adapter,
+    expert,
+    row,
+    column,
+    n_out,
+    PROJECTION: tl.constexpr,
+    PROJ: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    LATE: tl.constexpr,
+):
+    """Return ``acc [N, BLOCK_T]`` float32, plus the stored changes where a row has an adapter.
+
+    adapters: ``AdapterRows`` whose ``inner`` has changes ``[R, P, n_out]``. Other arguments as in ``add_low_rank``.
+    """
+    if LATE:
+        gdc_wait()
+    projection = tl.full((acc.shape[0],), PROJECTION, tl.int32)
+    if INTERLEAVED:
+        projection = tl.arange(0, acc.shape[0]) // 8 % 2
+    changed = (adapter >= 0) & (expert < adapters.experts)
+    pointers = adapters.inner + (row * PROJ.count)[None, :] * n_out + (projection * n_out + column)[:, None]
+    change = tl.load(pointers, mask=changed[None, :] & (column < n_out)[:, None], other=0.0)
+    acc = tl.where(changed[None, :], acc + change, acc)
+    return tl.where((adapter == UNKNOWN_ADAPTER)[None, :], float("nan"), acc)
+
+
+@triton.jit
 def _add_columns(acc, a, x, ASM: tl.constexpr):
     """Return ``acc`` plus ``a`` times ``x``, 16-bit or float32 numbers."""
     return _exact_dot(a, x, acc) if x.dtype == tl.float32 else dot(a, x, acc, ASM)
@@ -196,17 +239,61 @@ def _sum_over_columns(
     return (sum0 + sum1) + (sum2 + sum3)
 
 
+class _Operands(NamedTuple):
+    """What ``low_rank_kernel`` reads besides the matrices: rows, their strides and columns, and factors of rows."""
+
+    x: Any
+    scale: Any
+    input_weights: Any
+    x_stride: Any
+    k_in: Any
+
+
+@triton.jit
+def _inner_rows(
+    operands,
+    adapters,
+    adapter,
+    current,
+    expert,
+    row,
+    projection,
+    r_first,
+    PROJECTIONS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    TOP_K: tl.constexpr,
+    GATHER: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Return ``[RANKS, BLOCK_T]``: scale times 16 ranks of A of adapter ``current``, from r_first on, times x.
+
+    operands: ``_Operands``. Ranks that the adapter lacks, and rows of other adapters, are zeros.
+    """
+    source = row
+    if GATHER:
+        source = row // TOP_K if TOP_K else tl.load(adapters.source + row)
+    x_ptr = operands.x + source[None, :] * operands.x_stride
+    factor = tl.full((row.shape[0],), 1.0, tl.float32)
+    if operands.input_weights is not None:
+        factor = tl.load(operands.input_weights + row)
+    rank, a_first, _ = _matrix_at(adapters, current, projection, PROJECTIONS)
+    r = r_first + tl.arange(0, RANKS)
+    weight = tl.load(operands.scale + (current * PROJECTIONS + projection).to(tl.int64) * adapters.experts + expert)
+    a_ptr = adapters.a + a_first + (expert * rank + r)[:, None] * operands.k_in
+    acc = _sum_over_columns(a_ptr, x_ptr, r < rank, adapter == current, operands.k_in, BLOCK_K, STAGES, ASM)
+    acc *= weight
+    acc *= factor[None, :]
+    return acc
+
+
 @triton.jit
 def _write_inner_rows(
-    x,
+    operands,
     adapters,
-    scale,
-    input_weights,
     expert,
     first,
     count,
-    x_stride,
-    k_in,
     PROJECTIONS: tl.constexpr,
     RANK: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -218,37 +305,109 @@ def _write_inner_rows(
 ):
     """Write the inner rows of up to BLOCK_T of ``count`` rows from ``first`` on, of a program's ranks and adapters.
 
-    Arguments as in ``low_rank_kernel``. Of the adapters that occur, in order, a program takes every
-    ``num_programs(2)``-th.
+    operands: ``_Operands``; other arguments as in ``low_rank_kernel``. Of the adapters that occur, in order, a program
+    takes every ``num_programs(2)``-th.
     """
     r_first = tl.program_id(1) % (RANK // RANKS) * RANKS
     projection = tl.program_id(1) // (RANK // RANKS)
     t = tl.arange(0, BLOCK_T)
     row = first + tl.where(t < count, t, 0)
     adapter = adapter_at(adapters, row, count, TOP_K)
-    source = row
-    if GATHER:
-        source = row // TOP_K if TOP_K else tl.load(adapters.source + row)
-    x_ptr = x + source[None, :] * x_stride
     inner = adapters.inner + (row * PROJECTIONS + projection)[None, :] * RANK
-    factor = tl.full((BLOCK_T,), 1.0, tl.float32)
-    if input_weights is not None:
-        factor = tl.load(input_weights + row)
     r = r_first + tl.arange(0, RANKS)
     current = _next_adapter(adapter, NO_ADAPTER)
     to_skip = tl.program_id(2)
     while current < NO_MORE:
         if to_skip == 0:
             to_skip = tl.num_programs(2)
-            rank, a_first, _ = _matrix_at(adapters, current, projection, PROJECTIONS)
+            rank, _, _ = _matrix_at(adapters, current, projection, PROJECTIONS)
             if r_first < rank:
-                selected = adapter == current
-                weight = tl.load(scale + (current * PROJECTIONS + projection).to(tl.int64) * adapters.experts + expert)
-                a_ptr = adapters.a + a_first + (expert * rank + r)[:, None] * k_in
-                acc = _sum_over_columns(a_ptr, x_ptr, r < rank, selected, k_in, BLOCK_K, STAGES, ASM)
-                acc *= weight
-                acc *= factor[None, :]
-                tl.store(inner + r[:, None], acc, mask=selected[None, :] & (r < rank)[:, None])
+                acc = _inner_rows(
+                    operands,
+                    adapters,
+                    adapter,
+                    current,
+                    expert,
+                    row,
+                    projection,
+                    r_first,
+                    PROJECTIONS,
+                    BLOCK_K,
+                    STAGES,
+                    TOP_K,
+                    GATHER,
+                    ASM,
+                )
+                tl.store(inner + r[:, None], acc, mask=(adapter == current)[None, :] & (r < rank)[:, None])
+        to_skip -= 1
+        current = _next_adapter(adapter, current)
+
+
+@triton.jit
+def _write_changes(
+    operands,
+    adapters,
+    expert,
+    first,
+    count,
+    n_out,
+    PROJECTIONS: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    TOP_K: tl.constexpr,
+    GATHER: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Write the changes of up to BLOCK_T of ``count`` rows from ``first`` on, of a program's columns and adapters.
+
+    Arguments as in ``_write_inner_rows``. Programs along the second dimension take the projections, and blocks of
+    columns in turn; each multiplies by A again.
+    """
+    projection = tl.program_id(1) % PROJECTIONS
+    split = tl.program_id(1) // PROJECTIONS
+    splits = tl.num_programs(1) // PROJECTIONS
+    t = tl.arange(0, BLOCK_T)
+    row = first + tl.where(t < count, t, 0)
+    adapter = adapter_at(adapters, row, count, TOP_K)
+    change_ptr = adapters.inner + (row * PROJECTIONS + projection)[None, :] * n_out
+    current = _next_adapter(adapter, NO_ADAPTER)
+    to_skip = tl.program_id(2)
+    while current < NO_MORE:
+        if to_skip == 0:
+            to_skip = tl.num_programs(2)
+            rank, _, b_first = _matrix_at(adapters, current, projection, PROJECTIONS)
+            inner = ()
+            for block in tl.static_range(RANK // RANKS):
+                inner += (
+                    _inner_rows(
+                        operands,
+                        adapters,
+                        adapter,
+                        current,
+                        expert,
+                        row,
+                        projection,
+                        block * RANKS,
+                        PROJECTIONS,
+                        BLOCK_K,
+                        STAGES,
+                        TOP_K,
+                        GATHER,
+                        ASM,
+                    ),
+                )
+            for n_first in tl.range(split * BLOCK_N, n_out, splits * BLOCK_N, num_stages=STAGES):
+                column = n_first + tl.arange(0, BLOCK_N)
+                change = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
+                for block in tl.static_range(RANK // RANKS):
+                    r = block * RANKS + tl.arange(0, RANKS)
+                    b_ptr = adapters.b + (b_first + (expert * rank + r) * n_out)[None, :] + column[:, None]
+                    b = tl.load(b_ptr, mask=(column < n_out)[:, None] & (r < rank)[None, :], other=0.0)
+                    change = _add_inner(change, b, inner[block], ASM)
+                inside = (adapter == current)[None, :] & (column < n_out)[:, None]
+                tl.store(change_ptr + column[:, None], change, mask=inside)
         to_skip -= 1
         current = _next_adapter(adapter, current)
 
@@ -264,8 +423,10 @@ def low_rank_kernel(
     tile_row,
     x_stride,
     k_in,
+    n_out,
     PROJECTIONS: tl.constexpr,
     RANK: tl.constexpr,
+    CHANGES: tl.constexpr,
     TILE_T: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -276,6 +437,9 @@ def low_rank_kernel(
     PDL: tl.constexpr,
 ):
     """Write ``adapters.inner [R, PROJECTIONS, RANK]``: scale times A times x, for rows that have an adapter.
+
+    CHANGES: instead, ``[R, PROJECTIONS, n_out]``, B times that, for all columns; the grid has projections times parts
+    of the columns as its second dimension.
 
     x: rows of tokens (GATHER) or rows in order, ``[., x_stride]``. adapters: ``AdapterRows``; a: ``[experts, rank,
     k_in]`` of each adapter and projection. scale: float32 ``[adapters, PROJECTIONS, experts]``. input_weights: float32
@@ -298,23 +462,38 @@ def low_rank_kernel(
     else:
         first = tl.load(tile_row + tile)
         count = tl.minimum(tl.load(expert_offsets + expert + 1) - first, TILE_T).to(tl.int32)
+    operands = _Operands(x, scale, input_weights, x_stride, k_in)
     for start in range(0, count, BLOCK_T):
-        _write_inner_rows(
-            x,
-            adapters,
-            scale,
-            input_weights,
-            expert,
-            first + start,
-            count - start,
-            x_stride,
-            k_in,
-            PROJECTIONS,
-            RANK,
-            BLOCK_T,
-            BLOCK_K,
-            STAGES,
-            TOP_K,
-            GATHER,
-            ASM,
-        )
+        if CHANGES:
+            _write_changes(
+                operands,
+                adapters,
+                expert,
+                first + start,
+                count - start,
+                n_out,
+                PROJECTIONS,
+                RANK,
+                BLOCK_T,
+                BLOCK_K,
+                STAGES,
+                TOP_K,
+                GATHER,
+                ASM,
+            )
+        else:
+            _write_inner_rows(
+                operands,
+                adapters,
+                expert,
+                first + start,
+                count - start,
+                PROJECTIONS,
+                RANK,
+                BLOCK_T,
+                BLOCK_K,
+                STAGES,
+                TOP_K,
+                GATHER,
+                ASM,
+            )

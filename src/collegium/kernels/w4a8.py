@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from . import enums
 from .activation import activate
 from .decode import upper_scale, wait_for_products
-from .low_rank import adapter_at, add_low_rank, first_ranks
+from .low_rank import adapter_at, add_changes, add_low_rank, first_ranks
 from .tiles import dot, split_gate_up, store_rows, tile_prologue, token_at
 from .w4a8_ptx import DECODE_E2M1_E4M3, DECODE_E2M1_E8M0, DECODE_INT4
 
@@ -572,7 +572,10 @@ def _finish_sums(
     bias: of the expert's first projection. ranks: of ``first_ranks``, with adapters.
     """
     BLOCK_N: tl.constexpr = acc.shape[0]
-    if PROJ.adapter_rank:
+    if PROJ.stored_changes:
+        column = _column_of_row(n_first, BLOCK_N, PROJ)
+        acc = add_changes(acc, adapters, adapter, expert, row, column, n_out, 0, PROJ, PROJ.count == 2, LATE)
+    elif PROJ.adapter_rank:
         column = _column_of_row(n_first, BLOCK_N, PROJ)
         acc = add_low_rank(
             acc, ranks, adapters, adapter, expert, row, column, n_out, 0, PROJ, PROJ.count == 2, ASM, LATE
@@ -631,12 +634,12 @@ def w4a8_tile(
     pointers = _Pointers(x=x_ptr, x_scale=xs_ptr, weight=w_ptr, scale=s_ptr)
     column = _column_of_row(n_first, TILE.block_n, PROJ)
     ranks = row
-    if PROJ.adapter_rank and UNSORTED:
+    if PROJ.adapter_rank and UNSORTED and not PROJ.stored_changes:
         ranks = first_ranks(adapters, adapter, expert, column, n_out, 0, PROJ, PROJ.count == 2)
     acc = _sum_over_k(pointers, valid, tokens.scale_stride, FORMAT, TILE, BLOCK_T, ASM)
     if LAUNCH_NEXT:
         gdc_launch_dependents()
-    if PROJ.adapter_rank and not UNSORTED:
+    if PROJ.adapter_rank and not UNSORTED and not PROJ.stored_changes:
         ranks = first_ranks(adapters, adapter, expert, column, n_out, 0, PROJ, PROJ.count == 2)
     acc = _scale_rows(acc, tokens, weights, expert, n_first, token, row_tiles, FORMAT)
     bias = weights.bias + expert * PROJ.count * n_out

@@ -142,12 +142,13 @@ def grouped_gemm(
     kernel, strides, sizes = _four_bit_launch(layout) if isinstance(layout, Words) else _decoding_launch(layout)
     bounds = activation_bounds(activation)
     counts = (*sizes, tiles.count, layout.shape[0])
-    low_rank, rank = (None, 0) if tiles.low_rank is None else tiles.low_rank
-    args = (tokens, packed.pointers, *strides, bounds, low_rank, *rows, *tile_lists, *counts)
+    low_rank = tiles.low_rank
+    adapters = None if low_rank is None else low_rank.rows
+    args = (tokens, packed.pointers, *strides, bounds, adapters, *rows, *tile_lists, *counts)
     tile = tiles.tile
     constants = {
         "FORMAT": operand_format(packed, _x_scale_layout(x_scale, packed)),
-        "PROJ": projections(packed, activation, rank),
+        "PROJ": projections(packed, activation, low_rank),
         "TILE": kernel_tile(tile),
         "ROWS": RowOrder(source is not None, tiles.top_k, tiles.offset_unit(layout.shape[2])),
         **tiles.constants(x),
@@ -186,13 +187,16 @@ def operand_format(packed: PackedMatrix, x_scale: int) -> OperandFormat:
     )
 
 
-def projections(packed: PackedMatrix, activation: ActivationSpec | None, adapter_rank: int = 0) -> Projections:
-    """Return the kernels' description of what is computed. adapter_rank: of ``AdapterRows.inner``."""
+def projections(
+    packed: PackedMatrix, activation: ActivationSpec | None, low_rank: LowRankRows | None = None
+) -> Projections:
+    """Return the kernels' description of what is computed. low_rank: of rows with adapters."""
     return Projections(
         count=packed.layout.shape[1],
         activation=activation_kind(activation),
         has_limit=activation is not None and activation.limit is not None,
-        adapter_rank=adapter_rank,
+        adapter_rank=0 if low_rank is None else low_rank.rank,
+        stored_changes=low_rank is not None and low_rank.changes,
     )
 
 
