@@ -472,7 +472,7 @@ def test_unknown_routing_is_refused() -> None:
     # Files of the others are in test_gguf_architectures.py.
     others = (
         "qwen2moe ernie4_5-moe hunyuan-moe bailingmoe2 minimax-m2 lfm2moe kimi-linear qwen3next qwen35moe llama4 "
-        "nemotron_h_moe"
+        "nemotron_h_moe gemma4"
     )
     assert known == {*ARCHITECTURES, *others.split()}
 

@@ -292,3 +292,53 @@ def test_latent_experts_are_refused(tmp_path: Path) -> None:
     write(path, case._replace(entries={**case.entries, "moe_latent_size": 64}))
     with raises_with(ConfigError, "moe_latent_size"):
         load_layer(path, 1, device="cpu")
+
+
+def _write_gemma(path: Path, rng: np.random.Generator) -> dict[str, Tensor]:
+    """Write one layer of Gemma-4 with fused gate and up; return the decoded tensors by name."""
+    writer = gguf.GGUFWriter(path, "gemma4")
+    writer.add_block_count(1)
+    writer.add_embedding_length(H)
+    writer.add_expert_count(E)
+    writer.add_expert_used_count(K)
+    writer.add_expert_feed_forward_length(N)
+    writer.add_array("gemma4.feed_forward_length", [2 * N])
+    writer.add_layer_norm_rms_eps(1e-6)
+    stacks = {"ffn_gate_up_exps": ("Q4_K", (E, 2 * N, H)), "ffn_down_exps": ("Q8_0", (E, H, N))}
+    decoded = {name: add(writer, f"blk.0.{name}.weight", kind, rng, shape) for name, (kind, shape) in stacks.items()}
+    plain = {
+        "ffn_gate_inp.weight": (0.5, (E, H)), "ffn_gate_inp.scale": (1.0, (H,)), "ffn_down_exps.scale": (1.0, (E,)),
+        "ffn_gate.weight": (1.0, (2 * N, H)), "ffn_up.weight": (1.0, (2 * N, H)), "ffn_down.weight": (1.0, (H, 2 * N)),
+        "ffn_norm.weight": (1.0, (H,)), "pre_ffw_norm_2.weight": (1.0, (H,)), "post_ffw_norm_1.weight": (1.0, (H,)),
+    }  # fmt: skip
+    for name, (factor, shape) in plain.items():
+        values = (rng.standard_t(3, shape) * factor).astype(np.float32)
+        writer.add_tensor(f"blk.0.{name}", values)
+        decoded[name] = torch.from_numpy(values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return decoded
+
+
+def test_gemma_layers_route_another_input(tmp_path: Path) -> None:
+    """The router normalises and scales its input; a factor of each expert multiplies its output; GELU, not SiLU."""
+    path = tmp_path / "model.gguf"
+    w = {name: tensor.double() for name, tensor in _write_gemma(path, np.random.default_rng(3)).items()}
+    generator = torch.Generator().manual_seed(4)
+    x, seen = torch.randn(2, 19, H, generator=generator)
+    layer = load_layer(path, 0, dtype="fp32", device="cpu", overrides=Overrides(kernel="reference"))
+    rows = seen.double()
+    rows = rows / (rows.square().mean(-1, keepdim=True) + 1e-6).sqrt() * H**-0.5 * w["ffn_gate_inp.scale"]
+    scores = torch.softmax(rows @ w["ffn_gate_inp.weight"].T, -1)
+    share, ids = scores.topk(K, -1)
+    share = share / share.sum(-1, keepdim=True)
+    wanted = torch.zeros(19, H, dtype=torch.float64)
+    for token in range(19):
+        for expert, part in zip(ids[token].tolist(), share[token], strict=True):
+            gate, up = (w["ffn_gate_up_exps"][expert] @ x[token].double()).chunk(2)
+            hidden = torch.nn.functional.gelu(gate, approximate="tanh") * up
+            wanted[token] += part * w["ffn_down_exps.scale"][expert] * (w["ffn_down_exps"][expert] @ hidden)
+    found = layer(x, router_input=seen).double()
+    assert float((found - wanted).norm() / wanted.norm()) < 1e-5

@@ -10,8 +10,8 @@ from tracked import ROOT
 
 # GGUF files of which only layers load.
 LAYERS_OF_FILES = {
-    "gguf:bailingmoe2", "gguf:deepseek2", "gguf:ernie4_5-moe", "gguf:hunyuan-moe", "gguf:kimi-linear", "gguf:lfm2moe",
-    "gguf:llama4", "gguf:nemotron_h_moe", "gguf:qwen35moe", "gguf:qwen3next",
+    "gguf:bailingmoe2", "gguf:deepseek2", "gguf:ernie4_5-moe", "gguf:gemma4", "gguf:hunyuan-moe", "gguf:kimi-linear",
+    "gguf:lfm2moe", "gguf:llama4", "gguf:nemotron_h_moe", "gguf:qwen35moe", "gguf:qwen3next",
 }  # fmt: skip
 BY_HAND = {
     "arctic": "arithmetic",
@@ -21,6 +21,7 @@ BY_HAND = {
     "minimax": "class; published names by arithmetic",
     "qwen3_moe": "class; Qwen3-Omni by arithmetic",
     "gguf": "files",
+    "gguf_gemma4": "files",
     "gguf_gpt_oss": "files",
     "gguf_llama4": "files",
     "gguf_nemotron_h": "files",
