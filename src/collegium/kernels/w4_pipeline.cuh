@@ -5,6 +5,9 @@ constexpr int WARPS = 4 * GROUPS;
 constexpr int ROW_TILES = 2;        // of a group: 64 weight rows each, with separate operands and sums
 constexpr int BLOCK_TILES = GROUPS * ROW_TILES;
 constexpr int BLOCK_ROWS = BLOCK_TILES * ROW_TILE;
+#ifndef FIXED_ORDER
+#define FIXED_ORDER 0
+#endif
 #ifndef TURNS
 #define TURNS 1
 #endif
@@ -443,9 +446,10 @@ template <int N> __device__ __forceinline__ void sum_over_k(
         Barrier* empty = &s.empty[c.stage];
 #pragma unroll
         for (int step = 0; step + 1 < STEPS; step++) {
-            constexpr bool LATE = FEW_REGISTERS && PASSES > 1;
+            constexpr bool LATE = FIXED_ORDER || (FEW_REGISTERS && PASSES > 1);
             if (!LATE) codes = load_codes(stage, r, step + 1);
             multiply_pass<N>(acc[step % ROW_TILES], step % 2 ? b : a, stage, step / ROW_TILES, true);
+            if (FIXED_ORDER) fix_order(r.sixteen);
             if (LATE) codes = load_codes(stage, r, step + 1);
             // What the next step changes was multiplied in the step before this one.
             if (step) await_products<1>();
