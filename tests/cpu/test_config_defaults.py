@@ -45,8 +45,8 @@ NEEDED: dict[str, dict[str, Any]] = {
 }
 NEEDED["gemma4_text"] = NEEDED["gemma4"]
 WITHOUT_CLASS = {
-    "arctic", "deepseek_v41", "kimi_k2", "kimi_k3", "minimax_m1", "minimax_m3", "minimax_text_01", "minimax_vl_01",
-    "step3_text", "step3_vl", "step3p7_text",
+    "arctic", "deepseek_v41", "deepseek_vl_v2", "kimi_k2", "kimi_k3", "minimax_m1", "minimax_m3", "minimax_text_01",
+    "minimax_vl_01", "step3_text", "step3_vl", "step3p7_text",
 }  # fmt: skip
 
 

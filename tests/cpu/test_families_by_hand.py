@@ -63,6 +63,15 @@ DEEPSEEK_V4 = {
         "modules_to_not_convert": ["shared_experts"],
     },
 }  # fmt: skip
+VL2 = {
+    "model_type": "deepseek_vl_v2",
+    "language_config": {
+        "model_type": "deepseek_v2", "hidden_size": D, "moe_intermediate_size": WIDE, "num_hidden_layers": 3,
+        "n_routed_experts": EXPERTS, "n_shared_experts": 2, "num_experts_per_tok": 3, "first_k_dense_replace": 1,
+        "n_group": 1, "topk_group": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True,
+        "routed_scaling_factor": 2.0, "torch_dtype": "float32",
+    },
+}  # fmt: skip
 TEXT_01 = {
     "model_type": "minimax_text_01", "hidden_size": D, "intermediate_size": WIDE, "num_hidden_layers": 2,
     "num_local_experts": EXPERTS, "num_experts_per_tok": 2, "hidden_act": "silu", "shared_intermediate_size": [0],
@@ -211,6 +220,50 @@ def kimi_k3() -> Toy:
     return Toy(config=KIMI_K3, layers=(1, 2), tensors=t, wanted=wanted)
 
 
+def deepseek_vl2() -> Toy:
+    """The largest model: sigmoid scores with a bias that chooses experts."""
+    t: dict[str, Tensor] = {}
+    names = ("gate_proj", "up_proj", "down_proj")
+    for layer in (1, 2):
+        base = f"language.model.layers.{layer}.mlp."
+        t |= {**experts(f"{base}experts.", names), **dense(f"{base}shared_experts.", names, 2 * WIDE)}
+        t[f"{base}gate.weight"] = randn(EXPERTS, D, scale=0.2)
+        t[f"{base}gate.e_score_correction_bias"] = randn(EXPERTS, scale=0.3)
+
+    def wanted(layer: int, x: Tensor, ids: Tensor) -> Tensor:
+        del ids
+        base = f"language.model.layers.{layer}.mlp."
+        scores = torch.sigmoid(x @ t[f"{base}gate.weight"].T)
+        chosen = (scores + t[f"{base}gate.e_score_correction_bias"]).topk(3).indices
+        share = scores.gather(1, chosen)
+        share = share / (share.sum(1, keepdim=True) + 1e-20) * 2.0
+        routed = mix(x, chosen, share, lambda e, row: mlp(row, *(t[f"{base}experts.{e}.{n}.weight"] for n in names)))
+        return routed + mlp(x, *(t[f"{base}shared_experts.{n}.weight"] for n in names))
+
+    return Toy(config=VL2, layers=(1, 2), tensors=t, wanted=wanted)
+
+
+def deepseek_ocr() -> Toy:
+    """Softmax scores that are not renormalised, as in the smaller models."""
+    toy = deepseek_vl2()
+    language = {**VL2["language_config"], "topk_method": "greedy", "norm_topk_prob": False}
+    language.pop("scoring_func")
+    t = {name: tensor for name, tensor in toy.tensors.items() if "e_score" not in name}
+    names = ("gate_proj", "up_proj", "down_proj")
+
+    def wanted(layer: int, x: Tensor, ids: Tensor) -> Tensor:
+        del ids
+        base = f"language.model.layers.{layer}.mlp."
+        share, chosen = torch.softmax(x @ t[f"{base}gate.weight"].T, 1).topk(3)
+        routed = mix(
+            x, chosen, 2.0 * share, lambda e, row: mlp(row, *(t[f"{base}experts.{e}.{n}.weight"] for n in names))
+        )
+        return routed + mlp(x, *(t[f"{base}shared_experts.{n}.weight"] for n in names))
+
+    config = {"model_type": "deepseek_vl_v2", "language_config": language}
+    return Toy(config=config, layers=(1, 2), tensors=t, wanted=wanted)
+
+
 def deepseek_v4() -> Toy:
     """MXFP4 experts as published: packed signed bytes and E8M0 scales, two nibbles a byte, the low one first."""
     t: dict[str, Tensor] = {}
@@ -265,7 +318,7 @@ def test_published_configs_describe_model_sizes(case: dict[str, Any]) -> None:
     assert found == {**wanted, **unknown}
 
 
-TOYS = {f.__name__: f for f in (arctic, minimax_text_01, step3, kimi_k3, deepseek_v4)}
+TOYS = {f.__name__: f for f in (arctic, minimax_text_01, step3, kimi_k3, deepseek_vl2, deepseek_ocr, deepseek_v4)}
 
 
 def write(path: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Checkpoint:

@@ -16,6 +16,7 @@ LAYERS_OF_FILES = {
 BY_HAND = {
     "arctic": "arithmetic",
     "step3": "arithmetic",
+    "deepseek_v2": "class; VL2 by arithmetic",
     "deepseek_v4": "class; MXFP4 by arithmetic",
     "kimi_linear": "class; Kimi-K3 by arithmetic",
     "minimax": "class; published names by arithmetic",

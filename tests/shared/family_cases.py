@@ -279,6 +279,7 @@ CASES = {
 # Known to the layer but not as a whole model, with what the error says of each.
 NOT_WHOLE = {
     "arctic": "does not support this model type",
+    "deepseek_vl_v2": "does not support this model type",
     "deepseek_v41": "does not support this model type",
     "kimi_k3": "without the latent width",
     "minimax_m1": "rotates rotary_dim",
