@@ -1502,7 +1502,7 @@ MUTANTS: tuple[Mutant, ...] = (
     # The shared expert.
     Mutant(
         "shared expert dropped", "execution/executor.py",
-        (Edit("Executor.run_pass", "self._shared is not None", "False"),), _HOST[1:],
+        (Edit("Executor._shared_expert", "self._shared is None", "True"),), _HOST[1:],
     ),
     Mutant(
         "merged: routed scaling factor on the shared expert", "ops/route_wide.py",

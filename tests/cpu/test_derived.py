@@ -18,6 +18,8 @@ from collegium.errors import CheckpointError, ConfigError
 from collegium.integrations.transformers.loading import load_model_in
 from collegium.loading import load_layer
 from collegium.models import FAMILIES
+from collegium.models.derived import class_layers
+from collegium.models.derived.stored_names import stored_names
 from derived_cases import CASES, IDS, WHOLE_ONLY, blocks, build
 
 if TYPE_CHECKING:
@@ -110,6 +112,15 @@ def test_swapped_projections_differ(tmp_path: Path) -> None:
     ours = load_model_in("fp32", str(tmp_path), device="cpu")
     with torch.no_grad():
         assert (ours(IDS).logits - model(IDS).logits).abs().max() > 1e-2 * model(IDS).logits.abs().max()
+
+
+def test_alternating_rows_of_files_found() -> None:
+    """The names that are derived of gpt-oss, the only class with such rows, which has a file."""
+    sizes = {"hidden_size": 32, "intermediate_size": 24, "num_local_experts": 4, "num_hidden_layers": 1}
+    model = class_layers.build("gpt_oss", {"vocab_size": 64, "num_attention_heads": 2, "head_dim": 16, **sizes})
+    names = stored_names(model, model.layers[0])
+    assert (names.interleaved, names.transposed) == (True, True)
+    assert names.stacked == {"gate_up": "mlp.experts.gate_up_proj", "down": "mlp.experts.down_proj"}
 
 
 def test_tensors_unknown_to_the_class_refused(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "intermediate_size": 24, "num_local_experts": 8, "num_experts_per_tok": 3, "max_position_embeddings": 64,
         },
     ),
-    # Gate and up rows alternate, and experts have biases.
+    # Experts have biases.
     "openai_privacy_filter": (
         "OpenAIPrivacyFilter",
         {**BASE, "intermediate_size": 24, "num_local_experts": 8, "num_experts_per_tok": 3, "num_labels": 5},

@@ -160,38 +160,48 @@ class Executor:
             self.run_pass(call, memory, routing)
 
     def run_pass(self, call: Call, memory: Memory | None, routing: Routing | None = None) -> None:
-        """Run one pass: route, dispatch, experts, shared expert, combine. routing: None: the router chooses it."""
+        """Run one pass: route, dispatch, experts, shared expert, combine. routing: None: the router chooses it.
+
+        x and out are ``[T, D]``, ids and weights of the routing ``[T, K]``, rows of the experts ``[T, H]``.
+        """
         x, out = call.x, call.out
         assert out is not None
-        tokens = x.shape[0]
-        shared: Callable[[], Tensor | None] | None = None
-        if tokens > self._max_tokens:
+        if x.shape[0] > self._max_tokens:
             memory = None  # it has no room for the batch; the dispatcher refuses it on every rank
-        elif self._shared is not None:
-            shared = partial(self._shared, x, memory)
-            # Not outside a graph: for the host, the waits of two streams cost more than the overlap saves.
-            if tokens <= self._side_stream_tokens and is_capturing(self._device):
-                shared = run_on_side_stream(shared, self._device)
-            if call.shared_out is not None:
-                shared = partial(_store, shared, call.shared_out)
+        shared = self._shared_expert(call, memory)
         if routing is None:
             routing = self.router(call, memory)
+        # K becomes K + merged shared experts.
         routing = append_shared_experts(
             routing, self._num_experts, self._merged_shared_experts, part(memory, "routing")
         )
         adapters = None
         if call.adapter_ids is not None and self._adapters is not None:
             adapters = TokenAdapters(packed=self._adapters, ids=call.adapter_ids)
-        pipeline = self.pipeline_for(tokens)
+        pipeline = self.pipeline_for(x.shape[0])
         latent = self._latent
         if not isinstance(latent, Latent):
-            rows = x if latent is None else latent(x)
+            rows = x if latent is None else latent(x)  # [T, H]
             pipeline(rows, routing, memory, dtype=self._out_dtype, shared=shared, out=out, adapters=adapters)
             return
         latent_memory = part(memory, "latent")
-        latent_x = latent.enter(x, latent_memory)
-        rows = pipeline(latent_x, routing, memory, dtype=torch.float32, adapters=adapters)
+        latent_x = latent.enter(x, latent_memory)  # [T, H]
+        rows = pipeline(latent_x, routing, memory, dtype=torch.float32, adapters=adapters)  # [T, H]
         latent.leave(rows, None if shared is None else shared(), out, latent_memory)
+
+    def _shared_expert(self, call: Call, memory: Memory | None) -> Callable[[], Tensor | None] | None:
+        """Return what computes the shared expert's rows ``[T, D]`` or writes them, None where nothing is to be added.
+
+        On a side stream it has started already.
+        """
+        tokens = call.x.shape[0]
+        if self._shared is None or tokens > self._max_tokens:
+            return None
+        compute: Callable[[], Tensor] = partial(self._shared, call.x, memory)
+        # Not outside a graph: for the host, the waits of two streams cost more than the overlap saves.
+        if tokens <= self._side_stream_tokens and is_capturing(self._device):
+            compute = run_on_side_stream(compute, self._device)
+        return compute if call.shared_out is None else partial(_store, compute, call.shared_out)
 
     def report_refusal(self, x: object, optional: tuple[object, object, object, object], error: Exception) -> None:
         """Inform the other ranks, where they compare this call, that its inputs were refused with ``error``.
