@@ -2000,10 +2000,6 @@ MUTANTS: tuple[Mutant, ...] = (
         (Edit("_one_expert", "$batch.middle_scale[$source]", "$batch.middle_scale[:len($source)]"),), _MIDDLE,
     ),
     Mutant(
-        "scales between the products also before the first", "experts/triton/packed.py",
-        (Edit("PackedExperts._form_of", "$product == 1", "$product >= 0"),), _MIDDLE,
-    ),
-    Mutant(
         "scales of x also between the products", "stages/given_scales.py",
         (Edit("given_scales", "_by_row('a2_scale', $second, $x, $intermediate_size, $form.group)", "_by_row('a2_scale', $first, $x, $intermediate_size, $form.group)"),), _MIDDLE,
     ),
