@@ -32,6 +32,7 @@ _ZERO_WORDS = {
     "fp32": (0x7FFFFFFF7FFFFFFF, 0, 1),
     "int4_group": (-1, -0x7777777777777778, 2),  # code 8 is zero
 }
+_COMPARABLE = (torch.float32, torch.bfloat16, torch.float16)  # what torch.aminmax takes, of scales and weights
 _COMPARED_TENSORS = {"codes": "weights", "values": "weights", "scales": "scales"}
 
 
@@ -130,7 +131,8 @@ def _largest_scale(payload: Payload) -> float:
     scales = tensors.get("scales", tensors.get("scale", tensors.get("values")))
     if scales is None:
         return 1.0
-    largest = float(scales.float().abs().max())
+    low, high = (scales if scales.dtype in _COMPARABLE else scales.float()).aminmax()
+    largest = max(-float(low), float(high))
     if payload.e8m0_scales:
         largest = 2.0 ** (largest - 127)
     if "global_scale" in tensors:
