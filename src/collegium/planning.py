@@ -341,7 +341,7 @@ class Plan:
             notes.append("scales of each row")
         multiplied = kernel_named(self.kernel).multiplied_as(self.activation_format)
         if multiplied is not None:
-            notes.append(f"multiplied as {multiplied} without rounding")
+            notes.append(f"multiplied as {multiplied}")
         return form.name + (f" ({', '.join(notes)})" if notes else "")
 
     def _adapters_text(self) -> str:

@@ -23,6 +23,7 @@ BASE = {
     "DEPTH": 1,
 }  # fmt: skip
 PLAIN = {"BLOCK_K": 64}
+FLOAT32 = {"BLOCK_K": 32}  # tokens too, and TF32x3
 BLOCKS = {"WEIGHT": 2, "SCALE": 1, "X_SCALE": 1}
 MXFP4 = {"WEIGHT": 3, "SCALE": 2, "ROW_SCALE": True}
 NVFP4 = {"WEIGHT": 3, "SCALE": 3, "ROW_SCALE": True, "BLOCK_K": 64}
@@ -73,6 +74,10 @@ CASES: tuple[tuple[int, str, dict[str, Any], str, int, int], ...] = (
     (90, "bf16", PLAIN | DEEP, "HGMMA", 128, 64),
     (90, "bf16", PLAIN | DEEP | {"DEPTH": 3, "K_BLOCKS": 45}, "HGMMA", 128, 96),
     (90, "bf16", PLAIN | DEEP | NARROW, "HGMMA", 168, 100),
+    (90, "fp32", FLOAT32, "HGMMA", 128, 60),
+    (90, "fp32", FLOAT32 | DEEP, "HGMMA", 128, 60),
+    (90, "fp32", FLOAT32 | NARROW, "HGMMA", 224, 100),
+    (90, "fp32", FLOAT32 | DOWN | NARROW | {"warps": 8}, "HGMMA", 168, 100),
     (90, "e4m3", BLOCKS | DEEP, "QGMMA", 128, 64),
     (90, "e4m3", BLOCKS | DEEP | {"STAGES": 4}, "QGMMA", 128, 84),
     (90, "e4m3", BLOCKS | DEEP | NARROW, "QGMMA", 248, 100),
@@ -194,6 +199,7 @@ CASES: tuple[tuple[int, str, dict[str, Any], str, int, int], ...] = (
     (90, "i16", LOOKED_UP | DIRECT | HALF, "HGMMA", 184, 80),
     (90, "i16", LOOKED_UP | FOUR | INTERLEAVED, "HGMMA", 200, 115),
     (80, "bf16", PLAIN | ALONE, "HMMA", 128, 74),
+    (80, "fp32", FLOAT32 | ALONE, "HMMA", 168, 74),
     (80, "i16", ZEROS | ALONE, "HMMA", 168, 50),
     (80, "i16", INT8 | ALONE | HALF, "HMMA", 168, 90),
     (80, "i16", Q4_K | ALONE, "HMMA", 188, 50),
@@ -214,6 +220,7 @@ CASES: tuple[tuple[int, str, dict[str, Any], str, int, int], ...] = (
     (80, "i16", MXFP8 | ALONE | HALF, "HMMA", 168, 75),
     (80, "i16", INT4 | ALONE, "HMMA", 168, 50),
     (100, "bf16", PLAIN, "UTC", 128, 90),
+    (100, "fp32", FLOAT32, "UTC", 128, 90),
     (100, "e4m3", BLOCKS, "UTC", 168, 90),
     (100, "e4m3", CODES_OF_64, "UTC", 168, 90),
     (100, "i16", ROW_GROUPS | FOUR, "UTC", 168, 90),
@@ -246,7 +253,7 @@ even = {"n_out", "k_in", "tokens.stride", "strides.row", "strides.k_block", "str
 found = []
 for arch, weight, constants, warps, most in json.load(sys.stdin):
     stored = {"e4m3": "fp8e4nv"}.get(weight, weight)
-    tokens = "fp16" if constants.pop("HALF", False) else "bf16"
+    tokens = "fp16" if constants.pop("HALF", False) else "fp32" if weight == "fp32" else "bf16"
     types = {name: "*" + kind for name, kind in pointers.items()}
     types |= {"weights.packed": "*" + stored, "tokens.x": "*fp8e4nv" if weight == "e4m3" else "*" + tokens}
     types["weights.scale"] = "*fp32" if constants["SCALE"] in (1, 4) else "*i32"

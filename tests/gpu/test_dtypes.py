@@ -44,3 +44,18 @@ def test_every_format_has_an_accurate_kernel(weights: str, dtype: Any) -> None:
     assert bool(found[5].isnan().all())
     assert torch.equal(found[:5], first[:5])
     assert torch.equal(found[6:], first[6:])
+
+
+@pytest.mark.parametrize("weights", ["fp32", "bf16", "fp16"])
+def test_float32_layers_run_on_tensor_cores(weights: str) -> None:
+    layer = load_layer(MODEL, layer=2, weight_format=weights, dtype="fp32", device="cuda")
+    judge = load_layer(MODEL, layer=2, weight_format=weights, dtype="fp32", overrides=Overrides(kernel="reference"))
+    assert layer.plan.kernel == "triton_fp32"
+    for tokens in (1, 7, 333):
+        x = heavy_tailed(tokens, layer.spec.hidden_size, seed=tokens).to("cuda")
+        routing = judge.route(x)
+        found = layer(x, routing=routing)
+        assert torch.equal(found, layer(x, routing=routing))
+        assert relative_error(found, judge(x, routing=routing)) < 1e-5
+        one = Routing(topk_ids=routing.topk_ids[:1], topk_weights=routing.topk_weights[:1])
+        assert torch.equal(layer(x[:1], routing=one), found[:1])

@@ -54,7 +54,9 @@ ACTIVATIONS = (
     "nvfp4_static or nvfp4_expert"
 )
 UNEQUAL_SCALES = "refuse or largest"
-KERNELS = "triton_fp8, triton_w4a8, triton_w4a16, triton_w8a16, triton_bf16, cpu_fused, cpu_grouped or reference"
+KERNELS = (
+    "triton_fp8, triton_w4a8, triton_w4a16, triton_w8a16, triton_bf16, triton_fp32, cpu_fused, cpu_grouped or reference"
+)
 
 
 def complete_model(incomplete: str) -> list[str]:

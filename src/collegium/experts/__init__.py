@@ -4,7 +4,7 @@ from .base import ExpertKernel, PackedWeights, Product, Tiling
 from .cpu.fused import CpuFused
 from .cpu.grouped import CpuGrouped
 from .reference import Reference
-from .triton.table import TritonBf16, TritonFp8, TritonW4A8, TritonW4A16, TritonW8A16
+from .triton.table import TritonBf16, TritonFp8, TritonFp32, TritonW4A8, TritonW4A16, TritonW8A16
 
 __all__ = [
     "KERNELS",
@@ -17,6 +17,7 @@ __all__ = [
     "Tiling",
     "TritonBf16",
     "TritonFp8",
+    "TritonFp32",
     "TritonW4A8",
     "TritonW4A16",
     "TritonW8A16",
@@ -28,6 +29,7 @@ KERNELS: tuple[ExpertKernel, ...] = (
     TritonW4A16(),
     TritonW8A16(),
     TritonBf16(),
+    TritonFp32(),
     CpuFused(),
     CpuGrouped(),
     Reference(),

@@ -350,7 +350,7 @@ class ExpertKernel(Protocol):
         return False
 
     def multiplied_as(self, activation_format: str) -> str | None:
-        """Return the dtype, by name, in which tensor cores multiply decoded codes of ``activation_format``, or None."""
+        """Return as what tensor cores multiply activations of ``activation_format``; None: as they are stored."""
         return None
 
     def tiling(self, problem: ExpertsProblem) -> Tiling:

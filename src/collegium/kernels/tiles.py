@@ -61,8 +61,14 @@ def pdl_wait_unless_ready(x_ready, PDL: tl.constexpr):
 
 @triton.jit
 def dot(a, b, acc, ASM: tl.constexpr):
-    """Return ``acc`` plus ``a [M, K]`` times ``b [K, N]``, of 16-bit or E4M3 numbers, in float32."""
-    if ASM:
+    """Return ``acc`` plus ``a [M, K]`` times ``b [K, N]``, in float32.
+
+    ``b`` has 16-bit or E4M3 numbers, as ``a`` has, or float32 numbers: those are multiplied as three products of TF32
+    numbers, whose errors are about those of float32.
+    """
+    if ASM and b.dtype == tl.float32:
+        return tl.dot(a.to(tl.float32), b, acc, input_precision="tf32x3")
+    elif ASM:
         return tl.dot(a, b, acc)
     else:
         # The interpreter multiplies the bit patterns of bfloat16; products of its values are exact in float32.

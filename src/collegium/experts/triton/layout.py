@@ -19,7 +19,7 @@ from ...kernels import enums
 from ...ops.quantize import AS_IS, PADDED, REORDERED
 from .tiles.problem import TileProblem
 
-__all__ = ["LANES", "ROWS", "WORDS", "Lanes", "Layout", "Rows", "Words"]
+__all__ = ["LANES", "ROWS", "WORDS", "Lanes", "Layout", "Rows", "Words", "float_rows"]
 
 Shape = tuple[int, int, int, int]
 
@@ -154,6 +154,8 @@ class Layout:
         """Whether products of large batches may run: on weights as they are, or decoded in registers or to memory."""
         if self.in_registers:
             return True
+        if self.operand == torch.float32:
+            return False
         row_groups = self.code_bits == 8 and self.scale_kind == enums.GROUP_SCALE
         if self.running or self.low_bits or row_groups:
             return False
@@ -328,15 +330,23 @@ class Words(Layout):
 
 _BLOCKS = {"scale_kind": enums.BLOCK_SCALE, "scale_block": 128, "promoted": True}
 _CODES = Rows(weight=enums.E4M3_E4M3, code_bits=8, operand=_E4M3, stored=_E4M3, scaled_rows=True)
-# 16-bit weights in the dtype of the rows, and E4M3 codes for E4M3 rows, whose scales belong to rows or to blocks.
+# 16-bit weights in the dtype of the rows, unquantised ones of any dtype for float32 rows, and E4M3 codes for E4M3 rows,
+# whose scales belong to rows or to blocks.
 _GROUPS = {"scale_kind": enums.GROUP_SCALE, "words": 1, "promoted": True}
 # ``fp8_groups``: blocks of other sizes than 128 x 128, whose scales are repeated for each row.
 ROWS = {
     "plain": Rows(weight=enums.PLAIN, code_bits=16, operand=torch.bfloat16, stored=torch.bfloat16, block_k=64),
+    "float32": Rows(weight=enums.PLAIN, code_bits=32, operand=torch.float32, stored=torch.float32, block_k=32),
     "fp8_rows": _CODES,
     "fp8_block": replace(_CODES, **_BLOCKS),
     "fp8_groups": replace(_CODES, **_GROUPS),
 }
+
+
+def float_rows(stored: torch.dtype) -> Rows:
+    """Return the layout of unquantised weights of a dtype for float32 rows."""
+    return replace(ROWS["float32"], stored=stored, code_bits=8 * stored.itemsize)
+
 
 _E4M3_LANES = Lanes(weight=enums.E4M3_LANES, code_bits=8)
 _E2M1_LANES = Lanes(weight=enums.E2M1_LANES, code_bits=4, words=1)

@@ -12,12 +12,13 @@ from ...problem import ExpertsProblem
 from ...runtime.machine import Machine, machine_at, machine_for
 from ...runtime.memory import Regions
 from ...types import ExpertWeights
-from .layout import LANES, ROWS, WORDS, Layout
+from .layout import LANES, ROWS, WORDS, Layout, float_rows
 from .matrix import PackedMatrix
 from .pack_experts import pack_both
 from .packed import PackedExperts
 from .packing import (
     pack_bnb4,
+    pack_float32,
     pack_fp8_block,
     pack_fp8_rows,
     pack_gguf,
@@ -29,7 +30,7 @@ from .packing import (
 )
 from .tiling import CODES, DECODED, ProductTiling, operand_format, product_regions, refuse_machine
 
-__all__ = ["TABLE", "TritonBf16", "TritonFp8", "TritonKernel", "TritonW4A8", "TritonW4A16", "TritonW8A16"]
+__all__ = ["TABLE", "TritonBf16", "TritonFp8", "TritonFp32", "TritonKernel", "TritonW4A8", "TritonW4A16", "TritonW8A16"]
 
 
 class _Row(NamedTuple):
@@ -62,6 +63,7 @@ TABLE = {
         _Row("fp16", ("fp16",), ROWS["plain"], pack_plain, passes_half=True),
         _Row("fp16", ("bf16",), replace(ROWS["plain"], halved=True), pack_plain),
     ),
+    "triton_fp32": tuple(_Row(name, ("fp32",), float_rows(dtype), pack_float32) for name, dtype in DTYPES.items()),
     "triton_fp8": (
         _Row("fp8_block", CODES, ROWS["fp8_block"], partial(pack_fp8_block, native=True)),
         _Row("fp8_tensor", CODES, ROWS["fp8_rows"], partial(pack_fp8_rows, native=True)),
@@ -176,8 +178,13 @@ class TritonKernel:
         return any(row.layout.decoded for row in TABLE[self.name] if _takes(row, weight_format, activation_format))
 
     def multiplied_as(self, activation_format: str) -> str | None:
-        """Return ``bf16`` for NVFP4 and MXFP8 rows, whose numbers it holds; E4M3 codes are multiplied as they are."""
-        return "bf16" if activation_format in DECODED else None
+        """Return how tensor cores multiply what is not multiplied as it is stored.
+
+        As BF16, which holds the numbers of NVFP4 and MXFP8 rows, and float32 as three products of TF32 numbers.
+        """
+        if activation_format == "fp32":
+            return "TF32x3"
+        return "bf16 without rounding" if activation_format in DECODED else None
 
     def tiling(self, problem: ExpertsProblem) -> ProductTiling:
         """Return how batches of ``problem`` will be cut."""
@@ -224,11 +231,9 @@ def _refuse_down(problem: ExpertsProblem) -> str | None:
     tokens = dict.fromkeys(
         token for rows in TABLE.values() for row in rows if row.weights == down for token in row.tokens
     )
-    if not tokens:
-        return f"the weights of down are {down}, which no Triton kernel supports"
     return (
         f"activation format {problem.activation_format} was requested, and the weights of down are {down}; supported "
-        f"with {down} weights: {_either(tokens)}"
+        f"with {down} weights: {_either(tokens) if tokens else 'none'}"
     )
 
 
@@ -236,6 +241,12 @@ class TritonBf16(TritonKernel):
     """Plain 16-bit weights and tokens, sums in float32; weights of the tokens' dtype are used in place."""
 
     name = "triton_bf16"
+
+
+class TritonFp32(TritonKernel):
+    """Unquantised weights and float32 tokens, multiplied as three products of TF32 numbers (TF32x3)."""
+
+    name = "triton_fp32"
 
 
 class TritonFp8(TritonKernel):

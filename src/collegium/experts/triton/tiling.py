@@ -99,7 +99,8 @@ class ProductTiling(Tiling):
     def problem_of(self, layout: Layout, rows: int) -> TileProblem:
         """Return the tile problem of ``rows`` rows of one of the two products."""
         form = self.activations
-        return layout.problem(rows, form.bits if form else 16, form is not None and form.group > 0)
+        bits = form.bits if form else 8 * layout.row_dtype.itemsize
+        return layout.problem(rows, bits, form is not None and form.group > 0)
 
     def large(self, rows: int) -> TilePair | None:
         """Return the large tiles of both products of a large batch, or None where the small tiles run."""

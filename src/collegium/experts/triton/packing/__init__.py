@@ -10,7 +10,7 @@ from .fp8 import pack_fp8_block, pack_fp8_rows, unpack_fp8
 from .gguf import pack_gguf, unpack_gguf
 from .integers import column_order, pack_int, unpack_int
 from .mx import pack_mx, pack_nvfp4, unpack_mx, unpack_nvfp4
-from .plain import pack_plain, unpack_plain
+from .plain import pack_float32, pack_plain, unpack_plain
 from .w4a8 import pack_w4a8, unpack_w4a8
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "add_projection_dim",
     "column_order",
     "pack_bnb4",
+    "pack_float32",
     "pack_fp8_block",
     "pack_fp8_rows",
     "pack_gguf",

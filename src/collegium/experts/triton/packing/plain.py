@@ -1,4 +1,4 @@
-"""16-bit weights, used as they are or as float16 over a power of two for each row."""
+"""Unquantised weights, used as they are; bfloat16 for float16 rows as float16 over a power of two for each row."""
 
 from dataclasses import replace
 
@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from ....formats.codecs import power_of_two
-from ....formats.unquantised import Bf16, Fp16
-from ..layout import ROWS
+from ....formats.unquantised import Bf16, Fp16, Fp32
+from ..layout import ROWS, float_rows
 from ..matrix import PackedMatrix
 from .common import Unpacked
 
-__all__ = ["pack_plain", "unpack_plain"]
+__all__ = ["pack_float32", "pack_plain", "unpack_plain"]
 
 
 def pack_plain(payload: Bf16 | Fp16, bias: Tensor | None, *, half: bool = False) -> PackedMatrix:
@@ -29,6 +29,13 @@ def pack_plain(payload: Bf16 | Fp16, bias: Tensor | None, *, half: bool = False)
     elif half:
         values, row_scale = _to_half(values)
     return PackedMatrix(layout=layout, values=values.contiguous(), row_scale=row_scale, bias=bias)
+
+
+def pack_float32(payload: Bf16 | Fp16 | Fp32, bias: Tensor | None) -> PackedMatrix:
+    """Take values ``[E, P, N, K]`` of any dtype as they are, for float32 rows; kernels convert them in registers."""
+    values = payload.values
+    layout = float_rows(values.dtype).of(payload.shape)
+    return PackedMatrix(layout=layout, values=values.contiguous(), bias=bias)
 
 
 def _to_half(weights: Tensor) -> tuple[Tensor, Tensor]:
