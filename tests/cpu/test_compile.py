@@ -338,7 +338,8 @@ _CODES_ALONE = _BY_ROW | {"scales": None, "out_scales": None}
 _NVFP4 = {"BLOCK_C": 8192, "index": None, "weights": None, "valid_rows": None, "SOFTWARE_ROUNDING": False}
 _DECODED = {"BLOCK_C": 8192, "index": None, "weights": None, "valid_rows": None}
 _OF_ROW = {"expert_scales": None, "expert_offsets": None, "BLOCK_E": 16}
-_DECIDE = {"BLOCK": 1024, "BLOCK_E": 256, "BLOCK_S": 128, "ROUNDS": 1, "FIRST_MISS": 0, "MARKED": False}
+_DECIDE = {"BLOCK": 1024, "BLOCK_E": 256, "BLOCK_S": 128, "ROUNDS": 1, "FIRST_MISS": 0, "GROUPS": 1, "MARKED": False}
+_TWO_GROUPS = {"ROUNDS": 5, "FIRST_MISS": 1, "GROUPS": 2, "BLOCK_S": 64}
 # Small kernels: (file, kernel, types that are not the rule, constants, warps, most registers); FP8 from sm_90 on.
 _HALVES = {"halves": "fp16", "scales": "fp32", "sums": "fp16"}
 SMALL: tuple[tuple[str, str, dict[str, str], dict[str, Any], int, int], ...] = (
@@ -382,7 +383,7 @@ SMALL: tuple[tuple[str, str, dict[str, str], dict[str, Any], int, int], ...] = (
      96),
     ("paging", "mark_kernel", {}, {"BLOCK": 1024}, 4, 64),
     ("paging", "decide_kernel", {}, _DECIDE, 8, 64),
-    ("paging", "decide_kernel", {"ids": "i32"}, _DECIDE | {"ROUNDS": 5, "FIRST_MISS": 2, "BLOCK_S": 64}, 8, 64),
+    ("paging", "decide_kernel", {"ids": "i32"}, _DECIDE | _TWO_GROUPS, 8, 64),
     ("paging", "decide_kernel", {}, _DECIDE | {"MARKED": True, "BLOCK_S": 512, "BLOCK_E": 512}, 8, 128),
     ("paging", "place_kernel", {}, {"BLOCK": 1024, "ROUNDS": 8}, 4, 80),
     ("paging", "copy_kernel", {}, {"BLOCK_SEGMENTS": 8}, 4, 64),
@@ -394,7 +395,7 @@ _POINTERS = {
     **dict.fromkeys(("tile_expert_a", "tile_expert_b", "histograms", "order"), "i32"),
     **dict.fromkeys(("weights", "weights_by_row", "scales", "global_scales", "logits", "bias"), "fp32"),
     **dict.fromkeys(("expert_scale", "expert_scales"), "fp32"),
-    **dict.fromkeys(("needed", "slot_ids", "place", "copy_expert", "copy_slot", "round_start"), "i32"),
+    **dict.fromkeys(("needed", "slot_ids", "place", "copy_expert", "copy_slot", "start", "stop"), "i32"),
     "segments": "i64",
     **dict.fromkeys(("x", "rows", "shared", "out"), "bf16"),
 }

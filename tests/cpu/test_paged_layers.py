@@ -36,6 +36,7 @@ from collegium.experts.paging.table import POLICIES
 from collegium.locate import locate
 from collegium.ops import paging
 from collegium.parallel.placement import linear
+from collegium.pipelines import paged as pipeline
 from collegium.planning import kernel_named
 from collegium.problem import PAGING
 from collegium.runtime import pinned
@@ -124,11 +125,41 @@ def outputs(layer: MoELayer, tokens: int, seed: int) -> Tensor:
 @pytest.mark.parametrize("slots", [2, 5])
 def test_bits_equal_resident_layer(weights: str, activations: str | None, slots: int) -> None:
     whole, paged = Case(weights, activations).layers(slots)
-    with patch.object(paging, "on_device", lambda *_: True):
+    # From any number of rows on, the slots are two groups.
+    rows = {2: 0, 5: 256}[slots]
+    with patch.object(paging, "on_device", lambda *_: True), patch.object(paging, "_COPIES_DOMINATE", rows):
         for seed, tokens in enumerate((1, 1, 2, 9, 3, MAX_TOKENS, 1, MAX_TOKENS + 5)):
             assert torch.equal(outputs(paged, tokens, seed), outputs(whole, tokens, seed)), tokens
     hits, misses = paged.experts.hits_and_misses
     assert hits > 0 < misses
+
+
+class LateCopies:
+    """A second stream that is as slow as it may be: its copies are made when they are waited for."""
+
+    def __init__(self, _: object) -> None:
+        self.queue: list[tuple[Any, ...]] = []
+
+    def __call__(self) -> Any:
+        return patch.object(pipeline, "copy_experts", lambda *call: self.queue.append(call))
+
+    def catch_up(self) -> None:
+        """Wait for the first stream, which is ahead."""
+
+    def join(self) -> None:
+        """Make all copies."""
+        for call in self.queue:
+            paging.copy_experts(*call)
+        self.queue.clear()
+
+
+@pytest.mark.parametrize("rows", [0, 256])
+def test_slow_copies_change_no_bit(rows: int) -> None:
+    whole, paged = Case().layers(3)
+    with patch.object(pipeline, "ForkedStream", LateCopies), patch.object(paging, "_COPIES_DOMINATE", rows):
+        for seed, tokens in enumerate((9, 3, MAX_TOKENS, 2, MAX_TOKENS)):
+            assert torch.equal(outputs(paged, tokens, seed), outputs(whole, tokens, seed)), tokens
+    assert paged.experts.hits_and_misses[1] > 8
 
 
 @pytest.mark.parametrize("policy", PAGING)
@@ -198,12 +229,12 @@ def test_planned_memory_is_enough() -> None:
         x, chosen = heavy_tailed(MAX_TOKENS, HIDDEN, seed=2).bfloat16(), routing(MAX_TOKENS, 2)
         wanted = paged(x, routing=chosen)
         memory = Arena(torch.full((layout.nbytes,), 127, dtype=torch.uint8), layout)
-        pipeline = paged._executor.pipeline_for(MAX_TOKENS)
+        runs = paged._executor.pipeline_for(MAX_TOKENS)
         with (
             patch.object(paging, "on_device", lambda *_: True),
             patch("collegium.ops.permute.on_device", lambda *_: True),
         ):
-            found = pipeline(x, chosen, memory, dtype=torch.bfloat16, out=torch.empty_like(x))
+            found = runs(x, chosen, memory, dtype=torch.bfloat16, out=torch.empty_like(x))
         assert torch.equal(found.nan_to_num(1.5), wanted.nan_to_num(1.5))
 
 

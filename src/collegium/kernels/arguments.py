@@ -227,8 +227,8 @@ class PagingTables(NamedTuple):
 
     Of the last pass: place: ``[E]``, round times S plus slot of the experts it needed, -1 for the others. copy_expert,
     copy_slot: ``[E]``, the copies in their order. round_start: ``[2 * E + 4]``, the first copy of each round, then all
-    others. order: ``[S]``, the slots as they are given up; rank: ``[S]``, the place of each slot in it. keys: float32
-    ``[S]``, scratch.
+    others. ready: ``[1]``, how many copies of the first round that has any go to slots without a needed expert.
+    keys: float32 ``[S]``, order: ``[S]``, scratch.
     """
 
     expert_slot: Any
@@ -242,7 +242,7 @@ class PagingTables(NamedTuple):
     round_start: Any
     keys: Any
     order: Any
-    rank: Any
+    ready: Any
 
 
 class PermutationFormat(NamedTuple):

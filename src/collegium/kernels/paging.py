@@ -4,10 +4,10 @@ A pass needs some experts. Those in a slot are hits, the others are misses, and 
 experts that the pass does not need, in the order of their scores, then those of hits. Misses are numbered in the order
 of experts.
 
-A pass runs in rounds, so that copies overlap products. The slots are two groups, by the order in which they are given
-up. The first rounds have the hits, one group after the other, the next ones the misses, which fill one group while the
-experts of the other one are multiplied. A pass that cannot need more experts than half of the slots has one round for
-hits, all in the second group; one of few tokens has a single round, behind its copies.
+A pass runs in rounds. The first one has the hits, while missing experts arrive in slots that the pass does not need;
+the later ones have the misses, as many as there are slots. Where products take long, the slots are two groups by the
+order in which they are given up: misses fill one group while the experts of the other one are multiplied. A pass of few
+tokens has a single round, behind its copies.
 
 Shape letters: T tokens, K experts per token, E experts, S slots.
 """
@@ -45,7 +45,7 @@ def mark_kernel(ids, needed, count, experts, BLOCK: tl.constexpr, PDL: tl.conste
 def _rank_slots(tables, slot_count, BLOCK_S: tl.constexpr):
     """Return slot numbers ``[BLOCK_S]`` and in which order they are given up, which is also written to ``order``.
 
-    Empty slots come first, then those of experts with low scores, then those of needed experts. Also written: ``rank``.
+    Empty slots come first, then those of experts with low scores, then those of needed experts.
     """
     CHUNK: tl.constexpr = 16
     slot = tl.arange(0, BLOCK_S)
@@ -66,12 +66,21 @@ def _rank_slots(tables, slot_count, BLOCK_S: tl.constexpr):
         )
         rank += tl.sum((earlier & (other[None, :] < slot_count)).to(tl.int32), 1)
     tl.store(tables.order + rank, slot, mask=inside)
-    tl.store(tables.rank + slot, rank, mask=inside)
     return slot, rank
 
 
 @triton.jit
-def _fill_slots(tables, expert, missing, misses, slot_count, half, FIRST_MISS: tl.constexpr, BLOCK_S: tl.constexpr):
+def _fill_slots(
+    tables,
+    expert,
+    missing,
+    misses,
+    slot_count,
+    half,
+    FIRST_MISS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
     """Give every missing expert a slot, list its copy, and write who is in the slots after the pass.
 
     Returns round times S plus slot ``[BLOCK_E]`` of the missing experts.
@@ -81,7 +90,7 @@ def _fill_slots(tables, expert, missing, misses, slot_count, half, FIRST_MISS: t
     tl.store(tables.copy_expert + number, expert, mask=missing)
     tl.debug_barrier()
     position = number % slot_count
-    turn = FIRST_MISS + number // slot_count * 2 + (position >= half).to(tl.int32)
+    turn = FIRST_MISS + number // slot_count * GROUPS + (position >= half).to(tl.int32)
     target = tl.load(tables.order + position, mask=missing, other=0)
     tl.store(tables.copy_slot + number, target, mask=missing)
     # The last copy to each slot decides who stays.
@@ -97,14 +106,24 @@ def _fill_slots(tables, expert, missing, misses, slot_count, half, FIRST_MISS: t
 
 
 @triton.jit
-def _write_rounds(tables, misses, slot_count, half, ROUNDS: tl.constexpr, FIRST_MISS: tl.constexpr):
-    """Write the number of the first copy of each round, and of all copies behind them."""
+def _write_rounds(
+    tables,
+    hits,
+    misses,
+    slot_count,
+    half,
+    ROUNDS: tl.constexpr,
+    FIRST_MISS: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """Write the number of the first copy of each round, of all copies behind them, and how many are ready at once."""
     for turn in tl.static_range(ROUNDS + 1):
         if turn <= FIRST_MISS:
             tl.store(tables.round_start + turn, 0)
         else:
-            start = (turn - FIRST_MISS) // 2 * slot_count + (turn - FIRST_MISS) % 2 * half
+            start = (turn - FIRST_MISS) // GROUPS * slot_count + (turn - FIRST_MISS) % GROUPS * half
             tl.store(tables.round_start + turn, tl.minimum(misses, start))
+    tl.store(tables.ready, tl.minimum(misses, tl.minimum(slot_count - hits, half)))
 
 
 @triton.jit
@@ -133,14 +152,15 @@ def decide_kernel(
     BLOCK_S: tl.constexpr,
     ROUNDS: tl.constexpr,
     FIRST_MISS: tl.constexpr,
+    GROUPS: tl.constexpr,
     MARKED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Decide, in one program, where the experts of a pass are.
 
     tables: ``PagingTables``. update: ``ScoreUpdate``. ids: integers ``[T * K]``, count of them. slot_ids: int32
-    ``[ROUNDS, T * K]``. half: slots of the first group. FIRST_MISS: the first round with misses. MARKED:
-    ``mark_kernel`` has written ``needed``, and ``place_kernel`` will write ``slot_ids``.
+    ``[ROUNDS, T * K]``. half: slots of the first of GROUPS groups. FIRST_MISS: the first round with
+    misses. MARKED: ``mark_kernel`` has written ``needed``, and ``place_kernel`` will write ``slot_ids``.
     """
     pdl_wait(PDL)
     if not MARKED:
@@ -163,18 +183,14 @@ def decide_kernel(
     missing = needed & (slot < 0)
     misses = tl.sum(missing.to(tl.int32), 0)
     hits = tl.sum(needed.to(tl.int32), 0) - misses
-    LAST_HIT: tl.constexpr = FIRST_MISS - 1 if FIRST_MISS > 0 else 0
-    place = tl.where(needed, LAST_HIT * slot_count + slot, -1)
+    place = tl.where(needed, slot, -1)
     tl.debug_barrier()
     if misses > 0:
-        filled = _fill_slots(tables, expert, missing, misses, slot_count, half, FIRST_MISS, BLOCK_S)
-        if LAST_HIT > 0:
-            rank = tl.load(tables.rank + slot, mask=needed & (slot >= 0), other=0)
-            place = tl.where(needed & (rank < half), slot, place)
+        filled = _fill_slots(tables, expert, missing, misses, slot_count, half, FIRST_MISS, GROUPS, BLOCK_S)
         place = tl.where(missing, filled, place)
     tl.store(tables.place + expert, place, mask=exists)
     tl.store(tables.needed + expert, 0, mask=exists)
-    _write_rounds(tables, misses, slot_count, half, ROUNDS, FIRST_MISS)
+    _write_rounds(tables, hits, misses, slot_count, half, ROUNDS, FIRST_MISS, GROUPS)
     tl.store(tables.counters, tl.load(tables.counters) + hits)
     tl.store(tables.counters + 1, tl.load(tables.counters + 1) + misses)
     if not MARKED:
@@ -214,26 +230,27 @@ def _copy_bytes(source, target, size):
         tl.store(write + byte, tl.load(read + byte, mask=byte < size), mask=byte < size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["start", "stop"])
 def copy_kernel(
     segments,
     copy_expert,
     copy_slot,
-    round_start,
-    turn,
+    start,
+    stop,
     chunks,
     programs,
     BLOCK_SEGMENTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Copy the experts of round ``turn`` from host memory to their slots; ``programs`` programs share the chunks.
+    """Copy experts from host memory to their slots; ``programs`` programs share the chunks.
 
-    segments: int64 ``[BLOCK_SEGMENTS, 4]``, for each tensor of an expert: its address in host memory, that in the
-    slots, bytes of an expert, and the number of the first chunk; unused rows have chunks beyond. chunks: of an expert.
+    start, stop: int32 ``[1]``, the numbers of the first copy and of the one behind the last. segments: int64
+    ``[BLOCK_SEGMENTS, 4]``, for each tensor of an expert: its address in host memory, that in the slots, bytes of an
+    expert, and the number of the first chunk; unused rows have chunks beyond. chunks: of an expert.
     """
     pdl_wait(PDL)
-    first = tl.load(round_start + turn)
-    items = (tl.load(round_start + turn + 1) - first) * chunks
+    first = tl.load(start)
+    items = (tl.load(stop) - first) * chunks
     segment = tl.arange(0, BLOCK_SEGMENTS)
     starts = tl.load(segments + segment * 4 + 3)
     for item in range(tl.program_id(0), items, programs):

@@ -5,7 +5,7 @@ E experts, S slots, N rounds.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,34 +33,38 @@ _ALONE = 1024  # assignments up to which one program does everything
 _BLOCK = 1024
 _PROGRAMS = 16  # of the copy: more would take multiprocessors from the products, and the link is full
 _COLUMNS = 4  # of a segment
+_COPIES_DOMINATE = 256  # rows of an expert up to which multiplying it takes less than a tenth of the time of its copy
 
 
 class Schedule(NamedTuple):
     """The rounds of a pass, which follow from sizes.
 
-    rounds: N. first_miss: the first one with experts that are copied; those before have the experts in slots. half:
-    slots of the first of two groups, in turns of which copied experts arrive; S: there is one group.
+    rounds: N. first_miss: the first one with experts that are copied; the one before it, if any, has the experts in
+    slots. groups: of slots. With two, round r may run while the copies of round r + 1 are made, and those once round
+    r - 1 has ended; with one, all but those that are ``ready`` wait for the round before. half: slots of the first
+    group.
     """
 
     rounds: int
     first_miss: int
+    groups: int
     half: int
 
 
 def schedule(assignments: int, experts: int, slots: int, *, serial: bool = False) -> Schedule:
-    """Return the rounds of a pass with any routing of ``assignments`` assignments.
+    """Return the rounds of a pass with any routing of ``assignments`` assignments, through slots that are never empty.
 
-    Round r may run while the copies of round r + 1 are made, and those once round r - 1 has ended. serial: one round
-    behind its copies, for a pass that needs at most as many experts as there are slots.
+    serial: one round behind its copies, for a pass that needs at most as many experts as there are slots.
     """
     needed = min(assignments, experts)
     if serial and needed <= slots:
-        return Schedule(1, 0, slots)
+        return Schedule(1, 0, 1, slots)
+    missing = min(needed, experts - slots)
+    if slots == 1 or assignments <= _COPIES_DOMINATE * needed:
+        return Schedule(1 + -(-missing // slots), 1, 1, slots)
     half = slots - slots // 2
-    if needed <= slots // 2:
-        return Schedule(2, 1, half)
-    whole, rest = divmod(needed, slots)
-    return Schedule(2 + 2 * whole + (rest > 0) + (rest > half), 2, half)
+    whole, rest = divmod(missing, slots)
+    return Schedule(1 + 2 * whole + (rest > 0) + (rest > half), 1, 2, half)
 
 
 def new_tables(experts: int, slots: int, device: torch.device, scores: Tensor | None = None) -> PagingTables:
@@ -85,7 +89,7 @@ def new_tables(experts: int, slots: int, device: torch.device, scores: Tensor | 
             round_start=filled(2 * experts + 4, 0),
             keys=filled(slots, 0, torch.float32),
             order=filled(slots, 0),
-            rank=filled(slots, 0),
+            ready=filled(1, 0),
         )
 
 
@@ -125,6 +129,7 @@ def decide(
         "BLOCK_S": power_at_least(slots, 32),
         "ROUNDS": rounds.rounds,
         "FIRST_MISS": rounds.first_miss,
+        "GROUPS": rounds.groups,
         "MARKED": marked,
         "PDL": pdl,
     }
@@ -171,28 +176,25 @@ def segments_of(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Segment
     return Segments(table=table, chunks=chunks, sources=tuple(sources), targets=tuple(targets))
 
 
-def copy_experts(segments: Segments, tables: PagingTables, turn: int) -> None:
+def copy_experts(
+    segments: Segments, tables: PagingTables, turn: int, which: Literal["all", "ready", "waiting"] = "all"
+) -> None:
     """Copy the missing experts of round ``turn``, as ``decide`` listed them, to their slots.
 
-    The kernel reads host memory itself, since only the device has the list.
+    which: of round 1, those whose slot no expert of round 0 is in, or the others. The kernel reads host memory itself,
+    since only the device has the list.
     """
+    start = tables.ready if which == "waiting" else tables.round_start[turn : turn + 1]
+    stop = tables.ready if which == "ready" else tables.round_start[turn + 1 : turn + 2]
     if not on_device(segments.table):
-        first, stop = tables.round_start[turn : turn + 2].tolist()
-        experts, slots = tables.copy_expert[first:stop].long(), tables.copy_slot[first:stop].long()
+        span = slice(int(start), int(stop))
+        experts, slots = tables.copy_expert[span].long(), tables.copy_slot[span].long()
         for source, target in zip(segments.sources, segments.targets, strict=True):
             target[slots] = source[experts]
         return
     from ..kernels.paging import copy_kernel
 
-    args = (
-        segments.table,
-        tables.copy_expert,
-        tables.copy_slot,
-        tables.round_start,
-        turn,
-        segments.chunks,
-        _PROGRAMS,
-    )
+    args = (segments.table, tables.copy_expert, tables.copy_slot, start, stop, segments.chunks, _PROGRAMS)
     constants = {"BLOCK_SEGMENTS": segments.table.shape[0], "PDL": overlaps(segments.table)}
     launch(copy_kernel, (_PROGRAMS,), args, constants, num_warps=4)
 
@@ -223,16 +225,11 @@ def _decide_reference(
         return (float("inf") if needed[expert] else score[expert]), slot
 
     order = sorted(range(slots), key=key)
-    rank = {slot: position for position, slot in enumerate(order)}
-    place = [-1] * experts
-    last_hit = max(0, rounds.first_miss - 1)
-    for expert in set(wanted).difference(missing):
-        early = missing and last_hit and rank[slot_of[expert]] < rounds.half
-        place[expert] = (0 if early else last_hit) * slots + slot_of[expert]
+    place = [slot_of[expert] if needed[expert] else -1 for expert in range(experts)]
     for number, expert in enumerate(missing):
         position = number % slots
         slot = order[position]
-        turn = rounds.first_miss + 2 * (number // slots) + (position >= rounds.half)
+        turn = rounds.first_miss + rounds.groups * (number // slots) + (position >= rounds.half)
         place[expert] = turn * slots + slot
         tables.copy_expert[number], tables.copy_slot[number] = expert, slot
         if contents[slot] >= 0:
@@ -240,7 +237,9 @@ def _decide_reference(
         contents[slot], slot_of[expert] = expert, slot
     for turn in range(rounds.rounds + 1):
         later = max(0, turn - rounds.first_miss)
-        tables.round_start[turn] = min(len(missing), later // 2 * slots + later % 2 * rounds.half)
+        start = later // rounds.groups * slots + later % rounds.groups * rounds.half
+        tables.round_start[turn] = min(len(missing), start)
+    tables.ready.fill_(min(len(missing), slots - len(wanted) + len(missing), rounds.half))
     for table, values in ((tables.place, place), (tables.expert_slot, slot_of), (tables.slot_expert, contents)):
         table.copy_(torch.tensor(values))
     tables.counters.add_(torch.tensor([len(wanted) - len(missing), len(missing)], device=ids.device))

@@ -6,6 +6,7 @@ runs once, in slot order.
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -88,7 +89,7 @@ class Paged:
         ids = routing.topk_ids.contiguous()
         weights = routing.topk_weights.contiguous()
         slot_ids = decide(ids, paged.tables, paged.policy.update, rounds, part(memory, "paging"))
-        if rounds.rounds == 1:
+        if rounds.first_miss == 0:
             copy_experts(paged.segments, paged.tables, 0)
             rows = paged.resident.run_unsorted(x, slot_ids[0], part(memory, "experts"))
         else:
@@ -111,27 +112,35 @@ class Paged:
     ) -> Tensor:
         """Return the rows ``[T * K, H]`` in the order of assignments; those without an expert are uninitialised.
 
-        Copies run on a second stream, each while the products of the round before run.
+        Copies run on a second stream: in round 0 those that need no slot of it, with two groups of slots those of the
+        round that follows.
         """
-        paged, count = self.experts, slot_ids[0].numel()
+        count = slot_ids[0].numel()
         rows = self._rows(x, count, memory)
         if count == 0:
             return rows
         if count > _REPLAYED:
             noted(None)  # replayed launches have one stream
         round_memory = None if memory is None else _RoundMemory(memory)
-        expected = _expected_rows(rounds, count)
+        expected = self._expected_rows(count)
         copies = ForkedStream(x.device)
+        self._copy(copies, 1, "ready")
         for turn, local_ids in enumerate(slot_ids):
-            if turn >= rounds.first_miss:
-                copies.join()
-            if rounds.first_miss <= turn + 1 < rounds.rounds:
+            if turn == 1 or (turn > 1 and rounds.groups == 1):
                 copies.catch_up()
-                with copies():
-                    copy_experts(paged.segments, paged.tables, turn + 1)
+                self._copy(copies, turn, "waiting" if turn == 1 else "all")
+            if turn > 0:
+                copies.join()
+            if rounds.groups == 2 and 0 < turn < rounds.rounds - 1:
+                copies.catch_up()
+                self._copy(copies, turn + 1)
             routing = Routing(topk_ids=local_ids, topk_weights=weights)
             self._run_round(x, routing, rows, expected, round_memory)
         return rows
+
+    def _copy(self, stream: ForkedStream, turn: int, which: Literal["all", "ready", "waiting"] = "all") -> None:
+        with stream():
+            copy_experts(self.experts.segments, self.experts.tables, turn, which)
 
     def _rows(self, x: Tensor, count: int, memory: Memory | None) -> Tensor:
         """Return the tensor for the experts' rows of ``count`` assignments, in their order."""
@@ -156,25 +165,26 @@ class Paged:
         rounds, memory = self._schedule(tokens, top_k), FreshMemory(x.device)
         slots = self.experts.tables.slot_expert.numel()
         ids = torch.arange(tokens * top_k, dtype=torch.int32, device=x.device).view(tokens, top_k) % slots
-        if rounds.rounds == 1:
+        if rounds.first_miss == 0:
             self.experts.resident.run_unsorted(x, ids, memory)
             return
         routing = Routing(topk_ids=ids, topk_weights=torch.ones(ids.shape, device=x.device))
-        expected = _expected_rows(rounds, ids.numel())
+        expected = self._expected_rows(ids.numel())
         self._run_round(x, routing, self._rows(x, ids.numel(), memory), expected, memory)
 
     def variants(self, tokens: int) -> frozenset[Hashable]:
         """Return the variants of the experts' kernel, and the rounds, which the decision is compiled for."""
         count = tokens * self.parts.top_k
         rounds = self._schedule(tokens, self.parts.top_k)
-        rows = _expected_rows(rounds, count)
-        tiles = self.experts.tiling.variants(rows, unsorted=rounds.rounds == 1)
-        return frozenset((rounds.rounds, rounds.first_miss, variant) for variant in tiles)
+        serial = rounds.first_miss == 0
+        tiles = self.experts.tiling.variants(count if serial else self._expected_rows(count), unsorted=serial)
+        return frozenset((rounds.rounds, rounds.groups, variant) for variant in tiles)
 
-
-def _expected_rows(rounds: Schedule, count: int) -> int:
-    """Return the likely rows of a round of a batch with ``count`` assignments: with two, most experts are hits."""
-    return -(-count // max(1, rounds.rounds - 1))
+    def _expected_rows(self, count: int) -> int:
+        """Return how many of ``count`` rows a round has whose slots are all used: experts have equally many."""
+        tables = self.experts.tables
+        needed = max(1, min(count, tables.expert_slot.numel()))
+        return -(-count * min(needed, tables.slot_expert.numel()) // needed)
 
 
 class PagedKind(PipelineKind):
