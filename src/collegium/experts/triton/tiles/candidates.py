@@ -154,7 +154,7 @@ def _decoded_candidates(problem: TileProblem, machine: Machine) -> Iterator[Tile
                 and not problem.low_bits
                 and _fuses_k_block(known, problem, block_n, block_t),
             )
-            max_stages = 3 if separate or (warps == 8 and not problem.low_bits) else 4
+            max_stages = 3 if separate or warps == 8 or problem.low_bits else 4
             stages = _decoded_stages(problem, machine, tile, max_stages)
             if stages:
                 yield replace(tile, stages=stages)

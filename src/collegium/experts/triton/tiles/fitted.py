@@ -6,7 +6,7 @@ time, never a different result.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from .problem import TileProblem
@@ -52,6 +52,12 @@ FITS: Mapping[str, Fit] = MappingProxyType(
         ),
         "deep": Fit(gpu="H100", date="2026-11-25", csv="tiles_h100.csv"),
         "decoded": Fit(gpu="H200", date="2026-11-24", csv="decoded_tiles_h200.csv"),
+        "low_bits": Fit(
+            gpu="H200",
+            date="2026-11-28",
+            csv="layers_low_bits_h200.csv",
+            basis="single products by tile, 8 and 32 tokens; the file has whole layers before these constants",
+        ),
         "four_bit": Fit(
             gpu="H200",
             date="2026-11-21",
@@ -212,12 +218,14 @@ _QUARTERS_INT8 = DecodedTiles(
 
 _LOW_BITS = DecodedTiles(
     tiles={
-        16: DecodedTile(slowdown=0.7, registers=168),
-        32: DecodedTile(slowdown=0.8, warps=8, registers=128),
-        64: DecodedTile(slowdown=0.9, warps=8),
+        16: DecodedTile(slowdown=1.15, registers=168),
+        32: DecodedTile(slowdown=1.2, warps=8, registers=128),
+        64: DecodedTile(slowdown=1.3, warps=8),
     },
     max_block_t=32,
 )
+# Without steps there is room for a fourth program.
+_TERNARY = replace(_LOW_BITS, tiles={**_LOW_BITS.tiles, 16: DecodedTile(slowdown=1.0, registers=128)})
 
 
 def decoded_tiles(problem: TileProblem) -> DecodedTiles:
@@ -230,7 +238,7 @@ def decoded_tiles(problem: TileProblem) -> DecodedTiles:
     if problem.x_bits > 16:
         return _MINIMA
     if problem.low_bits:
-        return _LOW_BITS
+        return _LOW_BITS if problem.weight_bits > TERNARY_BITS else _TERNARY
     if problem.block_k < 128:
         return _NVFP4
     if eight_bits:
@@ -239,6 +247,7 @@ def decoded_tiles(problem: TileProblem) -> DecodedTiles:
 
 
 EIGHT_BITS = 6  # a weight of more bits has codes of eight
+TERNARY_BITS = 2.25  # a weight of two bits and no steps has fewer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
