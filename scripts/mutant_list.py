@@ -581,7 +581,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a turn that is not passed", "kernels/w4_pipeline.cuh",
-        (Edit("add_pieces", "if (TURNS == 1 && LAST) pass_turn(group);", ""),), _W4_PREFILL,
+        (Edit("add_pieces", "if (LAST) pass_turn(group);", ""),), _W4_PREFILL,
     ),
     Mutant(
         "tokens of an expert in all of its four-bit tiles", "kernels/w4_pipeline.cuh",

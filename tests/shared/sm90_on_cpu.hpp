@@ -238,7 +238,6 @@ static u8 to_e4m3(float x) {
 }
 static u16 codes_of(float low, float high) { return to_e4m3(low) | to_e4m3(high) << 8; }
 
-static void fix_order(u32) {}
 static void begin_products() {}
 static void commit_products() {}
 template <int LEFT> static void await_products() {}

@@ -163,17 +163,6 @@ template <int LEFT> __device__ __forceinline__ void await_products() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 
-// The compiler moves no instruction across: it would put what follows between products, which then start later. sixteen:
-// 16, which the compiler must not know.
-__device__ __forceinline__ void fix_order(u32 sixteen) {
-    asm volatile("{ .reg .pred p;\n"
-                 "again: setp.eq.u32 p, %0, 16;\n"
-                 "@p bra done;\n"
-                 "nanosleep.u32 64;\n"
-                 "bra again;\n"
-                 "done: }" ::"r"(sixteen) : "memory");
-}
-
 // A tile of rows of 128 bytes, the K dimension inside, swizzled by 128 bytes, at a multiple of 1024.
 __device__ __forceinline__ u64 operand(const u8* p) {
     return (u64)((at(p) & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;

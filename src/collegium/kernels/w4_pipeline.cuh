@@ -5,12 +5,6 @@ constexpr int WARPS = 4 * GROUPS;
 constexpr int ROW_TILES = 2;        // of a group: 64 weight rows each, with separate operands and sums
 constexpr int BLOCK_TILES = GROUPS * ROW_TILES;
 constexpr int BLOCK_ROWS = BLOCK_TILES * ROW_TILE;
-#ifndef FIXED_ORDER
-#define FIXED_ORDER 0
-#endif
-#ifndef TURNS
-#define TURNS 1
-#endif
 constexpr int MAX_TOKENS_OF_TWO = 80;  // of a tile whose products of two row tiles fit in registers next to the sums
 constexpr int TOKEN_STEP = 16;      // widths of tiles are its multiples
 constexpr int WIDTHS = MAX_TOKENS / TOKEN_STEP;
@@ -24,9 +18,6 @@ constexpr int STAGE_BYTES = TOKEN_BYTES + WEIGHT_BYTES;
 constexpr int STEPS = ROW_TILES * PASSES;        // of a group and stage: the row tiles take turns
 constexpr int MAX_STAGES = (227 - 24) * 1024 / STAGE_BYTES;  // next to 24 KB of results and factors
 constexpr int STAGES = MAX_STAGES < 6 ? MAX_STAGES : 6;
-#ifndef DRAW_AHEAD
-#define DRAW_AHEAD (STAGES - 1)
-#endif
 constexpr int OUT_TOKENS = 32;      // that the epilogue stores at once
 constexpr int OUT_COLUMNS = ROW_TILES * ROW_TILE / PROJECTIONS;  // results of a group for one token
 constexpr int OUT_PITCH = 2 * OUT_COLUMNS + 16;            // bytes, so that eight rows begin in different banks
@@ -139,7 +130,7 @@ __device__ __forceinline__ void copy_operands(
         const Map& box = tokens.of_width[width / TOKEN_STEP - 1];
 #pragma unroll 1
         for (int block = 0; block < z.k_blocks; block++, next(c)) {
-            if (block == max(0, z.k_blocks - DRAW_AHEAD)) arrive_at(0, &s.nearly_copied[slot]);
+            if (block == max(0, z.k_blocks - (STAGES - 1))) arrive_at(0, &s.nearly_copied[slot]);
             wait_at_most(&s.empty[c.stage], c.parity ^ 1);
             u8* to = s.stage[c.stage];
             Barrier* full = &s.full[c.stage];
@@ -334,7 +325,7 @@ template <int N> __device__ __forceinline__ void add_scaled_block(
 // Otherwise a tile of N tokens is multiplied in pieces of so many: registers have room for the sums, one row tile's
 // operands and the products of two pieces, of which one is added while the other is multiplied.
 constexpr int piece_of(int tokens) {
-    int most = tokens > 144 ? 32 : tokens > 128 ? 48 : tokens > 112 ? 32 : tokens > 96 || !SPLIT ? 64 : 48;
+    int most = tokens > 144 ? 32 : tokens > 128 || (SPLIT && tokens <= 96) ? 48 : 64;
     int pieces = (tokens + most - 1) / most;
     while (tokens % (8 * pieces)) pieces++;
     return tokens / pieces;
@@ -364,9 +355,8 @@ template <int FIRST, int N> __device__ __forceinline__ void add_pieces(
     constexpr int NEXT = FIRST + piece_of(N), PIECE = piece_of(N);
     if constexpr (NEXT < N) multiply_piece<NEXT, PIECE>(e, a, stage);
     constexpr bool LAST = NEXT < N ? NEXT + PIECE == N : FIRST == 0;  // was just multiplied
-    if (TURNS == 1 && LAST) pass_turn(group);
+    if (LAST) pass_turn(group);
     await_products<(NEXT < N)>();
-    if (TURNS == 2 && LAST) pass_turn(group);
     add_scaled<FIRST, N, PIECE>(acc, d, scales);
     if constexpr (NEXT < N) add_pieces<NEXT, N>(acc, e, d, a, stage, scales, group);
 }
@@ -383,7 +373,7 @@ template <int N> __device__ __forceinline__ void add_scaled_tile(
 #pragma unroll
     for (int pass = 0; pass < PASSES; pass++)
         decode(load_codes(stage, r, row_tile), pass, r.selector, r.sixteen, a[pass]);
-    if (TURNS) wait_turn(group);
+    wait_turn(group);
     multiply_piece<0, PIECE>(d, a, stage);
     add_pieces<0, N>(acc, d, e, a, stage, scales, group);
 }
@@ -446,10 +436,9 @@ template <int N> __device__ __forceinline__ void sum_over_k(
         Barrier* empty = &s.empty[c.stage];
 #pragma unroll
         for (int step = 0; step + 1 < STEPS; step++) {
-            constexpr bool LATE = FIXED_ORDER || (FEW_REGISTERS && PASSES > 1);
+            constexpr bool LATE = FEW_REGISTERS && PASSES > 1;
             if (!LATE) codes = load_codes(stage, r, step + 1);
             multiply_pass<N>(acc[step % ROW_TILES], step % 2 ? b : a, stage, step / ROW_TILES, true);
-            if (FIXED_ORDER) fix_order(r.sixteen);
             if (LATE) codes = load_codes(stage, r, step + 1);
             // What the next step changes was multiplied in the step before this one.
             if (step) await_products<1>();

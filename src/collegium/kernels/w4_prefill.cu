@@ -85,7 +85,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
         Reader r = reader_of(rank, z);
         Cursor c{0, 0};
         // The first turn is group 0's, as is the one that is left over at the end.
-        if (TURNS && X_GROUPS && warp / 4 == 1) pass_turn(1);
+        if (X_GROUPS && warp / 4 == 1) pass_turn(1);
 #pragma unroll 1
         for (u32 turn = 0;; turn++) {
             int slot = turn % RING;
@@ -95,7 +95,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
             __syncwarp();
             if (lane == 0) arrive(&s.factors_empty[turn % 2]);
         }
-        if (TURNS && X_GROUPS && warp / 4 == 0) wait_turn(0);
+        if (X_GROUPS && warp / 4 == 0) wait_turn(0);
     }
     // Neither block leaves while the other may still write to it.
     meet_cluster();
