@@ -17,10 +17,11 @@ from collegium.commands.verify import verify_model
 from collegium.errors import CheckpointError, ConfigError
 from collegium.integrations.transformers.loading import load_model_in
 from collegium.loading import load_layer
-from collegium.models import FAMILIES
+from collegium.models import FAMILIES, derived_family
 from collegium.models.derived import class_layers
 from collegium.models.derived.stored_names import stored_names
 from derived_cases import CASES, IDS, WHOLE_ONLY, blocks, build
+from tiny_configs import tiny_config
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -136,7 +137,6 @@ def test_tensors_unknown_to_the_class_refused(tmp_path: Path) -> None:
     ("entries", "named"),
     [
         ({"model_type": "nllb-moe", "num_experts": 4}, "experts.expert_0"),
-        ({"model_type": "ernie4_5_vl_moe", "moe_num_experts": [4, 4]}, "vision_moe.experts"),
         ({"model_type": "afmoe", "num_experts": "many"}, "num_experts"),
         ({"model_type": "afmoe", "num_experts": 8, "num_hidden_layers": 1 << 30}, "num_hidden_layers is 1073741824"),
         ({"model_type": "afmoe", "num_experts": 8, "hidden_size": 1 << 17, "head_dim": 16}, "numbers, allowed are"),
@@ -147,6 +147,12 @@ def test_underivable_models_refused_by_name(tmp_path: Path, entries: dict[str, o
     save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=named):
         load_layer(tmp_path, 0, device="cpu")
+
+
+def test_several_experts_modules_refused() -> None:
+    """ERNIE-4.5-VL, which has a file, has experts of text and of image tokens in a layer."""
+    with pytest.raises(ConfigError, match=r"vision_moe\.experts"):
+        derived_family({"model_type": "ernie4_5_vl_moe"})
 
 
 def test_blocks_with_unread_tensors_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,3 +187,16 @@ def test_a_changed_class_is_not_rewritten(
     save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=rf"JetMoeMoE .*{difference}"):
         load_layer(tmp_path, 0, device="cpu")
+
+
+def test_experts_in_two_lists_are_refused(tmp_path: Path) -> None:
+    """Encoder and decoder of DiffusionGemma have experts in layers of the same numbers."""
+    transformers: Any = pytest.importorskip("transformers")
+    if "diffusion_gemma" not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no diffusion_gemma")
+    config = tiny_config(transformers, "diffusion_gemma")
+    transformers.DiffusionGemmaForBlockDiffusion(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        load_model_in("fp32", str(tmp_path), device="cpu")
+    assert "encoder" in str(caught.value)
+    assert "decoder" in str(caught.value)

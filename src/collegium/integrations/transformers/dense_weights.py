@@ -23,7 +23,7 @@ from .blocks import replace_blocks
 from .gguf import transformers_tensor
 from .identity_experts import replace_identity_experts
 from .image_experts import image_expert_stacks
-from .modules import experts_modules
+from .modules import experts_modules, named_experts
 from .parallel_experts import RunParallelExperts
 from .patches import progress_silenced, restore_class, temporary_subclass
 from .text_models import name_in_memory, remove_towers, text_only
@@ -202,8 +202,19 @@ def _generation_config(folder: Path) -> Any:
 
 
 def _detach_expert_parameters(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
-    """Remove the parameters of every experts module and return them by module path."""
-    modules = {id(module) for module in experts_modules(model).values()}
+    """Remove the parameters of every experts module and return them by module path.
+
+    Raises ConfigError for two experts modules in layers of one number: Collegium would run only one of them.
+    """
+    runs = experts_modules(model)
+    modules = {id(module) for module in runs.values()}
+    for name, index, module in named_experts(model):
+        if id(module) not in modules and ".vision_moe." not in name:
+            other = next(path for path, _, each in named_experts(model) if each is runs[index])
+            raise ConfigError(
+                f"transformers' {type(model).__name__} has experts at {name} and at {other}, which both are layer "
+                f"{index}; load_model() runs models with experts in one list of layers"
+            )
     detached: dict[str, dict[str, nn.Parameter]] = {}
     for path, module in model.named_modules():
         if id(module) in modules:
