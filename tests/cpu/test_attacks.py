@@ -266,6 +266,17 @@ def test_absurd_config_sizes_refused(key: str, value: int) -> None:
     assert len(str(caught.value)) < 100
 
 
+@pytest.mark.parametrize("number", ["9" * 5000, "²", "٣"])
+def test_strange_numbers_in_names_and_lists(tmp_path: Path, number: str) -> None:
+    """Python reads some digits that are no number, and refuses numbers of thousands of digits."""
+
+    def add(tensors: Tensors) -> None:
+        tensors[f"model.layers.{number}.self_attn.q_proj.weight"] = torch.zeros(3, 5)
+
+    audit(Checkpoint.open(attacked(tmp_path, add, "bf16")))
+    assert Config({"moe_layers": f"1, {number}"}).items("moe_layers") == [1, number]
+
+
 @pytest.mark.parametrize("value", [1 << 24, -(1 << 24)])
 @pytest.mark.parametrize("key", ["n_routed_experts", "block_count", "nextn_predict_layers"])
 def test_counts_have_smaller_limits_than_widths(key: str, value: int) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError, ConfigError, TensorMismatchError, UnknownTensorError
 from ..models import declared_format, moe_layers, quantization_block
+from ..models.base import whole_number
 from .detect import stored_format
 from .header import FLOATS, TensorInfo
 from .index import index_of, router_names, single_matrices
@@ -129,8 +130,8 @@ def _locate_module(checkpoint: Checkpoint, path: str) -> tuple[int | None, str]:
     number, _, kind = path.removeprefix(head).partition(".")
     # A GGUF file also counts the layers for multi-token prediction.
     end = 1 + max(moe_layers(checkpoint.config), default=-1) if count is None else count
-    inside = path.startswith(head) and number.isdigit() and int(number) < end
-    return (int(number), kind) if inside else (None, path)
+    layer = whole_number(number) if path.startswith(head) else None
+    return (layer, kind) if layer is not None and layer < end else (None, path)
 
 
 def matrices_of(checkpoint: Checkpoint, weights: Mapping[str, DenseWeight | CheckpointError]) -> list[DenseWeight]:

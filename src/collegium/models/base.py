@@ -37,6 +37,7 @@ __all__ = [
     "shared_width",
     "spec_of",
     "text_of",
+    "whole_number",
 ]
 
 _ABSENT = object()
@@ -346,6 +347,11 @@ def text_of(config: Mapping[str, object]) -> Mapping[str, object]:
     return config
 
 
+def whole_number(text: str) -> int | None:
+    """Return the number that up to nine ASCII digits stand for, None for any other text from a file."""
+    return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None
+
+
 def object_of(value: object, otherwise: Mapping[str, object] | None = None) -> Mapping[str, object]:
     """Return ``value`` if it is a JSON object, else ``otherwise``, else an empty object."""
     return cast("Mapping[str, object]", value) if isinstance(value, dict) else otherwise or {}
@@ -452,7 +458,8 @@ class Config:
         """Return a list, or None if absent or a number; text is split at commas."""
         value = self.value(*keys, default=None)
         if isinstance(value, str) and len(value) <= _MAX_COUNT:
-            value = [int(piece) if piece.strip().isdigit() else piece.strip() for piece in value.split(",")]
+            pieces = [piece.strip() for piece in value.split(",")]
+            value = [piece if (number := whole_number(piece)) is None else number for piece in pieces]
         return cast("list[object]", value) if isinstance(value, list) else None
 
     def kinds(self, key: str) -> list[object] | None:
