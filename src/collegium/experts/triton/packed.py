@@ -369,7 +369,9 @@ class PackedExperts(PackedWeights):
             return scatter_codes(
                 batch.x, batch.scale, batch.slots, rows, reorder=reorder, transposed=transposed, memory=memory
             )
-        if batch.slots is None or batch.input_weights is not None or self.expert_scales is not None:
+        # The rows of a single expert, a shared one for instance, are as many as its tokens.
+        single = self.gate_up.layout.shape[0] == 1
+        if single or batch.slots is None or batch.input_weights is not None or self.expert_scales is not None:
             return self._gathered_operand(batch, order, memory, transposed=transposed)
         if form is not None:
             form = replace(form, transposed_scales=transposed)

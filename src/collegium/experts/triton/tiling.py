@@ -222,8 +222,12 @@ def product_regions(problem: ExpertsProblem, tiling: ProductTiling) -> Regions:
     regions |= with_prefix("first", lists) | with_prefix("second", lists)
     if large:
         if not gathered:
-            # Rows are put in order first.
-            x = elementwise_max(x, scatter_regions(problem.tokens, rows, hidden, x_form, order=order, dtype=dtype))
+            # Rows are put in order first: those of a single expert are gathered, of others each token is read once.
+            if problem.experts == 1:
+                ordered = operand_regions(rows, hidden, x_form, order=order, gathered=True, dtype=dtype)
+            else:
+                ordered = scatter_regions(problem.tokens, rows, hidden, x_form, order=order, dtype=dtype)
+            x = elementwise_max(x, ordered)
         regions["scales"] = 4 * rows * -(-intermediate // LARGE_BLOCK_N)
         regions["expanded"] = max(tiling.gate_up.dequantized_bytes, tiling.down.dequantized_bytes)
     return regions | with_prefix("x", x) | with_prefix("h", h)
