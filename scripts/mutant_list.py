@@ -2094,7 +2094,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "copies of the second group in the round of the first", "kernels/paging.py",
-        (Edit("_write_rounds", "($turn - $FIRST_MISS) % 2 * $half", "($turn - $FIRST_MISS) % 2 * $slot_count"),), _PAGING,
+        (Edit("_write_rounds", "($turn - $FIRST_MISS) % $GROUPS * $half", "($turn - $FIRST_MISS) % $GROUPS * $slot_count"),), _PAGING,
     ),
     Mutant(
         "all experts of a pass scored as needed", "kernels/paging.py",
