@@ -196,6 +196,10 @@ def plan(
     weight_format: Format = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens per forward pass.")] = 8192,
     gpu_memory: GpuMemory = None,
+    trace: Annotated[
+        str | None,
+        typer.Option(help="Trace of `collegium balance record`, for the misses to expect with --gpu-memory."),
+    ] = None,
     download: Download = False,
 ) -> Report:
     """Plan one MoE layer from config.json: kernel, formats, memory, and why other kernels were refused.
@@ -211,6 +215,7 @@ def plan(
         weight_format=weight_format,
         limits=Limits(max_tokens=max_tokens),
         gpu_memory=gpu_memory,
+        trace=trace,
     )
 
 

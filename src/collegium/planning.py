@@ -98,6 +98,7 @@ class Plan:
     caller_modules: tuple[tuple[str, str], ...] = ()
     caller_functions: tuple[tuple[str, str], ...] = field(default=(), compare=False)
     checked: bool = field(default=False, compare=False)
+    expected_misses: tuple[float, float] | None = None
 
     @property
     def routed_problem(self) -> Problem:
@@ -358,7 +359,13 @@ class Plan:
             f"{self.paging.name}: {self.paging.description}; a missing one is a copy of {self.expert_bytes:,} bytes"
         )
         rate = self.problem.device.host_bandwidth
-        return text if rate is None else f"{text}, {1e6 * self.expert_bytes / rate:,.0f} us at {rate / 1e9:.1f} GB/s"
+        if rate is not None:
+            text += f", {1e6 * self.expert_bytes / rate:,.0f} us at {rate / 1e9:.1f} GB/s"
+        if self.expected_misses is None:
+            return text
+        needed, missing = self.expected_misses
+        text += f"; in the trace a pass needs {needed:.1f} experts of a layer, {missing:.2f} of them missing"
+        return text if rate is None else f"{text}, {1e6 * missing * self.expert_bytes / rate:,.0f} us of copies"
 
     def _dispatch_text(self) -> str:
         text = f"{self.dispatcher}, up to {self.capacity:,} rows"
@@ -403,6 +410,8 @@ class Plan:
             "expert_bytes": self.expert_bytes,
             "gpu_slots": self.problem.slots,
             "paging": None if self.paging is None else self.paging.name,
+            "host_bandwidth": self.problem.device.host_bandwidth,
+            "expected_misses": self.expected_misses,
             "weight_bytes": self.weight_bytes,
             "workspace_bytes": self.workspace_bytes,
             "adapters": None if self.adapters is None else self.adapters._asdict(),
@@ -460,6 +469,8 @@ def expert_bytes(spec: MoESpec, intermediate: int | None = None) -> int:
     """Return the bytes of one routed expert in the spec's weight format, with biases and padding.
 
     intermediate: the width of a slice; None: the whole width.
+    expected_misses: experts that a pass of a trace needs in a layer, and those of them that have to be copied, where
+    experts are paged (``balance/residency.py``); None: unknown.
     """
     intermediate = intermediate or spec.intermediate_size
     hidden, parts = spec.expert_hidden_size, spec.gate_up_parts

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 
@@ -27,11 +29,14 @@ from collegium import (
     loading,
     plan,
 )
+from collegium.balance.load import LoadTrace
+from collegium.balance.residency import Misses, expected_misses
 from collegium.checkpoint.layer_view import CheckpointLayer
 from collegium.checkpoint.loader import load_experts
 from collegium.checkpoint.reader import Checkpoint
 from collegium.commands.gpu_memory import layer_gpu_bytes
 from collegium.commands.inspect import plan_model
+from collegium.commands.measure import measure_host_bandwidth
 from collegium.experts.paging.table import POLICIES
 from collegium.locate import locate
 from collegium.ops import paging
@@ -47,6 +52,8 @@ from collegium.types import SharedSpec
 from integers import encoded
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor
 
 if torch.cuda.is_available():
@@ -331,6 +338,60 @@ def test_command_shares_memory_among_layers() -> None:
     for text in ("24", "GiB", "-1GiB", "1 XiB", "nanMB"):
         with pytest.raises(InputError, match="--gpu-memory"):
             layer_gpu_bytes(text, {})
+
+
+def trace_of(experts: int, *, steps: int, layers: int) -> LoadTrace:
+    """Return a trace of one assignment in each step and layer, half of them to hot experts."""
+    rng = random.Random(experts)
+    counts = np.zeros((steps, layers, experts), dtype=np.int64)
+    for step in range(steps):
+        for layer in range(layers):
+            counts[step, layer, rng.choice((rng.randrange(3), rng.randrange(experts)))] += 1
+    names = tuple(f"layer {number}" for number in range(layers))
+    return LoadTrace(counts=counts, model="any", layers=names, top_k=1, groups=1, expert_bytes=8)
+
+
+def test_trace_predicts_misses() -> None:
+    trace, slots = trace_of(16, steps=40, layers=2), 5
+    found = expected_misses(trace, slots, POLICIES[0])
+    assert POLICIES[0].name == "lru"
+    needed = missing = 0
+    for layer in range(2):
+        recent = [*range(slots)]  # the most recently used last
+        for step in range(40):
+            experts = set(trace.counts[step, layer].nonzero()[0].tolist())
+            if step:
+                needed, missing = needed + len(experts), missing + len(experts - set(recent))
+            recent = ([e for e in recent if e not in experts] + sorted(experts))[-slots:]
+    assert found.needed == pytest.approx(needed / 78)
+    assert found.missing == pytest.approx(missing / 78)
+    assert 0 < found.missing < found.needed
+    assert found.hit_rate == pytest.approx(1 - missing / needed)
+    static = expected_misses(trace, slots, POLICIES[2])
+    assert static.missing < found.missing
+    assert expected_misses(trace, 16, POLICIES[0]) == Misses(found.needed, 0.0)
+    with pytest.raises(InputError, match="1 step"):
+        expected_misses(trace_of(16, steps=1, layers=1), slots, POLICIES[0])
+
+
+def test_plan_prints_expected_misses(tmp_path: Path) -> None:
+    file = tmp_path / "trace.safetensors"
+    trace_of(16, steps=9, layers=2).save(file)
+    chosen = plan_model("fables-16m", device="h100", gpu_memory="16MB", trace=str(file))
+    assert chosen.expected_misses is not None
+    assert f"{chosen.expected_misses[1]:.2f} of them missing" in chosen.explain()
+    facts = replace(chosen.problem.device, host_bandwidth=chosen.expert_bytes * 1e5)
+    timed = replace(chosen, problem=replace(chosen.problem, device=facts))
+    assert f", {10 * chosen.expected_misses[1]:.0f} us of copies" in timed.explain()
+    with pytest.raises(InputError, match="16 experts of a layer are on the device"):
+        plan_model("fables-16m", device="h100", trace=str(file))
+    trace_of(12, steps=9, layers=2).save(file)
+    with pytest.raises(InputError, match="12 experts"):
+        plan_model("fables-16m", device="h100", gpu_memory="16MB", trace=str(file))
+
+
+def test_bandwidth_moves_every_byte() -> None:
+    assert measure_host_bandwidth(CPU, 1 << 16) > 0
 
 
 def test_wrong_limits_and_policies() -> None:

@@ -69,6 +69,7 @@ COMMANDS = {
         "--format",
         "--max-tokens",
         "--gpu-memory",
+        "--trace",
         "--download",
         "--json",
     },

@@ -2,10 +2,14 @@
 
 from dataclasses import dataclass, replace
 
+import torch
+
+from ..balance.load import LoadTrace
+from ..balance.residency import expected_misses
 from ..checkpoint.audit import AuditReport, audit
 from ..checkpoint.loader import describe_checkpoint
 from ..checkpoint.reader import Checkpoint, gguf_file, read_config
-from ..errors import ConfigError
+from ..errors import ConfigError, InputError
 from ..formats import by_name
 from ..locate import locate
 from ..models import DerivedFamily, describe, family_of
@@ -15,6 +19,7 @@ from ..runtime.devices import probe
 from ..runtime.progress import Progress
 from ..types import MoESpec
 from .gpu_memory import layer_gpu_bytes
+from .measure import measure_host_bandwidth
 
 __all__ = ["ELSEWHERE", "Inspection", "inspect_model", "plan_model"]
 
@@ -146,12 +151,15 @@ def plan_model(
     weight_format: str | None = None,
     limits: Limits | None = None,
     gpu_memory: str | None = None,
+    trace: str | None = None,
 ) -> Plan:
     """Plan one MoE layer from ``config.json`` (a folder or the file) or a GGUF header; tensors are not read.
 
     device: see ``probe``, or a name of ``ELSEWHERE``.
     weight_format: plan for experts that are converted to this format.
     gpu_memory: for the experts of all layers, such as ``24GiB``; the plan is that of one layer with an equal part.
+    The bandwidth of host memory is measured if the device is present. trace: a file of ``collegium balance record``,
+    from which misses are expected.
 
     Raises ConfigError, SpecError and PlanError.
     """
@@ -171,4 +179,29 @@ def plan_model(
     limits = limits or Limits()
     if gpu_memory is not None:
         limits = replace(limits, gpu_bytes=layer_gpu_bytes(gpu_memory, config))
-    return plan(Problem(spec=spec, device=facts, limits=limits), overrides)
+    layer_plan = plan(Problem(spec=spec, device=facts, limits=limits), overrides)
+    return _with_misses(layer_plan, trace)
+
+
+def _with_misses(layer_plan: Plan, trace: str | None) -> Plan:
+    """Return the plan of a paged layer with the measured bandwidth of host memory and the misses of ``trace``."""
+    problem, policy = layer_plan.problem, layer_plan.paging
+    if policy is None:
+        if trace is not None:
+            raise InputError(
+                f"--trace {trace}: all {problem.spec.num_experts} experts of a layer are on the device, so none is "
+                "missing; allowed with --gpu-memory below the size of the experts"
+            )
+        return layer_plan
+    if problem.device.index is not None:
+        rate = measure_host_bandwidth(torch.device(problem.device.place))
+        layer_plan = replace(layer_plan, problem=replace(problem, device=replace(problem.device, host_bandwidth=rate)))
+    if trace is None:
+        return layer_plan
+    recorded = LoadTrace.open(trace)
+    if recorded.counts.shape[2] != problem.spec.num_experts:
+        raise InputError(
+            f"--trace {trace}: it is of {recorded.counts.shape[2]} experts, {recorded.model}; the model has "
+            f"{problem.spec.num_experts}. Record one with `collegium balance record`"
+        )
+    return replace(layer_plan, expected_misses=tuple(expected_misses(recorded, problem.slots, policy)))

@@ -24,10 +24,12 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
+from ..ops.paging import copy_experts, new_tables, segments_of
 from ..ops.quantize import activation_format
 from ..planning import expert_bytes
 from ..runtime.devices import current_device, recording
 from ..runtime.launch import launch
+from ..runtime.pinned import PinnedBlock
 from ..types import MoESpec, Routing
 
 __all__ = [
@@ -41,6 +43,7 @@ __all__ = [
     "graph_pool",
     "input_sets",
     "measure_ceilings",
+    "measure_host_bandwidth",
     "prepare_pass",
     "random_routing",
     "stays_cached",
@@ -279,6 +282,20 @@ def measure_ceilings(device: torch.device, *, nbytes: int | None = None, size: i
         return _cpu_ceilings(nbytes or ceiling_bytes(device), size)
     with current_device(device):
         return _gpu_ceilings(device, nbytes, size)
+
+
+def measure_host_bandwidth(device: torch.device, nbytes: int = 256 << 20) -> float:
+    """Return the bytes a second at which a kernel of ``device`` copies experts from page-locked host memory."""
+    block = PinnedBlock(nbytes, device)
+    count = 16
+    target = torch.empty(count, nbytes // count, dtype=torch.uint8, device=device)
+    segments = segments_of([block.data.view(target.shape)], [target])
+    tables = new_tables(count, count, device)
+    tables.round_start[1] = count
+    for table in (tables.copy_expert, tables.copy_slot):
+        table.copy_(torch.arange(count))
+    with current_device(device):
+        return nbytes / _best_seconds(partial(copy_experts, segments, tables, 0), device)
 
 
 def _gpu_ceilings(device: torch.device, nbytes: int | None, size: int | None) -> Ceilings:
