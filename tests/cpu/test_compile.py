@@ -329,6 +329,13 @@ _E4M3 = _VALID_ROWS | _ALL_ROWS
 _WHOLE_ROW = {"FORMAT": {"CodeFormat": _CODES | {"group": 8192}}, "BLOCK_C": 8192, "BLOCK_R": 1}
 _MXFP8 = {"FORMAT": {"CodeFormat": _CODES | {"group": 32, "power_of_two": True, "e8m0": True}}}
 _E8M0 = {"FORMAT": {"CodeFormat": _CODES | {"power_of_two": True, "e8m0": True}}}
+_WORD_CODES = _CODES | {"power_of_two": True, "e8m0": True, "words": True}
+_WORDS = _ROWS | {
+    "FORMAT": {"CodeFormat": _WORD_CODES},
+    "PROJ": {"Projections": {"count": 2, "activation": 0, "has_limit": True}},
+    "bounds": {"ActivationBounds": {"limit": 7.0, "alpha": 1.0, "gate_bound": 1.0, "up_bound": 1.0}},
+}
+_MX_WORDS = {"FORMAT": {"CodeFormat": _WORD_CODES | {"group": 32}}}
 _SLOTS = {"TOP_K": 8, "BLOCK_K": 8, "BLOCK_C": 4096}
 _TO_SLOTS = _SLOTS | {"FORMAT": {"CodeFormat": _CODES}, "static_scale": None}
 _REORDERED_ROW = {"FORMAT": {"CodeFormat": _CODES | {"group": 8192, "reorder": True}}, "BLOCK_C": 8192}
@@ -374,6 +381,8 @@ SMALL: tuple[tuple[str, str, dict[str, str], dict[str, Any], int, int], ...] = (
     ("quantize", "e4m3_to_slots_kernel", {"codes": "fp8e4nv"}, _TO_SLOTS | _REORDERED_ROW | _BY_ROW, 8, 80),
     ("quantize", "copy_to_slots_kernel", {"out": "bf16"}, _COPY | _CODES_ALONE, 4, 48),
     ("quantize", "copy_to_slots_kernel", {"x": "u8", "out": "u8", "out_scales": "fp32"}, _COPY | _BY_ROW, 4, 64),
+    ("quantize", "activated_words_kernel", {"codes": "fp8e4nv", "scales": "i32"}, _WORDS, 4, 80),
+    ("quantize", "activated_words_kernel", {"codes": "fp8e4nv", "scales": "i32"}, _WORDS | _MX_WORDS, 4, 80),
     ("quantize", "mxfp8_decoded_kernel", {"numbers": "bf16"}, _ROWS | _ALL_ROWS, 4, 64),
     ("quantize", "nvfp4_kernel", {"codes": "u8", "scales": "fp8e4nv"}, _NVFP4 | {"static_scale": None}, 16, 96),
     ("quantize", "nvfp4_kernel", {"codes": "u8", "scales": "fp8e4nv"}, _NVFP4, 16, 96),
@@ -413,7 +422,7 @@ FLOATS = "eps", "floor", "scale", "jitter", "static_scale"
 TABLES = {name: "*i32" for name in arguments.PagingTables._fields}
 TABLES |= {"scores": "*fp32", "keys": "*fp32", "counters": "*i64"}
 TUPLES = {"tables": arguments.PagingTables(**TABLES), "update": arguments.ScoreUpdate(*["fp32"] * 4)}
-even = {"columns", "padded_cols", "x_stride", "width", "row_stride", "shared_stride", "logits_stride"}
+even = {"columns", "padded_cols", "x_stride", "up_offset", "width", "row_stride", "shared_stride", "logits_stride"}
 found = []
 for arch, file, name, pointers, constants, warps in json.load(sys.stdin):
     kernel = getattr(importlib.import_module("collegium.kernels." + file), name)
@@ -482,12 +491,8 @@ def test_instructions_registers_and_shared_memory(compiled: dict[int, Any], inde
     assert weight != "i16" or changes.get("WEIGHT") == 12 or {"HADD2", "HFMA2", "HMUL2"} & set(codes)
 
 
-SMALL_CASES = [
-    (arch, *case)
-    for arch in (80, 90, 100)
-    for case in SMALL
-    if arch > 80 or case[1] not in ("e4m3_kernel", "e4m3_to_slots_kernel", "nvfp4_kernel")
-]
+FROM_SM89 = "activated_words_kernel", "e4m3_kernel", "e4m3_to_slots_kernel", "nvfp4_kernel"
+SMALL_CASES = [(arch, *case) for arch in (80, 90, 100) for case in SMALL if arch > 80 or case[1] not in FROM_SM89]
 
 
 @pytest.fixture(scope="module")

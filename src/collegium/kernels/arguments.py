@@ -192,7 +192,7 @@ class CodeRows(NamedTuple):
     """Rows of codes that a kernel writes, and their scales.
 
     codes: ``[rows, columns]``. scales: ``[rows, groups]``, or ``[groups, scale_stride]``, transposed, where
-    ``scale_stride`` is not None.
+    ``scale_stride`` is not None; words: ``[ceil(groups / 4), scale_stride]``.
     """
 
     codes: Any
@@ -208,7 +208,8 @@ class CodeFormat(NamedTuple):
 
     group: columns that share a scale. power_of_two: scales are powers of two. e8m0: they are stored as E8M0 bytes.
     reorder: columns change places within 128 (``reorder_codes`` of ``ops/quantize.py``). software_rounding: the kernel
-    rounds codes itself, because Triton's interpreter rounds them wrongly.
+    rounds codes itself, because Triton's interpreter rounds them wrongly. words: E8M0 bytes are stored four in an
+    int32, transposed.
     """
 
     group: int
@@ -216,6 +217,7 @@ class CodeFormat(NamedTuple):
     e8m0: bool
     reorder: bool
     software_rounding: bool
+    words: bool = False
 
 
 class PagingTables(NamedTuple):

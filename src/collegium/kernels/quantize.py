@@ -7,11 +7,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from . import enums
+from .activation import activate
 from .arguments import CodeRows, InputRows
 from .scales import INFINITY, scaled
 from .tiles import pdl_wait, pdl_wait_unless_ready
 
 __all__ = [
+    "activated_words_kernel",
     "cast_kernel",
     "copy_to_slots_kernel",
     "e4m3_kernel",
@@ -22,6 +25,9 @@ __all__ = [
     "nvfp4_kernel",
     "store_codes",
 ]
+
+
+NO_ACTIVATION = tl.constexpr(enums.NO_ACTIVATION)
 
 
 @triton.jit
@@ -52,8 +58,25 @@ def store_codes(value, out: CodeRows, row, column, column_block, static_scale, F
     position = _position(column, FORMAT)
     tl.store(out.codes + row[:, None] * out.columns + position[None, :], codes, mask=inside)
     group = column_block * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
-    group_inside = (row < out.rows)[:, None] & (group < out.groups)[None, :]
-    tl.store(out.scales + _offsets(row, group, out.groups, out.scale_stride), stored_scale, mask=group_inside)
+    if FORMAT.words:
+        _store_words(tl.where((group < out.groups)[None, :], stored_scale, 0), out, row, column_block)
+    else:
+        group_inside = (row < out.rows)[:, None] & (group < out.groups)[None, :]
+        tl.store(out.scales + _offsets(row, group, out.groups, out.scale_stride), stored_scale, mask=group_inside)
+
+
+@triton.jit
+def _store_words(scale_bytes, out: CodeRows, row, column_block):
+    """Write E8M0 bytes ``[R, G]``, a multiple of four for a row, four in a word, the first in the lowest byte."""
+    ROWS: tl.constexpr = scale_bytes.shape[0]
+    WORDS: tl.constexpr = scale_bytes.shape[1] // 4
+    even, odd = tl.split(tl.reshape(scale_bytes.to(tl.int32), [ROWS, WORDS, 2, 2]))
+    byte0, byte2 = tl.split(even)
+    byte1, byte3 = tl.split(odd)
+    words = byte0 | (byte1 << 8) | (byte2 << 16) | (byte3 << 24)
+    word = column_block * WORDS + tl.arange(0, WORDS)
+    inside = (row < out.rows)[:, None] & (word * 4 < out.groups)[None, :]
+    tl.store(out.scales + _offsets(row, word, out.groups, out.scale_stride), words, mask=inside)
 
 
 @triton.jit
@@ -179,6 +202,48 @@ def e4m3_kernel(
     if PDL:
         # The next kernel waits for this one only, and needs what both wrote.
         gdc_wait()
+
+
+@triton.jit(do_not_specialize=["rows"])
+def activated_words_kernel(
+    x,
+    codes,
+    scales,
+    bounds,
+    rows,
+    columns,
+    x_stride,
+    up_offset,
+    groups,
+    scale_stride,
+    PROJ: tl.constexpr,
+    FORMAT: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Write codes ``[rows, columns]`` and words of E8M0 scales (``CodeRows``) of the activation of rows.
+
+    x: ``[rows, x_stride]``, gate in its first ``columns``, up from ``up_offset`` on; both are the same without a gate.
+    bounds: ``ActivationBounds``. PROJ: ``Projections``, whose activation may be NO_ACTIVATION. FORMAT: ``CodeFormat``
+    with words. BLOCK_C: whole words.
+    """
+    pdl_wait(PDL)
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    column_block = tl.program_id(1)
+    column = column_block * BLOCK_C + tl.arange(0, BLOCK_C)
+    source = InputRows(x=x, index=None, weights=None, rows=rows, columns=columns, stride=x_stride)
+    value = load_rows(source, row, column)
+    if PROJ.activation != NO_ACTIVATION:
+        gate = value
+        if PROJ.count == 2:
+            up = InputRows(x=x + up_offset, index=None, weights=None, rows=rows, columns=columns, stride=x_stride)
+            value = load_rows(up, row, column)
+        value = activate(gate, value, bounds, PROJ)
+    # The activation of zero may not be zero, and columns beyond the end take no part in a scale.
+    value = tl.where((column < columns)[None, :], value, 0.0)
+    out = CodeRows(codes=codes, scales=scales, rows=rows, columns=columns, groups=groups, scale_stride=scale_stride)
+    store_codes(value, out, row, column, column_block, None, FORMAT)
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["valid_rows"])

@@ -14,10 +14,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..errors import InputError
-from ..types import ActivationSpec
+from ..kernels.arguments import ActivationBounds
+from ..kernels.enums import FAST_MATH, NO_ACTIVATION
+from ..types import ACTIVATION_KINDS, ActivationSpec
 from .checks import require_input
 
-__all__ = ["activate", "deinterleave", "interleave"]
+__all__ = ["activate", "activation_bounds", "activation_kind", "deinterleave", "interleave"]
 
 _CHUNK = 1 << 22  # float64 elements in flight; a bound on memory, without influence on the result
 
@@ -85,6 +87,20 @@ def _plain(up: Tensor, spec: ActivationSpec) -> Tensor:
 def _gelu(x: Tensor) -> Tensor:
     # erfc instead of 1 + erf, which cancels for negative x.
     return 0.5 * x * torch.special.erfc(x * -math.sqrt(0.5))
+
+
+def activation_bounds(activation: ActivationSpec | None) -> ActivationBounds:
+    """Return the numbers of an activation for a kernel."""
+    spec = activation or ActivationSpec()
+    gate_bound = spec.beta if spec.kind == "swiglu_oai" else spec.gate_bound
+    return ActivationBounds(float(spec.limit or 0.0), float(spec.alpha), float(gate_bound), float(spec.up_bound))
+
+
+def activation_kind(activation: ActivationSpec | None) -> int:
+    """Return the kernels' number of an activation."""
+    if activation is None:
+        return NO_ACTIVATION
+    return ACTIVATION_KINDS.index(activation.kind) + (FAST_MATH if activation.fast else 0)
 
 
 def deinterleave(rows: Tensor, dim: int) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 
 from ..adapters import TokenAdapters
 from ..errors import InputError
-from ..experts.triton.grouped import activation_bounds, operand_format, projections
+from ..experts.triton.grouped import operand_format, projections
 from ..experts.triton.packed import PackedExperts
 from ..experts.triton.table import TritonKernel
 from ..formats.unquantised import DTYPES
@@ -39,6 +39,7 @@ from ..kernels.peer_arguments import (
     SourceTokens,
     TokenRows,
 )
+from ..ops.activation import activation_bounds
 from ..ops.buffers import allocate, sizes
 from ..ops.permute import tile_count
 from ..ops.quantize import AS_IS, REORDERED, activation_format

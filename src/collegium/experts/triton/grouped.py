@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ...errors import InputError
 from ...kernels.arguments import (
-    ActivationBounds,
     OperandFormat,
     Projections,
     RowOrder,
@@ -20,20 +19,19 @@ from ...kernels.arguments import (
     WeightStrides,
 )
 from ...kernels.enums import (
-    FAST_MATH,
-    NO_ACTIVATION,
     NO_SCALE,
     X_BLOCK_SCALE,
     X_BLOCK_SCALE_TRANSPOSED,
     X_ROW_SCALE,
     X_UNSCALED,
 )
+from ...ops.activation import activation_bounds, activation_kind
 from ...ops.columns import ZeroPointCorrection, halves_and_sums
 from ...ops.operand import Operand
 from ...ops.permute import tile_count
 from ...runtime.launch import launch, power_at_least
 from ...runtime.memory import Memory, alloc
-from ...types import ACTIVATION_KINDS, ActivationSpec
+from ...types import ActivationSpec
 from .layout import Layout, Words
 from .low_rank import LowRankRows
 from .matrix import PackedMatrix
@@ -41,8 +39,6 @@ from .tiles.problem import TileChoice
 
 __all__ = [
     "TileList",
-    "activation_bounds",
-    "activation_kind",
     "grouped_gemm",
     "kernel_tile",
     "operand_format",
@@ -227,20 +223,6 @@ def rescale(
 ) -> tuple[Tensor, Tensor | ZeroPointCorrection | None]:
     """Return an operand in float16 over powers of two, with sums of its columns, where the weights need that."""
     return halves_and_sums(rows[0], used=used, memory=memory) if matrix.layout.rescaled else rows
-
-
-def activation_bounds(activation: ActivationSpec | None) -> ActivationBounds:
-    """Return the numbers of an activation for a kernel."""
-    spec = activation or ActivationSpec()
-    gate_bound = spec.beta if spec.kind == "swiglu_oai" else spec.gate_bound
-    return ActivationBounds(float(spec.limit or 0.0), float(spec.alpha), float(gate_bound), float(spec.up_bound))
-
-
-def activation_kind(activation: ActivationSpec | None) -> int:
-    """Return the kernels' number of an activation."""
-    if activation is None:
-        return NO_ACTIVATION
-    return ACTIVATION_KINDS.index(activation.kind) + (FAST_MATH if activation.fast else 0)
 
 
 def _x_scale_layout(x_scale: Tensor | ZeroPointCorrection | None, packed: PackedMatrix) -> int:

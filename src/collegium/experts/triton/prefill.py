@@ -14,10 +14,11 @@ from torch import Tensor
 
 from ...errors import InputError
 from ...kernels.enums import FAST_MATH, GROUP_CODES, GROUP_SCALE, POWER_CODES, ROWS
+from ...ops.activation import activation_bounds, activation_kind
 from ...ops.columns import ZeroPointCorrection
 from ...runtime.nvrtc import Boxes, CudaKernel, start
 from ...types import ActivationSpec
-from .grouped import TileList, activation_bounds, activation_kind, row_scales
+from .grouped import TileList, row_scales
 from .matrix import PackedMatrix
 
 __all__ = ["KERNEL", "SOURCE_FILES", "CodeScales", "prefill_gemm", "product_of", "source_of"]

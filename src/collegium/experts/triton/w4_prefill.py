@@ -14,10 +14,11 @@ from torch import Tensor
 
 from ...errors import InputError
 from ...kernels.enums import E2M1_E4M3, FAST_MATH
+from ...ops.activation import activation_bounds, activation_kind
 from ...runtime.nvrtc import Boxes, CudaKernel, Elements, start
 from ...types import ActivationSpec
 from . import prefill
-from .grouped import TileList, activation_bounds, activation_kind
+from .grouped import TileList
 from .layout import Lanes, Layout, Words
 from .matrix import PackedMatrix
 from .tiles.choice import FOUR_BIT_TOKENS, FOUR_BIT_TOKENS_SPLIT
