@@ -46,7 +46,7 @@ def same(found: PackedRows, wanted: tuple[torch.Tensor, torch.Tensor]) -> bool:
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_have_the_bits_of_the_reference(name: str, size: tuple[int, int], dtype: torch.dtype) -> None:
+def test_rows_have_reference_bits(name: str, size: tuple[int, int], dtype: torch.dtype) -> None:
     x = (heavy_tailed(*size, seed=1) * torch.logspace(-6, 3, size[0])[:, None]).to(dtype)
     x[-1] = 0.0
     found: Any = on_device(x, None, name)
@@ -58,7 +58,7 @@ def test_rows_have_the_bits_of_the_reference(name: str, size: tuple[int, int], d
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_exact_activations_have_the_bits_of_the_reference(name: str) -> None:
+def test_exact_activations_have_reference_bits(name: str) -> None:
     x = heavy_tailed(6, 600, seed=2)
     spec = ActivationSpec(kind="relu2")
     found: Any = on_device(x, spec, name)
@@ -69,7 +69,7 @@ def test_exact_activations_have_the_bits_of_the_reference(name: str) -> None:
 @pytest.mark.parametrize(
     "spec", [ActivationSpec(), ActivationSpec(limit=2.0), ActivationSpec(kind="swiglu_oai", limit=7.0, alpha=1.702)]
 )
-def test_gated_activations_are_near_the_reference(name: str, spec: ActivationSpec) -> None:
+def test_gated_activations_near_reference(name: str, spec: ActivationSpec) -> None:
     x = heavy_tailed(6, 2 * 300, seed=3)
     found: Any = on_device(x, spec, name)
     truth = activate(x.unflatten(1, (2, -1)), spec)

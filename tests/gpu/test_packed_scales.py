@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 @pytest.mark.parametrize("name", ["fp8_group128_e8m0", "mxfp8"])
 @pytest.mark.parametrize("rows", [1, 7, 5000])
-def test_words_have_the_bits_of_the_reference(name: str, rows: int) -> None:
+def test_words_have_reference_bits(name: str, rows: int) -> None:
     x = heavy_tailed(rows, 1100, seed=1).to("cuda", torch.bfloat16)
     form = activation_format(name)
     for spec in (None, ActivationSpec(kind="relu2")):

@@ -72,9 +72,7 @@ def _launch(x: Tensor, activation: ActivationSpec | None, parts: int, group: int
     has_limit = activation is not None and activation.limit is not None
     args = (x, codes, words, bounds, rows, columns, x.stride(0), columns * (parts - 1), groups, stride)
     constants = {
-        "PROJ": Projections(
-            count=parts, activation=kind, has_limit=activation is not None and activation.limit is not None
-        ),
+        "PROJ": Projections(count=parts, activation=kind, has_limit=has_limit),
         "FORMAT": CodeFormat(
             group=group, power_of_two=True, e8m0=True, reorder=False, software_rounding=not x.is_cuda, words=True
         ),
