@@ -113,10 +113,14 @@ class CudaKernel:
                 self._loaded[key] = function
         return function
 
+    def machine_code(self, constants: Mapping[str, int]) -> bytes:
+        """Return machine code for ``constants`` from the user's cache, or compile it; needs no GPU."""
+        return _cached_code(self.source(constants), self.name, constants)
+
     def _load(self, constants: Mapping[str, int]) -> ctypes.c_void_p:
         module = ctypes.c_void_p()
         function = ctypes.c_void_p()
-        code = _cached_code(self.source(constants), self.name, constants)
+        code = self.machine_code(constants)
         mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)  # it may be loaded while a graph is captured, and is no part of it
         _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
         try:
