@@ -29,7 +29,15 @@ from .parallel.traffic import OutgoingTokens, Traffic
 from .pipelines import PipelineKind, PipelineQuery
 from .problem import DeviceFacts, ExpertsProblem, Overrides, Problem, Refusal
 from .runtime.memory import Region, Regions, elementwise_max, memory_map, with_prefix
-from .sharing import SharedPlan, adds_shared, forced_shared_error, no_overlap, plan_shared, shared_slice
+from .sharing import (
+    SharedPlan,
+    adds_shared,
+    forced_shared_error,
+    no_overlap,
+    plan_shared,
+    shared_slice,
+    side_stream_of_module,
+)
 from .types import MoESpec, format_names, named, require
 
 __all__ = [
@@ -165,15 +173,16 @@ class Plan:
     def with_caller_modules(self, names: Mapping[str, str]) -> "Plan":
         """Return the plan of a layer with functions or modules of the caller. names: as ``caller_modules``, a mapping.
 
-        A shared expert of the caller runs during the same exchange as one of the spec. Raises PlanError where
-        ``overlapped`` was forced and there is none.
+        A shared expert of the caller runs during the same exchange as one of the spec, and on a side stream if that
+        is forced. Raises PlanError where ``overlapped`` or ``side_stream`` was forced and is not possible.
         """
         changed = replace(self, caller_modules=tuple(names.items()))
         if "shared_experts" not in names or not self.adds_shared:
             return changed
         dispatcher = parallel.wrapped_for(dispatcher_named(self.dispatcher), self.problem)
         overlap = _choose_overlap(self.problem, dispatcher, self._pipeline_kinds(), self.overrides)
-        return replace(changed, shared_overlap=overlap)
+        tokens = side_stream_of_module(self.problem, self.dispatcher, self.overrides, capturable=self.capturable)
+        return replace(changed, shared_overlap=overlap, side_stream_tokens=tokens)
 
     def with_adapters(self, adapters: AdapterSizes | None) -> "Plan":
         """Return the plan of the same layer with ``adapters`` to choose from, and the memory that their rows take.

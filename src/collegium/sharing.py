@@ -14,7 +14,15 @@ from .pipelines import PipelineKind
 from .problem import Overrides, Problem
 from .types import format_names
 
-__all__ = ["SharedPlan", "adds_shared", "forced_shared_error", "no_overlap", "plan_shared", "shared_slice"]
+__all__ = [
+    "SharedPlan",
+    "adds_shared",
+    "forced_shared_error",
+    "no_overlap",
+    "plan_shared",
+    "shared_slice",
+    "side_stream_of_module",
+]
 
 # With more tokens the routed experts keep the whole GPU busy: benchmarks/results/shared_h200.csv.
 _SIDE_STREAM_TOKENS = 512
@@ -125,6 +133,20 @@ def no_overlap(
     if problem.spec.latent_size is not None:
         return "the layer has latent projections, and it is added behind the second one"
     return None
+
+
+def side_stream_of_module(problem: Problem, dispatcher: str, overrides: Overrides, *, capturable: bool) -> int:
+    """Return up to how many tokens a shared expert of the caller runs on a side stream in a CUDA graph.
+
+    Only where that is forced, since a module may launch kernels on a stream that it chose. Raises PlanError where it
+    cannot.
+    """
+    if overrides.shared != "side_stream":
+        return 0
+    reason = _no_side_stream(problem, dispatcher, overrides, capturable=capturable)
+    if reason is not None:
+        raise forced_shared_error("side_stream", reason)
+    return _SIDE_STREAM_TOKENS
 
 
 def _no_side_stream(problem: Problem, dispatcher: str, overrides: Overrides, *, capturable: bool) -> str | None:

@@ -265,7 +265,6 @@ def test_results_that_do_not_fit(options: dict[str, Any], text: str) -> None:
         ({}, {"latent": "x"}, "latent: found a str"),
         ({"latent_size": 32, "latent_norm_eps": 1e-6}, {"latent": nn.Identity()}, "without a norm of their sums"),
         ({}, {"shared": Mlp(), "mode": "merged"}, r"a Mlp and Overrides\(shared='merged'\)"),
-        ({}, {"shared": Mlp(), "mode": "side_stream"}, r"a Mlp and Overrides\(shared='side_stream'\)"),
     ],
 )
 def test_modules_that_contradict_the_spec(spec: dict[str, Any], options: dict[str, Any], text: str) -> None:

@@ -277,3 +277,15 @@ def test_shared_experts_of_the_caller_overlap() -> None:
     alone = plan(replace(_problem(HOPPER, spec), placement=None), Overrides(shared="overlapped"))
     with raises_with(PlanError, "shared='overlapped'", "exchanges nothing"):
         alone.with_caller_modules(names)
+
+
+def test_modules_opt_in_to_side_streams() -> None:
+    spec, names = replace(SPEC, shared=None), {"shared_experts": "Mlp"}
+    alone = replace(_problem(HOPPER, spec), placement=None)
+    assert plan(alone).with_caller_modules(names).side_stream_tokens == 0
+    forced = plan(alone, Overrides(shared="side_stream")).with_caller_modules(names)
+    assert forced.side_stream_tokens == 512
+    assert re.search(r"\n *shared +side_stream for up to 512 tokens in a CUDA graph", forced.explain())
+    for problem, reason in ((replace(alone, device=probe("cpu")), "cpu"), (_problem(HOPPER, spec), "symm_mem")):
+        with raises_with(PlanError, "shared='side_stream'", reason):
+            plan(problem, Overrides(shared="side_stream")).with_caller_modules(names)

@@ -52,11 +52,14 @@ def spec_of(shared: SharedSpec | None = None) -> MoESpec:
     return MoESpec(hidden_size=H, intermediate_size=INNER, num_experts=E, routing=RoutingSpec(top_k=K), shared=shared)
 
 
-def test_modules_run_eagerly_and_in_graphs() -> None:
+@pytest.mark.parametrize("mode", [None, "side_stream"])
+def test_modules_run_eagerly_and_in_graphs(mode: Any) -> None:
     gate = heavy_tailed(E, H, seed=3, channels=False).cuda()
     problem = Problem(spec=spec_of(), device=probe("cuda"), limits=Limits(max_tokens=512), graph=True)
     module = Mlp()
-    layer = MoELayer(experts(E, INNER, 1), plan(problem), router=lambda x: x.float() @ gate.T, shared=module)
+    chosen = plan(problem, Overrides(shared=mode))
+    layer = MoELayer(experts(E, INNER, 1), chosen, router=lambda x: x.float() @ gate.T, shared=module)
+    assert layer.plan.side_stream_tokens == (512 if mode else 0)
     planned = Problem(
         spec=spec_of(SharedSpec(intermediate_size=WIDE)), device=probe("cuda"), limits=Limits(max_tokens=512)
     )
