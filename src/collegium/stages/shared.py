@@ -90,8 +90,8 @@ def shared_of(
         if plan.overrides.shared == "merged":
             raise InputError(
                 f"shared: found a {type(shared).__name__} and Overrides(shared={plan.overrides.shared!r}), which is "
-                "for SharedWeights; allowed: None, 'sequential', 'overlapped', 'side_stream', or 'sliced' with the dispatcher "
-                "partial"
+                "for SharedWeights; allowed: None, 'sequential', 'overlapped', 'side_stream', or 'sliced' with the "
+                "dispatcher partial"
             )
         return SharedModule(function=shared) if plan.adds_shared else None
     payloads = None if shared is None else SharedWeights(experts=as_payloads(shared.experts), gate=shared.gate)
