@@ -137,7 +137,7 @@ def _generate(options: argparse.Namespace, place: str, phase: Callable[[str], An
         class_and_config(checkpoint)
     with phase("read the tokenizer, check once more"):
         check_writable(options.model)
-        limits = prompt_limits(checkpoint.path, [options.prompt])
+        limits = prompt_limits(checkpoint, [options.prompt])
     with phase("read, pack and build the model"):
         model = load_model(checkpoint, device=place, weight_format=options.format, limits=limits)
         writer = Writer(model, checkpoint.path)

@@ -359,7 +359,7 @@ class ExpertKernel(Protocol):
 
     def slot_bytes(self, problem: ExpertsProblem) -> int:
         """Return the most bytes of a packed expert, for kernels with ``pages``."""
-        raise NotImplementedError
+        raise AssertionError(f"{self.name} has no pages")
 
     def regions(self, problem: ExpertsProblem) -> Regions:
         """Return the temporary memory that ``run`` and ``run_unsorted`` take at most, by name."""
