@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from collegium.models import FAMILIES, PREFIXES, Family, Names
-from family_cases import FLOAT32_ON_GPU, NOT_WHOLE, TEXT_PARTS
+from family_cases import FLOAT32_ON_GPU, NEW_ON_GPU, NOT_WHOLE, TEXT_PARTS
 from tracked import ROOT
 
 # GGUF files of which only layers load.
@@ -69,7 +69,7 @@ def row(family: Family) -> list[str]:
     whole = of_types(family, (files & LAYERS_OF_FILES) | set(NOT_WHOLE))
     apart = files | set(NOT_WHOLE)
     loaded = set(family.model_types) - apart
-    gpu = "in float32" if loaded and loaded <= FLOAT32_ON_GPU else of_types(family, apart | TEXT_PARTS)
+    gpu = "in float32" if loaded and loaded <= FLOAT32_ON_GPU else of_types(family, apart | TEXT_PARTS | NEW_ON_GPU)
     return [f"`{family.name}`", types, *cells, BY_HAND.get(family.name, "class"), whole, gpu]
 
 
