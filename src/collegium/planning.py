@@ -596,15 +596,17 @@ def plan_swap(old: Plan, formats: Mapping[str, Any], overrides: Overrides | None
         stored = old.problem.spec.shared_alone()
         shared = replace(spec.shared, weight_format=stored.weight_format, down_format=stored.down_format)
         spec = replace(spec, shared=shared)
-    if overrides is None:
-        overrides = Overrides(dispatcher=old.dispatcher)
+    # The dispatcher stays as it is, also where nobody forced it.
+    chosen = Overrides(dispatcher=old.overrides.dispatcher) if overrides is None else overrides
     overrides = replace(
-        overrides,
+        chosen,
+        dispatcher=old.dispatcher if overrides is None else chosen.dispatcher,
         shared=overrides.shared or old.overrides.shared,
         microbatches=overrides.microbatches or old.overrides.microbatches,
         allow_slow=overrides.allow_slow or old.overrides.allow_slow,
     )
-    return plan(replace(old.problem, spec=spec), overrides)
+    new = plan(replace(old.problem, spec=spec), overrides)
+    return replace(new, overrides=replace(new.overrides, dispatcher=chosen.dispatcher))
 
 
 def _choose_kernel(problem: Problem, overrides: Overrides, refusals: list[Refusal]) -> ExpertKernel:
