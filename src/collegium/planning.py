@@ -598,14 +598,14 @@ def plan_swap(old: Plan, formats: Mapping[str, Any], overrides: Overrides | None
         spec = replace(spec, shared=shared)
     # The dispatcher stays as it is, also where nobody forced it.
     chosen = Overrides(dispatcher=old.overrides.dispatcher) if overrides is None else overrides
-    overrides = replace(
+    kept = replace(
         chosen,
         dispatcher=old.dispatcher if overrides is None else chosen.dispatcher,
-        shared=overrides.shared or old.overrides.shared,
-        microbatches=overrides.microbatches or old.overrides.microbatches,
-        allow_slow=overrides.allow_slow or old.overrides.allow_slow,
+        shared=chosen.shared or old.overrides.shared,
+        microbatches=chosen.microbatches or old.overrides.microbatches,
+        allow_slow=chosen.allow_slow or old.overrides.allow_slow,
     )
-    new = plan(replace(old.problem, spec=spec), overrides)
+    new = plan(replace(old.problem, spec=spec), kept)
     return replace(new, overrides=replace(new.overrides, dispatcher=chosen.dispatcher))
 
 
