@@ -221,7 +221,8 @@ def product_regions(problem: ExpertsProblem, tiling: ProductTiling) -> Regions:
     lists = {"expert": 4 * count, "row": 8 * count, "used": 12}
     regions |= with_prefix("first", lists) | with_prefix("second", lists)
     if large:
-        if not gathered:
+        # Ordered columns are gathered with their rows, into "ordered".
+        if not gathered and "ordered" not in x:
             # Rows are put in order first: those of a single expert are gathered, of others each token is read once.
             if problem.experts == 1:
                 ordered = operand_regions(rows, hidden, x_form, order=order, gathered=True, dtype=dtype)
