@@ -209,7 +209,7 @@ CASES: tuple[tuple[int, str, dict[str, Any], str, int, int], ...] = (
     (80, "i16", INT4 | ALONE | INTERLEAVED | QUARTERED, "HMMA", 192, 60),
     (80, "i16", Q8_0 | ALONE | DOWN | QUARTERED, "HMMA", 200, 90),
     (80, "i16", LOOKED_UP | ALONE | INTERLEAVED | {"warps": 8}, "HMMA", 200, 90),
-    (80, "i16", Q2_K | ALONE | INTERLEAVED | {"STAGES": 3}, "HMMA", 208, 50),
+    (80, "i16", Q2_K | ALONE | INTERLEAVED | {"STAGES": 3}, "HMMA", 216, 50),
     (80, "i16", IQ1_S | ALONE | DOWN | EIGHT_WARPS | {"BLOCK_T": 32, "STAGES": 2}, "HMMA", 208, 50),
     (80, "i16", Q3_LANES | ALONE | {"STAGES": 2}, "HMMA", 255, 60),
     (80, "bf16", PLAIN | ALONE | INTERLEAVED, "HMMA", 128, 74),

@@ -409,7 +409,12 @@ def _first_pointers(
         scale_matrix = tl.cast(strides.scale_rows, tl.int64) * FORMAT.k_blocks
     else:
         scale_matrix = tl.cast(_scale_step(n_out, FORMAT), tl.int64) * FORMAT.k_blocks
-        scale_ptr = weights.scale + rows.matrix * scale_matrix + _first_word(n_first + rows.column, n_out, FORMAT)
+        scale_ptr = weights.scale + rows.matrix * scale_matrix
+        if has_low_bits(FORMAT.weight):
+            scale_ptr += word_of_number(n_first + rows.column, n_out, FORMAT.scale)
+        else:
+            # Scalars first: a tile with an address for each row needs 16 more registers otherwise.
+            scale_ptr = scale_ptr + n_first + rows.column
     if TILE.interleave_gate_up:
         scale_ptr += rows.projection * scale_matrix
     steps_ptr = scale_ptr
@@ -447,15 +452,6 @@ def _scale_step(n_out, FORMAT: tl.constexpr):
         return words_of_rows(n_out, FORMAT.scale)
     else:
         return n_out * FORMAT.words
-
-
-@triton.jit
-def _first_word(row, n_out, FORMAT: tl.constexpr):
-    """Return where the first word of the scales of rows is in those of a K block."""
-    if has_low_bits(FORMAT.weight):
-        return word_of_number(row, n_out, FORMAT.scale)
-    else:
-        return row
 
 
 @triton.jit
