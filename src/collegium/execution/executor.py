@@ -3,7 +3,7 @@
 ``Executor.run_pass`` is the pass itself; everything else decides in which memory and how often it runs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Hashable
 from contextlib import nullcontext
 from functools import partial
 
@@ -99,11 +99,15 @@ class Executor:
                     else:
                         workspace = self.workspaces.acquire()
                         memory = workspace.memory(self._memory_map)
-                if self._chunk_tokens is not None and tokens > self._chunk_tokens:
-                    self._run_in_chunks(call, memory, workspace, record=self._records_chunks and not capturing)
-                else:
-                    record = self._records and not capturing and tokens <= self._max_tokens
-                    self._replay_or_run(call, memory, workspace, record=record)
+                in_chunks = self._chunk_tokens is not None and tokens > self._chunk_tokens
+                recordable = self._records_chunks if in_chunks else self._records and tokens <= self._max_tokens
+                passes = self._chunks(call) if in_chunks else [(call, None)]
+                for one_pass, routing in passes:
+                    key = self._pass_key(one_pass, memory, workspace)
+                    if key is not None and recordable and not capturing:
+                        self.replay(partial(self.run_pass, memory=memory), one_pass, key)
+                    else:
+                        self.run_pass(one_pass, memory, routing)
         except Exception as error:
             if self.comparison is not None:
                 self.comparison.note_error(error)
@@ -125,39 +129,22 @@ class Executor:
             self.router.check_usable(call.router_input)  # before ranks wait for each other
         return call
 
-    def _run_in_chunks(self, call: Call, memory: Memory | None, workspace: Workspace | None, *, record: bool) -> None:
-        """Route the whole batch, then run chunks of ``max_tokens`` tokens."""
-        # Without ``memory``: the routing of the batch is larger than that of one pass.
+    def _chunks(self, call: Call) -> Generator[tuple[Call, Routing]]:
+        """Route the whole batch, then yield chunks of ``max_tokens`` tokens, each with its routing."""
+        # Without memory: the routing of the batch is larger than that of one pass.
         routing = self.router(call)
         tokens, step = call.x.shape[0], self._max_tokens
         for start in range(0, tokens, step):
             rows = slice(start, min(start + step, tokens))
             chunk_routing = Routing(topk_ids=routing.topk_ids[rows], topk_weights=routing.topk_weights[rows])
-            chunk = call.chunk(rows, chunk_routing)
-            self._replay_or_run(chunk, memory, workspace, chunk_routing, record=record)
+            yield call.chunk(rows, chunk_routing), chunk_routing
 
-    def _replay_or_run(
-        self,
-        call: Call,
-        memory: Memory | None,
-        workspace: Workspace | None,
-        routing: Routing | None = None,
-        *,
-        record: bool,
-    ) -> None:
-        """Run one pass, once the ranks have agreed on it; record: replay its launches, or record them.
-
-        routing: the pass's routing, if it is known; a recorded pass takes it from ``call``.
-        """
+    def _pass_key(self, call: Call, memory: Memory | None, workspace: Workspace | None) -> tuple[int, Hashable] | None:
+        """Return the key of a pass's recorded launches, once the ranks agree on the pass; None without a workspace."""
         if workspace is None or memory is None:
-            self.run_pass(call, memory, routing)
-            return
+            return None
         top_k = self._top_k if call.topk_ids is None else call.topk_ids.shape[1]
-        key = workspace.number, self._handshake.sync_pass(memory, call.x.shape[0], top_k)
-        if record:
-            self.replay(partial(self.run_pass, memory=memory), call, key)
-        else:
-            self.run_pass(call, memory, routing)
+        return workspace.number, self._handshake.sync_pass(memory, call.x.shape[0], top_k)
 
     def run_pass(self, call: Call, memory: Memory | None, routing: Routing | None = None) -> None:
         """Run one pass: route, dispatch, experts, shared expert, combine. routing: None: the router chooses it.
