@@ -91,7 +91,7 @@ def test_unshareable_is_one_error_everywhere(
         "another order": "allowed: 'linear', 'round_robin'",
         "other checkpoints": "loading layer 1: ranks 0 and 1 differ: checkpoint",
         "other weights": "loading layer 1: ranks 0 and 1 differ: checkpoint",
-        "other limits": "limits Limits(max_tokens=9, rank_tokens=None) and Limits(max_tokens=8, rank_tokens=None)",
+        "other limits": "ranks 0 and 1 differ: limits Limits(max_tokens=9, ",
         "other tokens": "same_tokens: every rank has to be called with the same tokens, found [4, 5]",
         "no mesh": "'cpu' was given as the mesh; allowed: a DeviceMesh, or none",
         "another layer of slices": "slices: every rank has to call the same layer, found layers [",
