@@ -308,7 +308,9 @@ def load_routed(
 
 def _experts_place(facts: DeviceFacts, limits: Limits | None) -> str:
     """Return the device that experts are read to: the host if the GPU may not have room for all of them."""
-    return facts.place if limits is None or limits.gpu_bytes is None else "cpu"
+    # The plan refuses limits of another type.
+    limited = isinstance(limits, Limits) and limits.gpu_bytes is not None
+    return "cpu" if limited else facts.place
 
 
 def _weights_for(layer_plan: Plan, weights: ExpertWeights[Payload]) -> ExpertWeights[Payload]:

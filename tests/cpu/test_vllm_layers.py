@@ -336,12 +336,12 @@ def test_lost_declarations_are_reported(monkeypatch: pytest.MonkeyPatch) -> None
     """A declared format without a kernel leaves 16 bits, which the log says on a GPU with FP8 tensor cores."""
     name, held = METHODS["fp8 blocks"]
     layer = Layer(as_vllm_loads("fp8 blocks")[0], moe(in_dtype=torch.bfloat16))
-    stored = stored_as(method(name, **held))._replace(activations="fp8_group128_e8m0")
+    stored = stored_as(method(name, **held))._replace(activations="nvfp4")
     assert lost_declaration(plan_layer(layer, stored), stored) is None, "a CPU has no FP8 tensor cores"
     monkeypatch.setattr(layers, "probe", lambda _: HOPPER)
     made = plan_layer(layer, stored)
     assert made.activation_format == "bf16"
-    assert lost_declaration(made, stored) == "fp8_group128_e8m0"
+    assert lost_declaration(made, stored) == "nvfp4"
     declared = stored._replace(activations="fp8_group128")
     assert lost_declaration(plan_layer(layer, declared), declared) is None
 
