@@ -82,6 +82,8 @@ class Plan:
     caller_modules: pairs of gate, shared_experts or routed_input_transform and the name of the caller's function for
     it; set by the layer, as are caller_functions, the same for choose and after_expert, and checked. adapters: see
     ``with_adapters``.
+    expected_misses: experts that a pass of a trace needs in a layer, and those of them that have to be copied, where
+    experts are paged (``balance/residency.py``); None: unknown.
     """
 
     problem: Problem
@@ -478,8 +480,6 @@ def expert_bytes(spec: MoESpec, intermediate: int | None = None) -> int:
     """Return the bytes of one routed expert in the spec's weight format, with biases and padding.
 
     intermediate: the width of a slice; None: the whole width.
-    expected_misses: experts that a pass of a trace needs in a layer, and those of them that have to be copied, where
-    experts are paged (``balance/residency.py``); None: unknown.
     """
     intermediate = intermediate or spec.intermediate_size
     hidden, parts = spec.expert_hidden_size, spec.gate_up_parts
