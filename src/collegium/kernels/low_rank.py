@@ -202,7 +202,8 @@ def add_changes(
     projection = tl.full((acc.shape[0],), PROJECTION, tl.int32)
     if INTERLEAVED:
         projection = tl.arange(0, acc.shape[0]) // 8 % 2
-    changed = (adapter >= 0) & (expert < adapters.experts)
+    # The condition is a bound: Triton's interpreter refuses a mask made with a scalar.
+    changed = adapter >= tl.where(expert < adapters.experts, 0, NO_MORE)
     pointers = adapters.inner + (row * PROJ.count)[None, :] * n_out + (projection * n_out + column)[:, None]
     change = tl.load(pointers, mask=changed[None, :] & (column < n_out)[:, None], other=0.0)
     acc = tl.where(changed[None, :], acc + change, acc)
