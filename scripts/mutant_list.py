@@ -1198,11 +1198,11 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the scale of an adapter's first expert for all", "kernels/low_rank.py",
-        (Edit("_inner_rows", "$o.scale + ($s * $count + $p).to(tl.int64) * $adapters.experts + $expert", "$o.scale + ($s * $count + $p).to(tl.int64) * $adapters.experts"),), _ADAPTED,
+        (Edit("_inner_rows", "scale + ($s * $count + $p).to(tl.int64) * $adapters.experts + $expert", "scale + ($s * $count + $p).to(tl.int64) * $adapters.experts"),), _ADAPTED,
     ),
     Mutant(
         "input weight not applied before an adapter", "kernels/low_rank.py",
-        (Edit("_inner_rows", "$acc *= $factor[None, :]", ""),), ("tests/cpu/test_low_rank.py::test_router_weight_on_the_input",),
+        (Edit("_inner_rows", "$acc *= $rows.factor[None, :]", ""),), ("tests/cpu/test_low_rank.py::test_router_weight_on_the_input",),
     ),
     Mutant(
         "merged shared experts have adapters", "kernels/low_rank.py",

@@ -240,83 +240,92 @@ def _sum_over_columns(
     return (sum0 + sum1) + (sum2 + sum3)
 
 
-class _Operands(NamedTuple):
-    """What ``low_rank_kernel`` reads besides the matrices: rows, their strides and columns, and factors of rows."""
+class _Rows(NamedTuple):
+    """Rows of a tile, ``[BLOCK_T]``: numbers, adapters and factors; x: pointers ``[1, BLOCK_T]`` to them."""
 
+    row: Any
+    adapter: Any
+    factor: Any
     x: Any
-    scale: Any
-    input_weights: Any
-    x_stride: Any
-    k_in: Any
+
+
+@triton.jit
+def _rows_at(
+    x,
+    adapters,
+    input_weights,
+    first,
+    count,
+    x_stride,
+    BLOCK_T: tl.constexpr,
+    TOP_K: tl.constexpr,
+    GATHER: tl.constexpr,
+):
+    """Return up to BLOCK_T of ``count`` rows from ``first`` on, as ``_Rows``. Arguments as in ``low_rank_kernel``."""
+    t = tl.arange(0, BLOCK_T)
+    row = first + tl.where(t < count, t, 0)
+    adapter = adapter_at(adapters, row, count, TOP_K)
+    source = row
+    if GATHER:
+        source = row // TOP_K if TOP_K else tl.load(adapters.source + row)
+    factor = tl.full((BLOCK_T,), 1.0, tl.float32)
+    if input_weights is not None:
+        factor = tl.load(input_weights + row)
+    return _Rows(row=row, adapter=adapter, factor=factor, x=x + source[None, :] * x_stride)
 
 
 @triton.jit
 def _inner_rows(
-    operands,
+    rows,
     adapters,
-    adapter,
+    scale,
     current,
     expert,
-    row,
+    k_in,
     projection,
     r_first,
     PROJECTIONS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
-    TOP_K: tl.constexpr,
-    GATHER: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Return ``[RANKS, BLOCK_T]``: scale times 16 ranks of A of adapter ``current``, from r_first on, times x.
+    """Return ``[RANKS, BLOCK_T]``: scale times 16 ranks of A of adapter ``current``, from r_first on, times ``_Rows``.
 
-    operands: ``_Operands``. Ranks that the adapter lacks, and rows of other adapters, are zeros.
+    Ranks that the adapter lacks, and rows of other adapters, are zeros.
     """
-    source = row
-    if GATHER:
-        source = row // TOP_K if TOP_K else tl.load(adapters.source + row)
-    x_ptr = operands.x + source[None, :] * operands.x_stride
-    factor = tl.full((row.shape[0],), 1.0, tl.float32)
-    if operands.input_weights is not None:
-        factor = tl.load(operands.input_weights + row)
     rank, a_first, _ = _matrix_at(adapters, current, projection, PROJECTIONS)
     r = r_first + tl.arange(0, RANKS)
-    weight = tl.load(operands.scale + (current * PROJECTIONS + projection).to(tl.int64) * adapters.experts + expert)
-    a_ptr = adapters.a + a_first + (expert * rank + r)[:, None] * operands.k_in
-    acc = _sum_over_columns(a_ptr, x_ptr, r < rank, adapter == current, operands.k_in, BLOCK_K, STAGES, ASM)
+    weight = tl.load(scale + (current * PROJECTIONS + projection).to(tl.int64) * adapters.experts + expert)
+    a_ptr = adapters.a + a_first + (expert * rank + r)[:, None] * k_in
+    acc = _sum_over_columns(a_ptr, rows.x, r < rank, rows.adapter == current, k_in, BLOCK_K, STAGES, ASM)
     acc *= weight
-    acc *= factor[None, :]
+    acc *= rows.factor[None, :]
     return acc
 
 
 @triton.jit
 def _write_inner_rows(
-    operands,
+    rows,
     adapters,
+    scale,
     expert,
-    first,
-    count,
+    k_in,
     PROJECTIONS: tl.constexpr,
     RANK: tl.constexpr,
-    BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
-    TOP_K: tl.constexpr,
-    GATHER: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Write the inner rows of up to BLOCK_T of ``count`` rows from ``first`` on, of a program's ranks and adapters.
+    """Write the inner rows of ``rows`` (``_Rows``), of a program's ranks and adapters.
 
-    operands: ``_Operands``; other arguments as in ``low_rank_kernel``. Of the adapters that occur, in order, a program
-    takes every ``num_programs(2)``-th.
+    Other arguments as in ``low_rank_kernel``. Of the adapters that occur, in order, a program takes every
+    ``num_programs(2)``-th.
     """
     r_first = tl.program_id(1) % (RANK // RANKS) * RANKS
     projection = tl.program_id(1) // (RANK // RANKS)
-    t = tl.arange(0, BLOCK_T)
-    row = first + tl.where(t < count, t, 0)
-    adapter = adapter_at(adapters, row, count, TOP_K)
-    inner = adapters.inner + (row * PROJECTIONS + projection)[None, :] * RANK
+    inner = adapters.inner + (rows.row * PROJECTIONS + projection)[None, :] * RANK
     r = r_first + tl.arange(0, RANKS)
-    current = _next_adapter(adapter, NO_ADAPTER)
+    current = _next_adapter(rows.adapter, NO_ADAPTER)
     to_skip = tl.program_id(2)
     while current < NO_MORE:
         if to_skip == 0:
@@ -324,44 +333,39 @@ def _write_inner_rows(
             rank, _, _ = _matrix_at(adapters, current, projection, PROJECTIONS)
             if r_first < rank:
                 acc = _inner_rows(
-                    operands,
+                    rows,
                     adapters,
-                    adapter,
+                    scale,
                     current,
                     expert,
-                    row,
+                    k_in,
                     projection,
                     r_first,
                     PROJECTIONS,
                     BLOCK_K,
                     STAGES,
-                    TOP_K,
-                    GATHER,
                     ASM,
                 )
-                tl.store(inner + r[:, None], acc, mask=(adapter == current)[None, :] & (r < rank)[:, None])
+                tl.store(inner + r[:, None], acc, mask=(rows.adapter == current)[None, :] & (r < rank)[:, None])
         to_skip -= 1
-        current = _next_adapter(adapter, current)
+        current = _next_adapter(rows.adapter, current)
 
 
 @triton.jit
 def _write_changes(
-    operands,
+    rows,
     adapters,
+    scale,
     expert,
-    first,
-    count,
+    k_in,
     n_out,
     PROJECTIONS: tl.constexpr,
     RANK: tl.constexpr,
-    BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
-    TOP_K: tl.constexpr,
-    GATHER: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Write the changes of up to BLOCK_T of ``count`` rows from ``first`` on, of a program's columns and adapters.
+    """Write the changes of ``rows`` (``_Rows``), of a program's columns and adapters.
 
     Arguments as in ``_write_inner_rows``. Programs along the second dimension take the projections, and blocks of
     columns in turn; each multiplies by A again.
@@ -369,11 +373,8 @@ def _write_changes(
     projection = tl.program_id(1) % PROJECTIONS
     split = tl.program_id(1) // PROJECTIONS
     splits = tl.num_programs(1) // PROJECTIONS
-    t = tl.arange(0, BLOCK_T)
-    row = first + tl.where(t < count, t, 0)
-    adapter = adapter_at(adapters, row, count, TOP_K)
-    change_ptr = adapters.inner + (row * PROJECTIONS + projection)[None, :] * n_out
-    current = _next_adapter(adapter, NO_ADAPTER)
+    change_ptr = adapters.inner + (rows.row * PROJECTIONS + projection)[None, :] * n_out
+    current = _next_adapter(rows.adapter, NO_ADAPTER)
     to_skip = tl.program_id(2)
     while current < NO_MORE:
         if to_skip == 0:
@@ -383,34 +384,32 @@ def _write_changes(
             for block in tl.static_range(RANK // RANKS):
                 inner += (
                     _inner_rows(
-                        operands,
+                        rows,
                         adapters,
-                        adapter,
+                        scale,
                         current,
                         expert,
-                        row,
+                        k_in,
                         projection,
                         block * RANKS,
                         PROJECTIONS,
                         BLOCK_K,
                         STAGES,
-                        TOP_K,
-                        GATHER,
                         ASM,
                     ),
                 )
             for n_first in tl.range(split * BLOCK_N, n_out, splits * BLOCK_N, num_stages=STAGES):
                 column = n_first + tl.arange(0, BLOCK_N)
-                change = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
+                change = tl.zeros((BLOCK_N, rows.row.shape[0]), dtype=tl.float32)
                 for block in tl.static_range(RANK // RANKS):
                     r = block * RANKS + tl.arange(0, RANKS)
                     b_ptr = adapters.b + (b_first + (expert * rank + r) * n_out)[None, :] + column[:, None]
                     b = tl.load(b_ptr, mask=(column < n_out)[:, None] & (r < rank)[None, :], other=0.0)
                     change = _add_inner(change, b, inner[block], ASM)
-                inside = (adapter == current)[None, :] & (column < n_out)[:, None]
+                inside = (rows.adapter == current)[None, :] & (column < n_out)[:, None]
                 tl.store(change_ptr + column[:, None], change, mask=inside)
         to_skip -= 1
-        current = _next_adapter(adapter, current)
+        current = _next_adapter(rows.adapter, current)
 
 
 @triton.jit(do_not_specialize_on_alignment=["input_weights", "expert_offsets", "tile_expert", "tile_row"])
@@ -463,38 +462,9 @@ def low_rank_kernel(
     else:
         first = tl.load(tile_row + tile)
         count = tl.minimum(tl.load(expert_offsets + expert + 1) - first, TILE_T).to(tl.int32)
-    operands = _Operands(x, scale, input_weights, x_stride, k_in)
     for start in range(0, count, BLOCK_T):
+        rows = _rows_at(x, adapters, input_weights, first + start, count - start, x_stride, BLOCK_T, TOP_K, GATHER)
         if CHANGES:
-            _write_changes(
-                operands,
-                adapters,
-                expert,
-                first + start,
-                count - start,
-                n_out,
-                PROJECTIONS,
-                RANK,
-                BLOCK_T,
-                BLOCK_K,
-                STAGES,
-                TOP_K,
-                GATHER,
-                ASM,
-            )
+            _write_changes(rows, adapters, scale, expert, k_in, n_out, PROJECTIONS, RANK, BLOCK_K, STAGES, ASM)
         else:
-            _write_inner_rows(
-                operands,
-                adapters,
-                expert,
-                first + start,
-                count - start,
-                PROJECTIONS,
-                RANK,
-                BLOCK_T,
-                BLOCK_K,
-                STAGES,
-                TOP_K,
-                GATHER,
-                ASM,
-            )
+            _write_inner_rows(rows, adapters, scale, expert, k_in, PROJECTIONS, RANK, BLOCK_K, STAGES, ASM)
