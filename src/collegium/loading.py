@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any, Literal, Never
 
 import torch
-from torch import Tensor
 
 from .adapters import ExpertAdapters
 from .checkpoint.activation_scales import ScaleRequest, input_reach
@@ -23,6 +22,7 @@ from .dummy.weights import random_latent, random_router, random_shared, random_w
 from .encoding import encoded
 from .errors import ConfigError, InputError
 from .execution.layer_comparison import experts_may_repeat
+from .experts.base import map_tensors
 from .formats import by_name
 from .formats.payload import Payload
 from .layer import MoELayer
@@ -319,17 +319,8 @@ def _weights_for(layer_plan: Plan, weights: ExpertWeights[Payload]) -> ExpertWei
     if layer_plan.paging is not None or facts.index is None or weights.down.device.type == facts.kind:
         return weights
 
-    def to_device(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.to(facts.place)
-
-    return replace(
-        weights,
-        gate_up=weights.gate_up.to(facts.place),
-        down=weights.down.to(facts.place),
-        gate_up_bias=to_device(weights.gate_up_bias),
-        down_bias=to_device(weights.down_bias),
-        expert_reach=to_device(weights.expert_reach),
-    )
+    moved = replace(weights, gate_up=weights.gate_up.to(facts.place), down=weights.down.to(facts.place))
+    return map_tensors(moved, lambda tensor: tensor.to(facts.place), "gate_up_bias", "down_bias", "expert_reach")
 
 
 def _device_and_placement(

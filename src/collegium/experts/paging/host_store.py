@@ -14,7 +14,7 @@ from ...problem import ExpertsProblem
 from ...runtime.memory import ALIGN
 from ...runtime.pinned import PinnedBlock
 from ...types import ExpertWeights
-from ..base import ExpertKernel, PackedWeights, refuse_other_layout
+from ..base import ExpertKernel, PackedWeights, map_tensors, refuse_other_layout
 
 __all__ = ["HostStore", "PackedOnce", "pack_to_host"]
 
@@ -74,18 +74,10 @@ def _groups(weights: ExpertWeights[Any], count: int) -> Iterator[tuple[int, int]
 
 def _experts_on(weights: ExpertWeights[Any], start: int, stop: int, device: torch.device) -> ExpertWeights[Any]:
     """Return experts ``start`` to ``stop`` on ``device``."""
-
-    def group(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor[start:stop].to(device)
-
-    return replace(
-        weights,
-        gate_up=weights.gate_up[start:stop].to(device),
-        down=weights.down[start:stop].to(device),
-        gate_up_bias=group(weights.gate_up_bias),
-        down_bias=group(weights.down_bias),
-        expert_reach=group(weights.expert_reach),
-    )
+    gate_up, down = (matrix[start:stop].to(device) for matrix in (weights.gate_up, weights.down))
+    group = replace(weights, gate_up=gate_up, down=down)
+    names = ("gate_up_bias", "down_bias", "expert_reach")
+    return map_tensors(group, lambda tensor: tensor[start:stop].to(device), *names)
 
 
 def _allocate(packed: PackedWeights, count: int, device: torch.device) -> HostStore:
