@@ -27,6 +27,11 @@ class _Architecture(NamedTuple):
     score: a key of ``_SCORES``; None where the metadata must have one. renormalize: whether the chosen weights are
     renormalised. bias: when the correction bias is used. shared: whether each layer has a shared expert without an
     ``expert_shared_count``. floor: least sum of weights to divide by, which the metadata lack.
+
+    widths: how files without the widths of experts and of the shared expert have them: ``all chosen``, the width of a
+    layer is that of all chosen experts and of the shared one; ``alike``, the shared expert has that of an expert;
+    ``stated``, the shared expert's is required. step: whether the metadata have the step between layers with experts.
+    family_file: whether another file describes the architecture.
     """
 
     score: int | None
@@ -34,29 +39,32 @@ class _Architecture(NamedTuple):
     bias: Literal["never", "if present", "always"] = "never"
     shared: bool = False
     floor: float = 0.0
+    widths: Literal["stated", "alike", "all chosen"] = "stated"
+    step: Literal["never", "if present", "always"] = "never"
+    family_file: bool = False
 
 
+_QWEN2 = _Architecture(1, False, shared=True, widths="all chosen", family_file=True)
+_QWEN3 = _QWEN2._replace(renormalize=True)
 _ARCHITECTURES: Mapping[str, _Architecture] = {
     "gguf:llama": _Architecture(1, True),  # Mixtral
     "gguf:qwen3moe": _Architecture(1, True),
     "gguf:olmoe": _Architecture(1, False),
     "gguf:deepseek2": _Architecture(1, False, "if present"),
     "gguf:glm4moe": _Architecture(_SIGMOID, False, "always"),
-    "gguf:gpt-oss": _Architecture(3, True),
-    "gguf:qwen2moe": _Architecture(1, False, shared=True),
-    "gguf:ernie4_5-moe": _Architecture(1, True, "if present", floor=1e-12),
+    "gguf:gpt-oss": _Architecture(3, True, family_file=True),
+    "gguf:qwen2moe": _QWEN2,
+    "gguf:ernie4_5-moe": _Architecture(1, True, "if present", floor=1e-12, step="if present"),
     "gguf:hunyuan-moe": _Architecture(1, True, shared=True),
     "gguf:bailingmoe2": _Architecture(None, False, "if present"),
     "gguf:minimax-m2": _Architecture(None, True, "always"),
     "gguf:lfm2moe": _Architecture(None, True, "always"),
     "gguf:kimi-linear": _Architecture(None, True, "always"),
-    "gguf:qwen3next": _Architecture(1, True, shared=True),
-    "gguf:qwen35moe": _Architecture(1, True, shared=True),
-    "gguf:llama4": _Architecture(_SIGMOID, False, shared=True),
-    "gguf:nemotron_h_moe": _Architecture(_SIGMOID, False, "always"),
+    "gguf:qwen3next": _QWEN3,
+    "gguf:qwen35moe": _QWEN3,
+    "gguf:llama4": _Architecture(_SIGMOID, False, shared=True, widths="alike", step="always", family_file=True),
+    "gguf:nemotron_h_moe": _Architecture(_SIGMOID, False, "always", family_file=True),
 }
-# Architectures whose files may lack the width of an expert, and of the shared expert.
-_OPTIONAL_WIDTHS = ("gguf:qwen2moe", "gguf:qwen3next", "gguf:qwen35moe")
 # GLM-4.7-Flash has the architecture of DeepSeek-V2 and files without a gating function: llama.cpp identifies them by
 # these sizes.
 _FLASH_LAYERS = (47, 48)
@@ -83,7 +91,7 @@ def gguf_spec(config: Config, _layer: int) -> MoESpec:
     biased = architecture.bias == "always"
     if architecture.bias == "if present":
         biased = sigmoid if present is None else present is True
-    width = _expert_width(config)
+    width = _expert_width(config, architecture)
     shared_width = _shared_width(config, architecture, width)
     return MoESpec(
         hidden_size=config.integer("embedding_length"),
@@ -106,12 +114,11 @@ def gguf_spec(config: Config, _layer: int) -> MoESpec:
     )
 
 
-def _expert_width(config: Config) -> int:
+def _expert_width(config: Config, architecture: _Architecture) -> int:
     if config.value("expert_feed_forward_length", default=None) is not None:
         return config.integer("expert_feed_forward_length")
     width = config.integer("feed_forward_length")
-    # Files of Qwen without the entry have the width of all chosen experts.
-    return width // config.integer("expert_used_count") if config.kind in _OPTIONAL_WIDTHS else width
+    return width // config.integer("expert_used_count") if architecture.widths == "all chosen" else width
 
 
 def _shared_width(config: Config, architecture: _Architecture, width: int) -> int:
@@ -120,9 +127,9 @@ def _shared_width(config: Config, architecture: _Architecture, width: int) -> in
     if not architecture.shared:
         return config.integer("expert_shared_feed_forward_length", default=shared * width) if shared else 0
     missing = config.value("expert_shared_feed_forward_length", default=None) is None
-    if missing and config.kind in _OPTIONAL_WIDTHS:
+    if missing and architecture.widths == "all chosen":
         return config.integer("feed_forward_length")
-    if missing and config.kind == "gguf:llama4":
+    if missing and architecture.widths == "alike":
         return width
     return config.integer("expert_shared_feed_forward_length")
 
@@ -156,23 +163,17 @@ def gguf_layers(config: Config) -> tuple[int, ...]:
     """Return the layers between the leading dense ones and those for multi-token prediction, by a step if stated."""
     ahead = config.integer("nextn_predict_layers", default=0)
     first = config.integer("leading_dense_block_count", default=0)
+    # Families with a spec of another kind, such as Gemma-4, are in no row.
+    stated = _ARCHITECTURES[config.kind].step if config.kind in _ARCHITECTURES else "never"
     step = 1
-    if config.kind == "gguf:ernie4_5-moe":
+    if stated == "if present":
         step = config.integer("interleave_moe_layer_step", default=1)
-    elif config.kind == "gguf:llama4":
+    elif stated == "always":
         step = config.integer("interleave_moe_layer_step")
     if step < 1:
         raise config.wrong("interleave_moe_layer_step", step, "1 or more")
     return tuple(i for i in range(first, config.integer("block_count") - ahead) if (i + 1) % step == 0)
 
 
-_IN_OTHER_FILES = (
-    "gguf:gpt-oss",
-    "gguf:llama4",
-    "gguf:nemotron_h_moe",
-    "gguf:qwen2moe",
-    "gguf:qwen35moe",
-    "gguf:qwen3next",
-)
-_TYPES = tuple(name for name in _ARCHITECTURES if name not in _IN_OTHER_FILES)
+_TYPES = tuple(name for name, architecture in _ARCHITECTURES.items() if not architecture.family_file)
 FAMILY = Family("gguf", _TYPES, NAMES, gguf_spec, gguf_layers)
