@@ -38,7 +38,7 @@ from collegium.commands.measure import (
 )
 from collegium.dummy.weights import random_weights
 from collegium.experts.triton.grouped import tile_list
-from collegium.experts.triton.tiling import middle_format
+from collegium.experts.triton.tiling import product_format
 from collegium.experts.triton.w4_prefill import w4_prefill_gemm
 from collegium.layer import MoELayer
 from collegium.ops.operand import operand
@@ -124,7 +124,7 @@ def steps_of(layer_plan: Plan, packed: PackedExperts, case: tuple[Tensor, Routin
     order = packed.gate_up.layout.row_order
     matrices = (packed.gate_up, packed.down)
     x_form, h_form = (
-        middle_format(form, matrix.layout, large[0]) for form, matrix in zip(packed.forms, matrices, strict=True)
+        product_format(form, matrix.layout, large[0]) for form, matrix in zip(packed.forms, matrices, strict=True)
     )
     scatter = partial(scatter_rows, x, x_form, slots, rows, order=order)
     codes, scale = scatter()

@@ -32,7 +32,7 @@ from .matrix import PackedMatrix
 from .prefill import CodeScales, prefill_gemm
 from .tiles.choice import LARGE_BLOCK_N
 from .tiles.problem import TileChoice, TunedTiles
-from .tiling import ProductTiling, TilePair, middle_format, reads_transposed_scales
+from .tiling import ProductTiling, TilePair, product_format, reads_transposed_scales
 from .tuning import MeasuredProduct
 from .w4_prefill import w4_prefill_gemm
 
@@ -272,7 +272,7 @@ class PackedExperts(PackedWeights):
             source = batch.source
         else:
             # A weight or an expert's scale belongs to a row, so such rows are gathered before the product.
-            x, x_scale = self._gathered_operand(batch, self.gate_up.layout.row_order, memory_x)
+            x, x_scale = self._gathered_operand(batch, self._form_of(0, batch), memory_x)
         if self.gate_up.order is not None:
             x = gather_columns(x, self.gate_up.order, offsets, source, memory=memory_x)
             source = None
@@ -312,7 +312,7 @@ class PackedExperts(PackedWeights):
         if codes is None:
             form, order = self._form_of(1, batch), self.down.layout.row_order
             if self.down.layout.in_registers:
-                form = middle_format(form, self.down.layout, tiles[1])
+                form = product_format(form, self.down.layout, tiles[1])
             rows = operand(middle, form, order=order, used=used, memory=part(memory, "h"))
             h, h_scale = rescale(rows, self.down, used, part(memory, "h"))
         else:
@@ -329,8 +329,10 @@ class PackedExperts(PackedWeights):
         used, layout, order = _used_rows(batch), self.gate_up.layout, self.gate_up.order
         if order is not None and batch.input_weights is None:
             return gather_columns(batch.x, order, batch.expert_offsets, batch.source, memory=memory), None
-        transposed = layout.in_registers and reads_transposed_scales(self.activations, layout, tile)
-        x, x_scale = self._ordered_operand(batch, layout.row_order, memory, transposed=transposed)
+        form = self._form_of(0, batch)
+        if layout.in_registers:
+            form = product_format(form, layout, tile)
+        x, x_scale = self._ordered_operand(batch, form, memory)
         if order is not None:
             x = gather_columns(x, order, batch.expert_offsets, None, memory=memory)
         return rescale((x, x_scale), self.gate_up, used, memory)
@@ -353,41 +355,39 @@ class PackedExperts(PackedWeights):
             return operand(batch.x, self.forms[0], order=order, x_ready=batch.x_ready, memory=memory)
         return reorder_codes(batch.x, _reorder(batch.order, order)), batch.scale
 
-    def _ordered_operand(
-        self, batch: ContiguousBatch, order: int, memory: Memory | None, *, transposed: bool
-    ) -> Operand:
+    def _ordered_operand(self, batch: ContiguousBatch, form: ActivationFormat | None, memory: Memory | None) -> Operand:
         """Return the first product's operand in expert order, each token read once where nothing belongs to its rows.
 
-        transposed: whether scales of groups are stored as ``transpose_scales`` stores them.
-        Raises InputError for received codes without ``slots``.
+        form: of the rows. Raises InputError for received codes without ``slots``.
         """
-        rows, form = batch.source.numel(), self.forms[0]
+        rows, order = batch.source.numel(), self.gate_up.layout.row_order
         if batch.scale is not None:
             if batch.slots is None:
                 raise InputError("a large batch of codes has no slots; pass those of ops.permute.permute")
             reorder = _reorder(batch.order, order)
+            transposed = form is not None and form.transposed_scales
             return scatter_codes(
                 batch.x, batch.scale, batch.slots, rows, reorder=reorder, transposed=transposed, memory=memory
             )
         # The rows of a single expert, a shared one for instance, are as many as its tokens.
         single = self.gate_up.layout.shape[0] == 1
         if single or batch.slots is None or batch.input_weights is not None or self.expert_scales is not None:
-            return self._gathered_operand(batch, order, memory, transposed=transposed)
-        if form is not None:
-            form = replace(form, transposed_scales=transposed)
+            return self._gathered_operand(batch, form, memory)
         return scatter_rows(batch.x, form, batch.slots, rows, order=order, x_ready=batch.x_ready, memory=memory)
 
     def _gathered_operand(
-        self, batch: ContiguousBatch, order: int, memory: Memory | None, *, transposed: bool = False
+        self, batch: ContiguousBatch, form: ActivationFormat | None, memory: Memory | None
     ) -> Operand:
-        """Return the first product's operand in expert order, times the input weights where there are any."""
-        form = self._form_of(0, batch)
+        """Return the first product's operand in expert order, times the input weights where there are any.
+
+        form: of the rows.
+        """
         return operand(
             batch.x,
-            replace(form, transposed_scales=True) if form is not None and transposed else form,
+            form,
             source=batch.source,
             weights=batch.input_weights,
-            order=order,
+            order=self.gate_up.layout.row_order,
             used=_used_rows(batch),
             memory=memory,
         )
@@ -398,7 +398,7 @@ class PackedExperts(PackedWeights):
         """Return rows between the products as the second product reads them with ``tiles``; batch: None if unsorted."""
         used = None if batch is None else _used_rows(batch)
         between = self.forms[1] if batch is None else self._form_of(1, batch)
-        form = middle_format(between, self.down.layout, tiles.tile)
+        form = product_format(between, self.down.layout, tiles.tile)
         memory_h = part(memory, "h")
         rows = operand(middle, form, order=self.down.layout.row_order, used=used, memory=memory_h)
         return rescale(rows, self.down, used, memory_h)

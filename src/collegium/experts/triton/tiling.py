@@ -29,8 +29,8 @@ __all__ = [
     "DECODED",
     "ProductTiling",
     "TilePair",
-    "middle_format",
     "operand_format",
+    "product_format",
     "product_regions",
     "reads_transposed_scales",
     "refuse_machine",
@@ -187,11 +187,11 @@ def reads_transposed_scales(form: ActivationFormat | None, layout: Layout, tile:
     return grouped and layout.decoded and (tile is None or tile.block_t >= TALL)
 
 
-def middle_format(
-    form: ActivationFormat | None, down: Layout, tile: TileChoice | None = None
+def product_format(
+    form: ActivationFormat | None, layout: Layout, tile: TileChoice | None = None
 ) -> ActivationFormat | None:
-    """Return the format of the second product's rows, with transposed scales where the product reads those."""
-    if form is None or not reads_transposed_scales(form, down, tile):
+    """Return the format of a product's rows, with transposed scales where the product reads those."""
+    if form is None or not reads_transposed_scales(form, layout, tile):
         return form
     return replace(form, transposed_scales=True)
 
@@ -206,9 +206,9 @@ def product_regions(problem: ExpertsProblem, tiling: ProductTiling) -> Regions:
     order, second_order = tiling.gate_up.row_order, tiling.down.row_order
     gathered = problem.weighted or (form is not None and form.by_expert)
     x_rows = rows if gathered else problem.tokens
-    x_form = middle_format(form, tiling.gate_up) if large else form
+    x_form = product_format(form, tiling.gate_up) if large else form
     x = operand_regions(x_rows, hidden, x_form, order=order, gathered=gathered, dtype=dtype)
-    h = operand_regions(rows, intermediate, middle_format(form, tiling.down), order=second_order, dtype=dtype)
+    h = operand_regions(rows, intermediate, product_format(form, tiling.down), order=second_order, dtype=dtype)
     if by_name(problem.weight_format).ordered_columns:
         x["ordered"] = rows * hidden * dtype.itemsize
     x |= _rescaled_regions(tiling.gate_up, rows if large else x_rows, hidden)
