@@ -23,7 +23,7 @@ from .blocks import replace_blocks
 from .gguf import transformers_tensor
 from .identity_experts import replace_identity_experts
 from .image_experts import image_expert_stacks
-from .modules import experts_modules, named_experts
+from .modules import text_experts
 from .parallel_experts import RunParallelExperts
 from .patches import progress_silenced, restore_class, temporary_subclass
 from .text_models import name_in_memory, remove_towers, text_only
@@ -206,15 +206,16 @@ def _detach_expert_parameters(model: nn.Module) -> dict[str, dict[str, nn.Parame
 
     Raises ConfigError for two experts modules in layers of one number: Collegium would run only one of them.
     """
-    runs = experts_modules(model)
-    modules = {id(module) for module in runs.values()}
-    for name, index, module in named_experts(model):
-        if id(module) not in modules and ".vision_moe." not in name:
-            other = next(path for path, _, each in named_experts(model) if each is runs[index])
+    experts = text_experts(model)
+    # As in experts_modules: the last one of a layer.
+    paths = {index: name for name, index, _ in experts}
+    for name, index, _ in experts:
+        if paths[index] != name:
             raise ConfigError(
-                f"transformers' {type(model).__name__} has experts at {name} and at {other}, which both are layer "
-                f"{index}; load_model() runs models with experts in one list of layers"
+                f"transformers' {type(model).__name__} has experts at {name} and at {paths[index]}, which both are "
+                f"layer {index}; load_model() runs models with experts in one list of layers"
             )
+    modules = {id(module) for _, _, module in experts}
     detached: dict[str, dict[str, nn.Parameter]] = {}
     for path, module in model.named_modules():
         if id(module) in modules:

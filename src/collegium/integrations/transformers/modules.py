@@ -16,7 +16,16 @@ from ...models.derived import activation_of
 from ...ops.activation import deinterleave
 from ...types import ExpertWeights, MoESpec, RoutingSpec
 
-__all__ = ["expert_norms", "experts_modules", "is_experts", "named_experts", "routed_weights", "spec_of", "write_count"]
+__all__ = [
+    "expert_norms",
+    "experts_modules",
+    "is_experts",
+    "named_experts",
+    "routed_weights",
+    "spec_of",
+    "text_experts",
+    "write_count",
+]
 
 
 def named_experts(model: nn.Module) -> list[tuple[str, int, nn.Module]]:
@@ -29,12 +38,14 @@ def named_experts(model: nn.Module) -> list[tuple[str, int, nn.Module]]:
     return experts
 
 
-def experts_modules(model: nn.Module) -> dict[int, nn.Module]:
-    """Return the experts modules of a transformers model by layer index.
+def text_experts(model: nn.Module) -> list[tuple[str, int, nn.Module]]:
+    """Return ``named_experts`` without the experts of image tokens, which ERNIE-4.5-VL has next to those of text."""
+    return [found for found in named_experts(model) if ".vision_moe." not in found[0]]
 
-    In layers with separate experts of text and of image tokens (ERNIE-4.5-VL), those of text.
-    """
-    return {index: module for name, index, module in named_experts(model) if ".vision_moe." not in name}
+
+def experts_modules(model: nn.Module) -> dict[int, nn.Module]:
+    """Return the experts modules of a transformers model by layer index, without those of image tokens."""
+    return {index: module for _, index, module in text_experts(model)}
 
 
 def expert_norms(model: nn.Module) -> dict[int, nn.Module]:

@@ -4,7 +4,6 @@ transformers has only a multimodal class with a head for them. Its towers for im
 weights are loaded, and the tensors are renamed.
 """
 
-import re
 from typing import Any
 
 from ...models.in_memory import text_path
@@ -78,4 +77,4 @@ def name_in_memory(model_type: str, config: Any, name: str) -> str | None:
     if not text_only(config):
         return name
     path = text_path(name)
-    return path if re.match(r"lm_head\.", path) else f"model.language_model.{path}"
+    return path if path.startswith("lm_head.") else f"model.language_model.{path}"
