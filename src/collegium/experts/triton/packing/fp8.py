@@ -60,8 +60,7 @@ def _pack_small_blocks(payload: Fp8Block, bias: Tensor | None, *, native: bool, 
         # The codes of one scale are one product.
         layout = replace(layout, block_k=group)
     else:
-        words = _K_BLOCK // group
-        layout = replace(layout, words=words, quartered=words > 1)
+        layout = replace(layout, words=_K_BLOCK // group, quartered=group < _K_BLOCK)
     scales = _for_rows(payload.scales.float(), payload, group)
     words = functional.pad(scales, (0, layout.k_blocks * layout.words - scales.shape[-1]))
     words = words.unflatten(-1, (layout.k_blocks, layout.words)).permute(0, 1, 3, 4, 2).contiguous()
